@@ -37,6 +37,8 @@ _TEXT_FILES = (
 )
 _INDEX = "model.safetensors.index.json"
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+# How Hugging Face's cache names the folders of a repository: its names hold no "--".
+_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[^/]+")
 _LFS_POINTER = b"version https://git-lfs"
 _SAMPLE_BYTES = 64 * 1024
 _MAX_HEADER_BYTES = 100 * 2**20
@@ -90,6 +92,13 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         return self.read_json("config.json")
+
+    @property
+    def name(self) -> str:
+        """The repository's name for its snapshot in Hugging Face's cache, else the folder's own name, or the link's."""
+        folder = Path(os.path.abspath(self.folder))  # noqa: PTH100  Path.resolve follows links
+        of_repository = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
+        return of_repository[1].replace("--", "/") if of_repository else folder.name
 
     @property
     def model_type(self) -> str:

@@ -1,4 +1,5 @@
-"""MiniCPM-V as an oracle: transformers' tower and text model, and a plain resampler; and checkpoints of it.
+"""MiniCPM-V as an oracle: transformers' tower with the published positions, its text model, and a plain resampler; and
+checkpoints of it.
 
 The weights have the published names.
 """
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
-from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings, Idefics2VisionTransformer
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
 
@@ -101,13 +102,30 @@ def time_embedding(number: int | None) -> Tensor:
     return torch.tensor([turn(angle) for turn in (math.sin, math.cos) for angle in angles])
 
 
+class PublishedEmbeddings(Idefics2VisionEmbeddings):
+    """Of pictures without padding. transformers 5 computes where a patch begins otherwise than the published code."""
+
+    def forward(self, pixel_values: Tensor, patch_attention_mask: Tensor) -> Tensor:
+        side = self.num_patches_per_side
+        borders = torch.arange(1 / side, 1.0, 1 / side)
+        row, column = (
+            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / length), borders, right=True)
+            for length in patch_attention_mask.shape[1:]
+        )
+        patches = self.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
+        rows: Tensor = patches + self.position_embedding((row[:, None] * side + column).flatten())
+        return rows
+
+
 class MiniCPM(nn.Module):
     def __init__(self, version: str, vocabulary: int) -> None:
         super().__init__()
         config, model = TEXT_CLASSES[version]
         self.llm = model(config(**text_of(version), vocab_size=vocabulary))
         self.in_a_row = version == "2.5"
-        self.vpm = Idefics2VisionTransformer(Idefics2VisionConfig(**VISION))
+        vision = Idefics2VisionConfig(**VISION)
+        self.vpm = Idefics2VisionTransformer(vision)
+        self.vpm.embeddings = PublishedEmbeddings(vision)
         self.resampler = PlainResampler(QUERIES[version])
 
     def picture(self, pixels: Tensor) -> Tensor:

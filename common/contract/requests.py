@@ -6,6 +6,7 @@ are read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TypeAlias
 
@@ -25,6 +26,9 @@ MAX_PARTS = 2**14
 MAX_TEXT_BYTES = 4 * 2**20
 # The frames of one video that are pictures.
 MAX_PICTURES = 768
+MAX_TOOLS = 512
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_NAME_CHARACTERS = 200  # in an error
 
 
 def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
@@ -39,8 +43,28 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
             if (least := min(sizes, default=0)) < 0:
                 raise InvalidRequest(f"{name}.{field} must be at least 1, got {least}")
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
-    text = sum(len(part.text.encode()) for message in prompt.messages for part in message.parts)
-    _check("bytes of text", text, MAX_TEXT_BYTES)
+    _check_tools(prompt)
+    texts = [part.text for message in prompt.messages for part in message.parts]
+    texts += [text for message in prompt.messages for text in (message.tool_call_id, message.tool_name)]
+    calls = [call for message in prompt.messages for call in message.tool_calls]
+    texts += [text for call in calls for text in (call.id, call.name, call.arguments)]
+    texts += [text for tool in prompt.tools for text in (tool.name, tool.description, tool.parameters)]
+    _check("bytes of text", sum(len(text.encode()) for text in (*texts, prompt.template_options)), MAX_TEXT_BYTES)
+
+
+def _check_tools(prompt: prompt_pb2.Prompt) -> None:
+    if len(prompt.tools) > MAX_TOOLS:
+        raise InvalidRequest(f"prompt.tools must be at most {MAX_TOOLS} tools, got {len(prompt.tools)}")
+    names = set()
+    for index, tool in enumerate(prompt.tools):
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise InvalidRequest(
+                f"prompt.tools[{index}].name must be 1 to 128 letters, digits and characters of _-.:/, "
+                f"got {tool.name[:_NAME_CHARACTERS]!r}"
+            )
+        if tool.name in names:
+            raise InvalidRequest(f"prompt.tools[{index}].name must be its own, {tool.name} is an earlier tool's")
+        names.add(tool.name)
 
 
 def _check_pictures(name: str, media: prompt_pb2.Media) -> None:
@@ -62,7 +86,7 @@ def _announced_bytes(media: prompt_pb2.Media) -> int:
 def _check_parts(prompt: prompt_pb2.Prompt) -> None:
     parts = len(prompt.messages)
     for message in prompt.messages[: MAX_PARTS + 1]:
-        parts += len(message.parts)
+        parts += len(message.parts) + len(message.tool_calls)
     _check("messages and parts", parts, MAX_PARTS)
 
 
@@ -97,9 +121,14 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
                 f"{name}.frames.sizes_bytes announces files that would follow: send {name}.frames.pictures instead"
             )
     files = []
-    without = prompt_pb2.Prompt()
+    without = prompt_pb2.Prompt(tools=prompt.tools, template_options=prompt.template_options)
     for message in prompt.messages:
-        copy = without.messages.add(role=message.role)
+        copy = without.messages.add(
+            role=message.role,
+            tool_calls=message.tool_calls,
+            tool_call_id=message.tool_call_id,
+            tool_name=message.tool_name,
+        )
         for part in message.parts:
             kind = part.WhichOneof("content")
             media = getattr(part, kind) if kind in ("image", "video") else None

@@ -119,18 +119,13 @@ def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
 
 
 def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
-    """The images and videos of a prompt, in order, each with the name of its field."""
+    """The media of a prompt, in order: the name of the field, and what the field says that they are."""
     for index, message in enumerate(prompt.messages):
         for place, part in enumerate(message.parts):
             kind = part.WhichOneof("content")
             if kind in _MODALITY_OF_CONTENT:
                 name = f"prompt.messages[{index}].parts[{place}].{kind}"
                 yield name, _MODALITY_OF_CONTENT[kind], getattr(part, kind)
-
-
-def modalities_of(prompt: prompt_pb2.Prompt) -> list[Modality]:
-    """The modality of each media item of a prompt, in order."""
-    return [modality for _, modality, _ in named_media(prompt)]
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:

@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from common.address import check_address
 from common.checkpoint import DEMO_MODEL
@@ -145,12 +145,19 @@ class ServiceSettings(ListenerSettings):
         description="checkpoint folder in transformers' format, or a Hugging Face repository, which is downloaded into "
         "Hugging Face's cache unless it is there",
     )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="name of the model in metrics; unset: the name of its folder"
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="name of the model: its id in the API and its label in metrics. Several, separated by commas, are "
+        "all accepted, and the first is the id in answers and the label; unset: the repository's name, or the folder's",
     )
     metrics_port: int = Field(ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")
     reflection: bool = Field(True, description="gRPC server reflection, which lists methods and message types")
     metrics_tls: bool = Field(False, description="serve /metrics with the same TLS as --listen")
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        return separated(value)
 
     @model_validator(mode="after")
     def _complete_metrics_tls(self) -> Self:
@@ -175,6 +182,11 @@ class CallerSettings(ListenerSettings):
 
 class UpstreamSettings(ServiceSettings, CallerSettings):
     """Settings of a gRPC service that calls others."""
+
+
+def separated(value: object) -> object:
+    """A list, for text separated by commas."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 def flag_of(name: str) -> str:

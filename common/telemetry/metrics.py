@@ -8,7 +8,7 @@ the first value of a new series.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 
@@ -49,21 +49,21 @@ _CODES_WITHOUT_ERROR = ("OK", "CANCELLED", "DEADLINE_EXCEEDED")
 
 
 def begin(
-    service: str, method: str, checkpoint: Checkpoint, model: str | None, dtype: str = "", device: str = ""
+    service: str, method: str, checkpoint: Checkpoint, names: Sequence[str], dtype: str = "", device: str = ""
 ) -> None:
     """Sets the info metrics of this process and creates the series of its method.
 
-    model: the label of the model; None for the name of the checkpoint's folder.
+    names: --served-model-name.
     """
     BUILD_INFO.labels(service, version("framesieve")).set(1)
-    name, fingerprint = served_name(checkpoint, model), checkpoint.fingerprint.hex()[:12]
+    name, fingerprint = served_names(checkpoint, names)[0], checkpoint.fingerprint.hex()[:12]
     MODEL_INFO.labels(name, checkpoint.model_type, fingerprint, dtype, device).set(1)
     begin_method(method)
 
 
-def served_name(checkpoint: Checkpoint, given: str | None) -> str:
-    """The name of a model: --served-model-name, else the name of its folder."""
-    return given or checkpoint.folder.resolve().name
+def served_names(checkpoint: Checkpoint, given: Sequence[str]) -> tuple[str, ...]:
+    """The names of a model: --served-model-name, else the checkpoint's own. The first is the label of metrics."""
+    return tuple(given) or (checkpoint.name,)
 
 
 def begin_method(method: str) -> None:

@@ -59,7 +59,7 @@ def ask(
         list[str] | None,
         typer.Argument(
             metavar="[MEDIA]... QUESTION",
-            help="Videos and images (by suffix), as files or URLs; then the question, unless -q is given.",
+            help="Videos and images, as files or URLs; then the question, unless -q is given.",
         ),
     ] = None,
     question: Annotated[
@@ -131,8 +131,8 @@ def ask(
 
     Images are never pruned. All videos get the same pruning rate and method. In Python, each video can have its own.
 
-    An argument that starts with http://, https:// or data: is a URL. The preprocessing service fetches it if its
-    settings allow that.
+    An argument that starts with http://, https://, file:// or data: is a URL. The preprocessing service fetches it
+    if its settings allow that; file:///path is a file of its own, below --media-root.
 
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 

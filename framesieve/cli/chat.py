@@ -50,7 +50,7 @@ from framesieve.client.prompt import Image, Message, Options, Text, Video
 
 def chat(
     *,
-    media: Annotated[list[str] | None, typer.Argument(help="Videos and images (by suffix), as files or URLs.")] = None,
+    media: Annotated[list[str] | None, typer.Argument(help="Videos and images, as files or URLs.")] = None,
     pruning_rate: RateOption = 0.0,
     method: MethodOption = EVS,
     fps: FpsOption = None,

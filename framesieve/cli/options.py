@@ -16,7 +16,7 @@ from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDC
 from common.security.tokens import read_token
 from framesieve.client.credentials import Access
 from framesieve.client.messages import IN_PYTHON
-from framesieve.client.prompt import Image, Video, check_scheme, is_url, names_image
+from framesieve.client.prompt import Video, check_scheme, is_url
 
 _MEDIA = "Media"
 SAMPLING = "Model and sampling (defaults: the model's)"
@@ -64,7 +64,9 @@ MaxFramesOption = Annotated[
 ]
 NumFramesOption = Annotated[
     int | None,
-    typer.Option(help="Number of frames to sample, evenly spaced, in place of --fps.", rich_help_panel=_MEDIA),
+    typer.Option(
+        help="Number of frames, evenly spaced, or all if there are fewer; in place of --fps.", rich_help_panel=_MEDIA
+    ),
 ]
 MaxPixelsOption = Annotated[
     int | None,
@@ -187,15 +189,13 @@ def pruning_of(rate: float, method: str) -> Pruning:
         raise typer.BadParameter(in_flags(str(error))) from error
 
 
-def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Image | Video:
-    """The Image or Video (by suffix) that an argument names: a URL, a path on the server or a local file."""
+def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Video:
+    """The video or image, as its bytes are, that an argument names: a URL, a path on the server or a local file."""
     try:
         check_scheme(location)
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from error
     source: dict[str, Any] = {"url" if is_url(location) else "server_path" if on_server else "path": location}
-    if names_image(location):
-        return Image(**source, max_pixels=max_pixels)
     return Video(**source, max_pixels=max_pixels, **of_videos)
 
 

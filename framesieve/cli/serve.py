@@ -38,6 +38,14 @@ def serve(
             rich_help_panel=_MODEL,
         ),
     ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of the model: its id in the API and its label in metrics. Of several, all are accepted, and the "
+            "first is the id in answers and the label. Default: the repository's name, or the folder's.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     media_root: Annotated[
         Path | None,
         typer.Option(
@@ -96,6 +104,8 @@ def serve(
     endpoints[GATEWAY] = Endpoint(http_listen, 0)
     with reported_errors(cannot_start=ExitStatus.CANNOT_START):
         flags = service_flags(config, context.args)
+    for service in SERVICES:
+        flags[service] += [f"--served-model-name={name}" for name in served_model_name or ()]
     stack = LocalStack(
         model, services=services, media_root=media_root, endpoints=endpoints, flags=flags, show_logs=True
     )

@@ -63,7 +63,7 @@ class FramesieveClient:
         await self._channel.close()
 
     async def models(self, *, timeout_s: float | None = None, metadata: Metadata = ()) -> tuple[Model, ...]:
-        """The checkpoint that is served, then each adapter. Raises a subclass of FramesieveError."""
+        """The names of the checkpoint that is served, then each adapter. Raises a subclass of FramesieveError."""
         with upstream_errors("generation"):
             call = self._generation.ListModels(
                 generation_pb2.ListModelsRequest(), timeout=timeout_s, metadata=(*metadata, *self._token)

@@ -68,6 +68,7 @@ _FIELD_TYPES = {
     FieldDescriptor.CPPTYPE_DOUBLE: "a 64-bit float",
     FieldDescriptor.CPPTYPE_FLOAT: "a 32-bit float",
     FieldDescriptor.CPPTYPE_STRING: "text in Unicode",
+    FieldDescriptor.CPPTYPE_MESSAGE: "a mapping of 32-bit integers to 64-bit floats",
 }
 
 # What a caller of this package does with files that are too large to send. The command has words of its own.
@@ -87,9 +88,10 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     """
     if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r} (how frames are sampled is set in Video)")
-    stop = options.get("stop") or ()
-    if isinstance(stop, str):
-        raise InvalidRequest(f"stop must be a sequence of strings, got the string {stop!r}")
+    stop, bad_words = options.get("stop") or (), options.get("bad_words") or ()
+    for name, given in (("stop", stop), ("bad_words", bad_words)):
+        if isinstance(given, str):
+            raise InvalidRequest(f"{name} must be a sequence of strings, got the string {given!r}")
     request = _message(
         generation_pb2.GenerateRequest,
         pruning=_message(
@@ -117,7 +119,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             n=options.get("n"),
             min_new_tokens=options.get("min_new_tokens"),
             logit_bias=options.get("logit_bias") or {},
-            bad_words=options.get("bad_words") or (),
+            bad_words=bad_words,
             **_structured(options),
         ),
         request_id=options.get("request_id") or "",
@@ -248,10 +250,8 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> No
     match part:
         case Text():
             message.MergeFrom(_message(prompt_pb2.Part, text=part.text))
-        case Image():
-            sampling = _message(prompt_pb2.FrameSampling, max_pixels=part.max_pixels)
-            _set_media(message.image, part, sampling, budget)
-        case Video():
+        case Image() | Video():
+            media = message.image if isinstance(part, Image) else message.video
             sampling = _message(
                 prompt_pb2.FrameSampling,
                 fps=part.fps,
@@ -264,9 +264,9 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> No
                 num_frames=part.num_frames,
                 frame_indices=part.frame_indices or (),
             )
-            _set_media(message.video, part, sampling, budget)
+            _set_media(media, part, sampling, budget)
             if part.pruning is not None:
-                message.video.pruning.CopyFrom(pruning_message(part.pruning))
+                media.pruning.CopyFrom(pruning_message(part.pruning))
 
 
 def _set_media(
@@ -281,7 +281,7 @@ def _set_media(
     elif part.server_path is not None:
         message.MergeFrom(_message(prompt_pb2.Media, path=part.server_path))
     elif part.url is not None:
-        budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URI may be long
+        budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URL may be long
         message.MergeFrom(_message(prompt_pb2.Media, url=part.url))
     elif part.path is not None:
         message.data = budget.read(part.path)

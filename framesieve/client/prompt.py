@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -24,17 +23,9 @@ from common.contract.plan import Grid
 from common.contract.retention import Pruning
 from framesieve.client.tools import Tool, ToolCall
 
-# The suffixes that preprocessing decodes as images, except the animated .apng and .avifs.
-IMAGE_SUFFIXES = frozenset(
-    {
-        *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
-        *(".pbm", ".pfm", ".pgm", ".pnm", ".ppm"),
-    }
-)
-
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
-_URL = re.compile(r"https?://[^/?#]*(?P<path>[^?#]*)|data:(?P<type>[^;,]*)", re.IGNORECASE)
+_URL = re.compile(r"(?:https?|file)://[^/?#]*(?P<path>[^?#]*)|data:", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SAMPLING = (
     *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
@@ -121,46 +112,7 @@ class Frames:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """A still image, from exactly one of five sources.
-
-    path: a file on this machine, sent with the request.
-    data: the bytes of an image file, sent with the request.
-    server_path: a path below preprocessing's --media-root; only the path is sent.
-    url: http:// or https://, fetched by preprocessing if its settings allow it; or a data: URI, sent unchanged.
-    embeds: the vision tower's output, sent with the request.
-    max_pixels: resize to at most this many pixels; None: the checkpoint's limit. Not allowed with embeds.
-    Raises InvalidRequest unless exactly one source is given.
-    """
-
-    path: StrPath | None = None
-    _: KW_ONLY
-    data: bytes | None = None
-    server_path: str | None = None
-    url: str | None = None
-    embeds: Embeds | None = None
-    max_pixels: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_source(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Video:
-    """A video, from exactly one of six sources, and how its frames are sampled.
-
-    path, data, server_path, url, embeds: as for Image.
-    frames: pictures, sent with the request; all of them are used unless sampling is set.
-    fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
-    start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
-    num_frames: exactly so many, evenly spaced; not together with fps, min_frames or max_frames.
-    frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
-    allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
-        None of these is allowed with embeds, which have no frames.
-    pruning: overrides the request's pruning for this video.
-    Raises InvalidRequest unless exactly one source is given.
-    """
-
+class _Media:
     path: StrPath | None = None
     _: KW_ONLY
     data: bytes | None = None
@@ -175,7 +127,6 @@ class Video:
     end_s: float | None = None
     allow_truncated: bool | None = None
     pruning: Pruning | None = None
-    frames: Frames | None = None
     num_frames: int | None = None
     frame_indices: tuple[int, ...] | None = None
 
@@ -183,9 +134,49 @@ class Video:
         _check_source(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Image(_Media):
+    """An image, from exactly one of five sources; of an animation, such as a GIF, its first picture.
+
+    The bytes decide: those of a video are a video, as in Video.
+
+    path: a file on this machine, sent with the request.
+    data: the bytes of an image file, sent with the request.
+    server_path: a path below preprocessing's --media-root; only the path is sent.
+    url: http:// or https://, fetched by preprocessing if its settings allow it; file:///, a path below its
+        --media-root; or a data: URL, sent unchanged.
+    embeds: the vision tower's output, sent with the request.
+    max_pixels: resize to at most this many pixels; None: the checkpoint's limit. Not allowed with embeds.
+    The other fields are those of Video, and mean nothing for an image.
+    Raises InvalidRequest unless exactly one source is given.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Video(_Media):
+    """A video or an animation, from exactly one of six sources, and how its frames are sampled.
+
+    The bytes decide: a picture that does not move is an image, as in Image.
+
+    path, data, server_path, url, embeds: as for Image.
+    frames: pictures, sent with the request; all of them are used unless sampling is set.
+    fps, min_frames, max_frames, max_pixels (per frame): None: the checkpoint's default.
+    start_s, end_s: the part to sample, in seconds; None: from the start, to the end.
+    num_frames: so many, evenly spaced, or all if there are fewer; not together with fps, min_frames or max_frames.
+    frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
+    allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
+        None of these is allowed with embeds, which have no frames.
+    pruning: overrides the request's pruning for this video.
+    Raises InvalidRequest unless exactly one source is given.
+    """
+
+    _: KW_ONLY
+    frames: Frames | None = None
+
+
 Part: TypeAlias = Text | Image | Video
 PartLike: TypeAlias = Part | StrPath
-"""A part of a prompt, or the path or URL of a media file."""
+"""A part of a prompt, or the path or URL of a media file, which is a video or an image as its bytes are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,69 +255,33 @@ class Options(TypedDict, total=False):
     timeout_s: float | None
 
 
-def media_of(location: StrPath) -> Image | Video:
-    """The Image or Video of a path or URL: an image if `names_image`, else a video.
+def media_of(location: StrPath) -> Video:
+    """The media of a path or URL: a video or an image, as its bytes are.
 
     Raises InvalidRequest for another scheme than those of `is_url`.
     """
     check_scheme(location)
-    kind = Image if names_image(location) else Video
-    return kind(url=str(location)) if is_url(location) else kind(location)
+    return Video(url=str(location)) if is_url(location) else Video(location)
 
 
 def is_url(location: StrPath) -> bool:
-    """Whether a location starts with http://, https:// or data:, so that it is not a path."""
+    """Whether a location starts with http://, https://, file:// or data:, so that it is not a path."""
     return _URL.match(str(location)) is not None
 
 
 def check_scheme(location: StrPath) -> None:
     """Raises InvalidRequest for a URL that preprocessing cannot fetch, such as s3://bucket/clip.mp4."""
     scheme = _SCHEME.match(str(location))
-    if scheme and scheme[1].lower() not in ("http", "https"):
-        raise InvalidRequest(f"{location} has the scheme {scheme[1]}; supported are http, https and data")
-
-
-def names_image(location: StrPath) -> bool:
-    """Whether the suffix of a path or URL, or the media type of a data: URI, is an image's.
-
-    A file with several pictures (an animated GIF) is a video.
-    """
-    url = _URL.match(str(location))
-    if url is not None and url["type"] is not None:
-        return url["type"].lower().startswith("image/")
-    suffix = Path(file_name(location)).suffix.lower()
-    return suffix in IMAGE_SUFFIXES and not (suffix == ".gif" and url is None and _is_animated(Path(location)))
-
-
-def _is_animated(path: Path) -> bool:
-    """Whether a GIF has several pictures. Source: the GIF89a specification, sections 15 to 23."""
-    data = path.read_bytes() if path.is_file() else b""
-    with suppress(IndexError):
-        place, pictures = 13 + _colours_bytes(data[10]), 0
-        while data[place] in (0x21, 0x2C):  # an extension or a picture, then sub-blocks up to an empty one
-            if data[place] == 0x2C:
-                pictures += 1
-                place += _colours_bytes(data[place + 9]) + 9
-            place += 2
-            while data[place]:
-                place += data[place] + 1
-            place += 1
-            if pictures > 1:
-                return True
-    return False
-
-
-def _colours_bytes(flags: int) -> int:
-    """The size of a GIF's colour table."""
-    return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
+    if scheme and scheme[1].lower() not in ("http", "https", "file"):
+        raise InvalidRequest(f"{location} has the scheme {scheme[1]}; supported are http, https, file and data")
 
 
 def file_name(location: StrPath) -> str:
-    """The last component of a path, or of a URL's path without its query; "data:" for a data: URI."""
+    """The last component of a path, or of a URL's path without its query; "data:" for a data: URL."""
     url = _URL.match(str(location))
     if url is None:
         return Path(location).name
-    return Path(unquote(url["path"])).name if url["type"] is None else "data:"
+    return "data:" if url["path"] is None else Path(unquote(url["path"])).name
 
 
 def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message:
@@ -339,7 +294,7 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
     return Message("user", (*parts, Text(text)) if text else tuple(parts))
 
 
-def _check_source(media: Image | Video) -> None:
+def _check_source(media: _Media) -> None:
     kind = type(media).__name__
     sources = [name for name in _SOURCES if hasattr(media, name)]
     given = [name for name in sources if getattr(media, name) is not None]

@@ -63,7 +63,7 @@ async def main() -> ExitStatus:
         health = health_pb2_grpc.HealthStub(channel)
 
         async def is_well() -> bool:
-            if guard.draining:
+            if guard.drain.begun:
                 return False
             try:
                 answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_S)
@@ -79,9 +79,9 @@ async def main() -> ExitStatus:
         expiring = asyncio.create_task(files.expire())
         questions = Questions(client, models, files, settings.max_inline_bytes)
         kept = Kept(settings.encoder, access, files, questions.max_body_bytes)
-        app = with_cors(routes(questions, models, files, kept, is_well), settings.cors_origins)
+        app = routes(questions, models, files, kept, is_well)
         guard = RequestGuard(app, quotas, tokens, credentials.token is None)
-        status = await serve(guard, settings)
+        status = await serve(with_cors(guard, settings.cors_origins), guard.drain, settings)
         expiring.cancel()
     close_spans()
     return status

@@ -46,7 +46,10 @@ def routes(
 
 
 def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
-    """Lets pages of other origins call the application. origins: separated by commas; "" for none, * for all."""
+    """Lets pages of other origins call the application, and read its errors. A preflight has no token, and needs none.
+
+    app: with its guard. origins: separated by commas; "" for none, * for all.
+    """
     if not origins:
         return app
     allowed = [each.strip() for each in origins.split(",")]

@@ -3,7 +3,7 @@
     --upload-root/
       <sha256 of the caller's token>/      each caller finds its own files only
         <sha256 of the file>               what preprocessing reads, by its path below --media-root
-        <sha256 of the file>.json          name, type, purpose; its time of change begins the file's lifetime
+        <sha256 of the file>.json          name, purpose; its time of change begins the file's lifetime
 
 All replicas of the gateway may share the folder. Source of the objects: OpenAI's API reference, "files".
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import mimetypes
 import os
 import re
 import time
@@ -37,8 +36,8 @@ _ID = re.compile(r"file-([0-9a-f]{64})")
 _PIECE_BYTES = 2**20
 _FORM_BYTES = 2**16
 """A form's boundaries and its other fields."""
-Uploads: TypeAlias = Callable[[str], tuple[str, str]]
-"""The path below preprocessing's --media-root and the MIME type of a caller's file. Raises InvalidRequest."""
+Uploads: TypeAlias = Callable[[str], str]
+"""The path below preprocessing's --media-root of a caller's file. Raises InvalidRequest."""
 _OFF = "uploads are off: the gateway has no --upload-root"
 
 
@@ -59,10 +58,9 @@ class Files:
         self._path = path
         self._limits = limits
 
-    def server_path(self, file_id: str, owner: str) -> tuple[str, str]:
-        """The path of a file below preprocessing's --media-root, and its MIME type. Raises NotFound, InvalidRequest."""
-        known = self._known(file_id, owner)
-        return str(Path(self._path, owner, known["digest"])), known["type"]
+    def server_path(self, file_id: str, owner: str) -> str:
+        """The path of a file below preprocessing's --media-root. Raises NotFound, InvalidRequest."""
+        return str(Path(self._path, owner, self._known(file_id, owner)["digest"]))
 
     async def endpoint(self, request: Request) -> Response:
         """POST and GET /v1/files."""
@@ -122,8 +120,7 @@ class Files:
                     digest.update(piece)
                     file.write(piece)
             name = digest.hexdigest()
-            kind = mimetypes.guess_type(sent.filename or "")[0] or sent.content_type or ""
-            known = {"filename": sent.filename or "", "type": kind, "purpose": purpose}
+            known = {"filename": sent.filename or "", "purpose": purpose}
             arriving.replace(folder / name)
             (folder / f"{name}.json").write_text(json.dumps(known))
         finally:

@@ -19,6 +19,7 @@ from framesieve.client.credentials import Access
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Text
 from services.gateway.chat.content import conversation
+from services.gateway.chat.names import FieldNames
 from services.gateway.chat.request import parse
 from services.gateway.files import Files
 from services.gateway.http.body import read_body, unless_left
@@ -40,13 +41,16 @@ class Kept:
             raise InvalidRequest("the kept tokens cannot be told: the gateway was started without --encoder")
         body = await read_body(request, self._max_body_bytes, call.charge)
         chat = await asyncio.to_thread(parse, body)
-        messages = await asyncio.to_thread(conversation, chat, partial(self._files.server_path, owner=call.owner))
+        names = FieldNames()
+        uploads = partial(self._files.server_path, owner=call.owner)
+        messages = await asyncio.to_thread(conversation, chat, uploads, names)
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
         pruning = chat.pruning.parsed() if chat.pruning else Pruning()
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
-        encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
+        with names.told():
+            encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
         return JSONResponse({"media": [_item(each) for each in encoded]})
 
 

@@ -19,7 +19,11 @@ _NAME_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The model of a request. adapter: the name for generation; None: the checkpoint's own weights."""
+    """The model of a request.
+
+    name: the id that its answer carries; of a checkpoint with several names, the first. adapter: the name for
+    generation; None: the checkpoint's own weights.
+    """
 
     name: str
     adapter: str | None
@@ -41,7 +45,7 @@ class Models:
         if found is None:
             served = ", ".join(each.name for each in self._known)
             raise NotFound(f"model must be one of {served}, got {(name or '')[:_NAME_CHARACTERS]!r}")
-        return Named(found.name, found.name if found.is_adapter else None)
+        return Named(found.name, found.name) if found.is_adapter else Named(self._known[0].name, None)
 
     def _named(self, name: str) -> Model | None:
         return next((each for each in self._known if each.name == name), None)

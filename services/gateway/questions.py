@@ -42,7 +42,7 @@ class Telling(Protocol):
 
     def whole(self, answer: Answer) -> dict[str, Any]: ...
 
-    def begin(self) -> Iterable[ServerSent]: ...
+    def begin(self, accepted: Accepted) -> Iterable[ServerSent]: ...
 
     def next(self, event: Delta | Finished) -> Iterable[ServerSent]: ...
 
@@ -96,21 +96,22 @@ class Questions:
                 return JSONResponse(telling.whole(answer))
             events = self._client.events(question.messages, options, metadata=call.metadata)
             # Errors up to here, among them all of the prompt, have their HTTP status.
-            await unless_left(request, anext(events))
-        return EventSourceResponse(_sent(telling, events, question.words, call), ping=_PING_S, sep="\n")
+            accepted = await unless_left(request, anext(events))
+        assert isinstance(accepted, Accepted)
+        return EventSourceResponse(_sent(telling, accepted, events, question.words, call), ping=_PING_S, sep="\n")
 
 
 async def _sent(
-    telling: Telling, events: AsyncGenerator[Event], words: Callable[[str], str], call: Call
+    telling: Telling, accepted: Accepted, events: AsyncGenerator[Event], words: Callable[[str], str], call: Call
 ) -> AsyncGenerator[ServerSent]:
     """The server-sent events of a stream whose first event was read. An error is the last of them."""
     finished: list[Finished] = []
     try:
-        for sent in telling.begin():
+        for sent in telling.begin(accepted):
             yield sent
-        async with aclosing(events):
+        async with aclosing(events), aclosing(call.drain.until_over(events)) as limited:
             with _worded(words):
-                async for event in events:
+                async for event in limited:
                     if isinstance(event, Finished):
                         finished.append(event)
                     if not isinstance(event, Accepted | Progress):
@@ -137,8 +138,8 @@ def _worded(words: Callable[[str], str]) -> Iterator[None]:
 
 
 def server_sent(value: object, name: str | None = None) -> ServerSent:
-    """The event of a JSON value."""
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """The event of a JSON value, in ASCII: some clients split lines at U+0085, U+2028 and U+2029, too."""
+    data = json.dumps(value, separators=(",", ":"))
     return {"data": data} if name is None else {"event": name, "data": data}
 
 

@@ -13,12 +13,13 @@ import torch
 
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
+from common.chat_templates import chat_templates
 from common.checkpoint import Checkpoint
 from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import StepWatch, run, serve
 from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import begin, begin_method, served_name
+from common.telemetry.metrics import begin, begin_method, served_names
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from services.generation.engine.engine import Engine
 from services.generation.families import check_ranks
@@ -33,6 +34,7 @@ from services.generation.rpc.servicer import SERVICE, GenerationServicer
 from services.generation.sampling.defaults import sampling_defaults
 from services.generation.sampling.detokenizer import load_tokenizer
 from services.generation.sampling.structured import Grammars
+from services.generation.sampling.tool_calls import writes_calls
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build, device_of
 
@@ -87,10 +89,20 @@ async def main() -> ExitStatus:
             limit = PromptLimit(
                 built.limit_tokens, model.context_tokens if model.position_axes == 1 and not model.compact else None
             )
-            name = served_name(checkpoint, settings.served_model_name)
+            names = served_names(checkpoint, settings.served_model_name)
             grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
             servicer = GenerationServicer(
-                engine, media, tokenizer, defaults, limit, credentials, model.adapters, name, grammars, model.compact
+                engine,
+                media,
+                tokenizer,
+                defaults,
+                limit,
+                credentials,
+                model.adapters,
+                names,
+                grammars,
+                model.compact,
+                writes_calls(chat_templates(checkpoint)),
             )
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)

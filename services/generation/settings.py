@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from common.contract.errors import StartupError
-from common.serving.settings import UpstreamSettings, renamed
+from common.serving.settings import UpstreamSettings, renamed, separated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -140,7 +140,7 @@ class GenerationSettings(UpstreamSettings):
     @field_validator("adapters", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        return separated(value)
 
     @field_validator("adapters")
     @classmethod

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
@@ -21,7 +22,7 @@ from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, Med
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.layout import Expansion, lay_out
-from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Turn
+from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, Turn
 from services.preprocessing.sources.digests import Digests, digests
 from services.preprocessing.sources.source import Source, bytes_source, path_source
 from services.preprocessing.video.packets import PacketIndex, read_packets
@@ -29,6 +30,7 @@ from services.preprocessing.video.pictures import (
     Picture,
     PictureFrames,
     PictureIndex,
+    is_picture,
     read_picture,
     read_pictures,
 )
@@ -46,6 +48,13 @@ class MediaUrl:
 
 
 @dataclass(frozen=True, slots=True)
+class FileUrl:
+    """A file URL, by the path in it."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class MediaFile:
     """A file that follows the prompt, which the caller receives before planning."""
 
@@ -56,6 +65,7 @@ class MediaFile:
 class MediaRequest:
     """One media item of a prompt.
 
+    modality: what the caller takes it for. What it is, its bytes decide, see `Planner.plan`.
     location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
         the source of a fetched or received file.
     frames: of a video whose file is pictures, one after the other.
@@ -63,17 +73,19 @@ class MediaRequest:
 
     name: str
     modality: Modality
-    location: bytes | str | Embeds | MediaUrl | MediaFile | Source = field(repr=False)
+    location: bytes | str | Embeds | MediaUrl | FileUrl | MediaFile | Source = field(repr=False)
     sampling: FrameSampling
     frames: PictureFrames | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A checked prompt: its turns, and its media in the order of the turns."""
+    """A checked prompt: its turns, its media in the order of the turns, its tools, and variables of the template."""
 
     turns: tuple[Turn, ...]
     media: tuple[MediaRequest, ...]
+    tools: tuple[Tool, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def urls(self) -> dict[str, str]:
@@ -84,7 +96,8 @@ class Conversation:
     def is_quick(self) -> bool:
         """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
-        return not self.media and text <= LARGE_TEXT_CHARS
+        others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
+        return not self.media and text + len(str(others)) <= LARGE_TEXT_CHARS
 
     def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
         """The conversation with the sources of fetched and received files, by the name of the media item."""
@@ -100,6 +113,16 @@ class PlannedPrompt:
     media: tuple[PlannedMedia, ...]
     files: ExitStack
     plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A media item whose modality is known. source: None for embeddings. picture: of an image."""
+
+    request: MediaRequest
+    modality: Modality
+    source: Source | None = None
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +186,7 @@ class Planner:
     def plan(self, conversation: Conversation, readers: Readers = Readers()) -> PlannedPrompt:
         """Opens the media and lays the prompt out. The caller closes the result's files.
 
+        The bytes decide whether media are images or videos; animations, which are both, are what the request says.
         Takes ownership of the conversation's sources, and closes them if it raises.
         Raises InvalidRequest, MediaRejected, MediaForbidden, PromptTooLong and Overloaded, and what the readers raise.
         """
@@ -171,26 +195,38 @@ class Planner:
             for request in conversation.media:
                 if isinstance(request.location, Source):
                     files.callback(request.location.close)
-            is_image = [request.modality is Modality.IMAGE for request in conversation.media]
+            opened = [self._open(request, files, readers) for request in conversation.media]
+            is_image = [each.modality is Modality.IMAGE for each in opened]
             items = [
-                self._open(request, files, readers, sum(is_image[:place]), sum(is_image))
-                for place, request in enumerate(conversation.media)
+                self._item(each, readers, sum(is_image[:place]), sum(is_image)) for place, each in enumerate(opened)
             ]
-            plan = self._lay_out(conversation.turns, items, readers.check_cancelled)
+            turns = _with_modalities(conversation.turns, [each.modality for each in opened])
+            plan = self._lay_out(replace(conversation, turns=turns), items, readers.check_cancelled)
             media = tuple(item.planned for item in items)
             return PlannedPrompt(plan, media, files.pop_all(), time.perf_counter() - start)
 
-    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers, image_index: int, images: int) -> _Item:
+    def _open(self, request: MediaRequest, files: ExitStack, readers: Readers) -> _Opened:
         readers.check_cancelled()
-        if request.modality not in self._family.placeholders:
-            known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
-            raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
         if isinstance(request.location, Embeds):
-            return _named(request, partial(self._embeds, request.location, image_index))
+            return _Opened(request, request.modality)
         self._check_max_pixels(request)
         source = self._source(request, files, readers.check_cancelled)
-        if request.modality is Modality.IMAGE:
-            make = partial(self._image, source, readers.picture(source), request, image_index, images)
+        if request.frames is not None or not is_picture(source.head):
+            return _Opened(request, Modality.VIDEO, source)
+        picture = readers.picture(source)
+        if picture.moves and request.modality is Modality.VIDEO:
+            return _Opened(request, Modality.VIDEO, source)
+        return _Opened(request, Modality.IMAGE, source, picture)
+
+    def _item(self, opened: _Opened, readers: Readers, image_index: int, images: int) -> _Item:
+        request, source = opened.request, opened.source
+        if opened.modality not in self._family.placeholders:
+            known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
+            raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
+        if source is None:
+            make = partial(self._embeds, request, image_index)
+        elif opened.picture is not None:
+            make = partial(self._image, source, opened.picture, request, image_index, images)
         elif request.frames is not None:
             source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
             make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
@@ -204,16 +240,20 @@ class Planner:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
-            case str() as path:
-                source = path_source(
-                    request.name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known
-                )
+            case str() | FileUrl():
+                source = self._file_below_root(request.name, request.location, check_cancelled)
             case _:
                 raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)
         return source
 
-    def _embeds(self, embeds: Embeds, image_index: int) -> _Item:
+    def _file_below_root(self, name: str, location: str | FileUrl, check_cancelled: Callable[[], None]) -> Source:
+        path, field = (location.path, "url") if isinstance(location, FileUrl) else (location, "path")
+        return path_source(name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known, field)
+
+    def _embeds(self, request: MediaRequest, image_index: int) -> _Item:
+        embeds = request.location
+        assert isinstance(embeds, Embeds)
         base = embeds.time_base(self._family.frame_bounds.temporal_patch)
         content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
         if embeds.modality is Modality.IMAGE:
@@ -228,7 +268,7 @@ class Planner:
         planned = PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views, laid.tile_px)
         sizes = [planned.frame_px(number) for number in range(len(laid.views))]
         for size in sizes:
-            _check_side(*size)
+            _check_side(*size, (picture.height_px, picture.width_px))
         sent = (_packed_sent(*size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
@@ -271,7 +311,7 @@ class Planner:
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
-        _check_side(height, width)
+        _check_side(height, width, (index.height_px, index.width_px))
         with _too_large():
             grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
         return _Item(
@@ -296,9 +336,15 @@ class Planner:
         return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
 
     def _lay_out(
-        self, turns: Sequence[Turn], items: Sequence[_Item], check_cancelled: Callable[[], None]
+        self, conversation: Conversation, items: Sequence[_Item], check_cancelled: Callable[[], None]
     ) -> PromptPlan:
-        pieces = self._tokens.conversation(turns, [item.expansion for item in items], check_cancelled)
+        pieces = self._tokens.conversation(
+            conversation.turns,
+            [item.expansion for item in items],
+            check_cancelled,
+            conversation.tools,
+            conversation.template_options,
+        )
         tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
             raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
@@ -336,6 +382,15 @@ class Planner:
         return digest.digest()
 
 
+def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> tuple[Turn, ...]:
+    """The turns with these modalities in place of those that the request said."""
+    known = iter(modalities)
+    return tuple(
+        replace(turn, parts=tuple(next(known) if isinstance(part, Modality) else part for part in turn.parts))
+        for turn in turns
+    )
+
+
 def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
     """The item. Names the request's item in errors, which name a field of it or continue its name."""
     try:
@@ -344,11 +399,12 @@ def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
         raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
 
-def _check_side(height_px: int, width_px: int) -> None:
+def _check_side(height_px: int, width_px: int, source_px: tuple[int, int]) -> None:
+    """source_px: height and width before resizing."""
     if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
         raise MediaRejected(
-            f"would be sent as frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_SIDE_PX} are allowed on "
-            f"a side: lower max_pixels"
+            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {width_px}×{height_px}; at most "
+            f"{MAX_FRAME_SIDE_PX} are allowed on a side: lower max_pixels"
         )
 
 

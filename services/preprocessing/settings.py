@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from common.contract.errors import StartupError
-from common.serving.settings import ServiceSettings
+from common.serving.settings import ServiceSettings, separated
 from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from services.preprocessing.video.timing import MAX_LENGTH_S
 from services.preprocessing.workers.limits import Limits
@@ -103,7 +103,7 @@ class PreprocessingSettings(ServiceSettings):
     @field_validator("allow_media_domain", "fetch_schemes", "fetch_ports", mode="before")
     @classmethod
     def _parted(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        return separated(value)
 
     @model_validator(mode="after")
     def _one_fits_the_disk(self) -> Self:

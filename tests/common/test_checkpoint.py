@@ -95,7 +95,7 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
     (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text("0123")
     script = (
         "import sys; from pathlib import Path; from common.checkpoint import Checkpoint; "
-        "print(Checkpoint.find(Path(sys.argv[1])).folder)"
+        "found = Checkpoint.find(Path(sys.argv[1])); print(found.folder, found.name)"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
 
@@ -103,8 +103,38 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
         command = [sys.executable, "-c", script, repository]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
-    assert find("a/b").stdout.strip() == str(snapshot)
+    assert find("a/b").stdout.split() == [str(snapshot), "a/b"]
     assert "could not be downloaded from Hugging Face" in find("a/other").stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("qwen/", "qwen"),
+        ("qwen/.", "qwen"),
+        ("other/../qwen", "qwen"),
+        (".", "qwen"),
+        ("latest", "latest"),  # a link is named by who made it
+        ("hub/models--Qwen--Qwen2.5-VL-3B-Instruct/snapshots/66285546d2b8", "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("hub/models--gpt2/snapshots/66285546d2b8/", "gpt2"),
+        ("hub/models--a--b/snapshots/66285546d2b8/part", "part"),
+    ],
+)
+def test_a_folder_has_its_own_name_and_a_snapshot_that_of_its_repository(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "qwen").symlink_to(tiny_checkpoint)
+    (tmp_path / "latest").symlink_to("qwen")
+    if given.startswith("hub"):
+        (tmp_path / given).parent.mkdir(parents=True)
+        (tmp_path / given).symlink_to(tiny_checkpoint)
+    if given == ".":
+        shutil.copytree(tiny_checkpoint, tmp_path / "other" / "qwen")
+        monkeypatch.chdir(tmp_path / "other" / "qwen")
+    else:
+        given = f"{tmp_path}/{given}"
+    assert Checkpoint.find(Path(given)).name == name
 
 
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:

@@ -15,7 +15,7 @@ from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.tower.patches import PatchShape
 from tests.common.loopback import TIMEOUT_S
-from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, brought, frames_of, other_item, plan_of, slice_messages
+from tests.encoder.encoder_peers import GRID, VIDEO, brought, frames_of, other_item, slice_messages
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, read_all, select
 from tests.families import FAMILIES
 
@@ -27,7 +27,7 @@ BentPlan = Callable[[PromptPlan], PromptPlan]
 BENT_PLANS: dict[str, BentPlan] = {
     "another checkpoint": lambda plan: replace(plan, fingerprint=bytes(32)),
     "more levels": lambda plan: replace(plan, embed_levels=plan.embed_levels + 1),
-    "an image": lambda plan: replace(plan, media=plan_of([IMAGE], PATCHES, 0).media),
+    "no media": lambda plan: replace(plan, media=()),
     "half a patch higher": lambda plan: other_item(plan, frame_height_px=2 * PX + 7),
     "a token narrower": lambda plan: other_item(plan, frame_width_px=2 * PX),
     "frames beyond": lambda plan: other_item(plan, frames=9),

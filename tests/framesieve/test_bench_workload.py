@@ -45,7 +45,7 @@ def test_a_workload_file_has_one_entry_per_line(tmp_path: Path) -> None:
     assert read_workload(path) == [
         Entry(Video(tmp_path / "clip.mp4"), "What\u2028moves?"),
         Entry(Image(tmp_path / "photo.bin"), "Who?", pruning_rate=0, max_new_tokens=5, weight=2),
-        Entry(Image(url="https://a.test/photo.png"), "Where?", method="vidcom2"),
+        Entry(Video(url="https://a.test/photo.png"), "Where?", method="vidcom2"),
         Entry(Video(url="https://a.test/film"), "When?", pruning_rate=0.5),
         Entry(None, "Why?"),
     ]

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
 from common.contract import errors
 from framesieve import Embeds, Frames, Grid, Image, Message, Pruning, Text, Video
 from framesieve.client.messages import generate_request
-from framesieve.client.prompt import IMAGE_SUFFIXES, Options, user_turn
+from framesieve.client.prompt import Options, user_turn
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.generation_pb2 import Sampling
-from services.preprocessing.video import pictures
 
 MIB = 2**20
 GRID = Grid(1, 1, 2)
@@ -51,31 +49,14 @@ def test_media_precede_the_question_in_their_order(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     media = ["http:/clip.mp4", tmp_path / "photo.PNG", Text("and"), Video(server_path="films/a.mp4")]
     clip, photo, text, film, question = parts_of(media, "What differs?")
-    assert (clip.video.data, photo.image.data, text.text) == (b"clip", b"photo", "and")
+    assert (clip.video.data, photo.video.data, text.text) == (b"clip", b"photo", "and")
     assert (film.video.path, question.text) == ("films/a.mp4", "What differs?")
     assert [part.text for part in parts_of(None, "Hello?")] == ["Hello?"]
 
 
-@pytest.mark.parametrize(
-    ("location", "kind"),
-    [
-        ("HTTPS://a.test/clip", "video"),
-        ("https://a.test/photo%2EJpg?width=9#there", "image"),
-        ("https://a.test/clip.mp4?poster=photo.png", "video"),
-        ("data:image/png;base64,AAAA", "image"),
-        ("data:,photo.png", "video"),
-    ],
-)
-def test_a_url_is_an_image_or_a_video_by_its_suffix_or_type(location: str, kind: str) -> None:
-    part = parts_of(location)[0]
-    assert part.WhichOneof("content") == kind
-    assert getattr(part, kind).url == location
-
-
-def test_every_format_that_preprocessing_reads_as_a_still_image_is_sent_as_one() -> None:
-    registered = PIL.Image.registered_extensions()
-    read = {suffix for suffix, format_ in registered.items() if format_ in pictures._FORMATS}
-    assert read - {".apng", ".avifs"} == IMAGE_SUFFIXES
+@pytest.mark.parametrize("location", ["HTTPS://a.test/clip", "FILE:///a/photo.jpg", "data:image/png;base64,AAAA"])
+def test_a_url_is_sent_as_it_is(location: str) -> None:
+    assert parts_of(location)[0].video.url == location
 
 
 def test_sampling_options_and_pruning_of_a_video_are_sent_and_unset_ones_are_not() -> None:
@@ -113,6 +94,7 @@ OPTIONS: dict[str, Any] = {
     "logprobs": True,
     "min_p": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.0, "frequency_penalty": -2.0,
     "top_logprobs": 20, "stop_token_ids": (5, 6), "n": 1, "ignore_eos": True, "json_schema": "{}",
+    "min_new_tokens": 9, "logit_bias": {5: -100.0, 0: 0.5}, "bad_words": ["x"],
 }  # fmt: skip
 
 
@@ -130,6 +112,11 @@ def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> No
     ("options", "message"),
     [
         ({"stop": "word"}, "stop must be a sequence of strings, got the string 'word'"),
+        ({"bad_words": "word"}, "bad_words must be a sequence of strings, got the string 'word'"),
+        (
+            {"logit_bias": {2**40: 1.0}},
+            "Sampling.logit_bias must be a mapping of 32-bit integers to 64-bit floats, got {1099511627776: 1.0}",
+        ),
         ({"top_k": 2**40}, "Sampling.top_k must be a 32-bit integer, got 1099511627776"),
         ({"temperature": 10**400}, "Sampling.temperature must be a 64-bit float, got 1000"),
         ({"stop": ["\udcff"]}, r"Sampling.stop must be text in Unicode, got ['\udcff']"),

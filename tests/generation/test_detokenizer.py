@@ -46,8 +46,8 @@ def split(data: bytes, lengths: list[int]) -> list[bytes]:
     return [token for token in [*tokens, data[start:]] if token]
 
 
-def streamed(tokenizer: Splits, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    detokenizer = Detokenizer(tokenizer, stop)
+def streamed(tokenizer: Splits, stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[list[str], bool]:
+    detokenizer = Detokenizer(tokenizer, stop, min_tokens)
     texts = []
     for token in tokenizer.ids:
         text, stopped = detokenizer.add(token)
@@ -89,6 +89,22 @@ def test_broken_bytes_are_streamed_as_the_tokenizer_decodes_them(data: bytes, le
 def test_text_that_may_begin_a_stop_string_is_held() -> None:
     tokenizer = Splits([b"x", b"s", b"t", b"", b"a", b"s", b"t", b"o", b"p", b"y"])
     assert streamed(tokenizer, ("stop",)) == (["x", "", "", "", "sta", "", "", "", ""], True)
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "pieces", "stopped"),
+    [
+        (("ab",), 2, ["", ""], True),
+        (("ab",), 3, ["", "ab", "", ""], True),
+        (("ab",), 5, ["", "ab", "", "ab", "c", ""], False),
+        (("ab", "abac"), 3, ["", "", "", "ab"], True),  # the first "ab" was complete too early, and is held
+    ],
+)
+def test_stop_strings_that_are_complete_before_the_least_length_are_text(
+    stop: tuple[str, ...], min_tokens: int, pieces: list[str], stopped: bool
+) -> None:
+    tokenizer = Splits([b"a", b"b", b"a", b"b", b"c"])
+    assert streamed(tokenizer, stop, min_tokens) == (pieces, stopped)
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:

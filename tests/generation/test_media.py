@@ -223,9 +223,9 @@ async def test_embeddings_that_overflow_the_models_dtype_are_a_violation(tmp_pat
     ("asked", "planned", "model", "message"),
     [
         (PLAN, prompt_plan(bytes(32), 3, VIDEO, 2, IMAGE, 2), {}, "the same --model"),
-        (PLAN, prompt_plan(FINGERPRINT, 3, IMAGE, 2, VIDEO, 2), {}, "the prompt's media are"),
+        (PLAN, prompt_plan(FINGERPRINT, 3, IMAGE, 2), {}, "the prompt has 2 media, the plan 1"),
         (brought(PLAN), PLAN, {}, r"source of .*parts\[1\].video is embeds, the plan has 4 frames"),
-        (brought(PLAN), brought(TURNED), {}, r"parts\[1\].video have another grid than .* 2×3×2"),
+        (brought(PLAN), brought(TURNED), {}, r"parts\[1\].video are not the video of the grid 2×3×2"),
         (PLAN, PLAN, {"vocab_size": 13}, "token id 22, the model's vocabulary has 13"),
         (PLAN, PLAN, {"embed_levels": 1}, "embed_levels 0, the model 1"),
     ],

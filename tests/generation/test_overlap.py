@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -96,13 +97,15 @@ wishes = st.builds(
     seed=st.integers(0, 9),
     logprobs=st.booleans(),
     top_logprobs=st.integers(0, 3),
+    min_new_tokens=st.integers(0, 6),
 )
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(wishes, min_size=4, max_size=4), st.data())
 def test_answers_are_those_without_overlap(models: Models, wishes: list[SamplingParams], data: st.DataObject) -> None:
-    """In a cache that may be too small for all, with answers that a token or a stop string ends early."""
+    """In a cache that may be too small for all, with answers that a token or a stop string ends early, and with words
+    of two tokens of the answer that it must not contain."""
     sizes = {
         "blocks": data.draw(st.sampled_from([11, 13, 64])),
         "max_num_batched_tokens": data.draw(st.sampled_from([3, 16, 64])),
@@ -111,13 +114,16 @@ def test_answers_are_those_without_overlap(models: Models, wishes: list[Sampling
     plain = asked_of(models, wishes, False, **sizes)
     ends = [data.draw(st.sampled_from([*each.answer, 0])) for each in plain]
     by_text = data.draw(st.lists(st.booleans(), min_size=4, max_size=4))
+    words = [data.draw(st.lists(st.sampled_from([*pairwise(each.answer), (0, 0)]), max_size=3)) for each in plain]
     wishes = [
-        replace(wish, stop=(str(end),)) if as_text else replace(wish, eos_ids=(end,))
-        for wish, end, as_text in zip(wishes, ends, by_text, strict=True)
+        replace(wish, bad_words=tuple(bad), **({"stop": (str(end),)} if as_text else {"eos_ids": (end,)}))
+        for wish, end, as_text, bad in zip(wishes, ends, by_text, words, strict=True)
     ]
     without = asked_of(models, wishes, False, **sizes)
     found = asked_of(models, wishes, True, **sizes)
     assert told(found) == told(without)
+    for each, bad in zip(found, words, strict=True):
+        assert not set(bad) & set(pairwise(each.answer))
     for one, other in zip(found, without, strict=True):
         tops = [[getattr(event, "top_logprobs", None) for event in each.events] for each in (one, other)]
         assert [[[token for token, _ in each] for each in event or ()] for event in tops[0]] == [

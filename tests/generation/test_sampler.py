@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -14,13 +15,17 @@ from hypothesis import strategies as st
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from services.generation.sampling.detokenizer import load_tokenizer
 from services.generation.sampling.sampler import (
     SampledToken,
     SamplingParams,
@@ -29,11 +34,15 @@ from services.generation.sampling.sampler import (
     sample_and_verify,
     truncate,
 )
+from services.generation.sampling.structured import Grammars
+from tests.tiny import Models
 
 VOCABULARY = 61
+END = 2
 GREEDY = SamplingParams(max_new_tokens=8)
 DRAWN = SamplingParams(max_new_tokens=8, temperature=1.0)
 
+likely = st.integers(0, 2)  # what rules name, so that they come into effect
 params = st.builds(
     SamplingParams,
     max_new_tokens=st.just(8),
@@ -47,12 +56,18 @@ params = st.builds(
     logprobs=st.booleans(),
     top_logprobs=st.sampled_from([0, 1, 5, 20]),
     seed=st.integers(0, 2**63 - 1),
+    eos_ids=st.sampled_from([(), (1,), (0, 2)]),
+    min_new_tokens=st.integers(0, 3),
+    logit_bias=st.dictionaries(likely, st.sampled_from([-100.0, -3.5, 0.0, 2.5])).map(lambda each: tuple(each.items())),
+    bad_words=st.lists(st.lists(likely, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20)
 
 
 def logits_of(seed: int, rows: int = 1) -> torch.Tensor:
-    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 4
+    logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 4
+    logits[:, :3] += 6
+    return logits
 
 
 def state_of(params: SamplingParams, prompt: list[int]) -> SamplingState:
@@ -77,14 +92,37 @@ class CountingPenalties(LogitsProcessor):
         return scores
 
 
+class NoBadWordsInAnswer(NoBadWordsLogitsProcessor):
+    """Of the answer alone: bad words in transformers begin in the prompt, too."""
+
+    def __init__(self, params: SamplingParams, prompt_tokens: int) -> None:
+        super().__init__([list(word) for word in params.bad_words])
+        self.prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input_ids[:, self.prompt_tokens :], scores)
+
+
 def by_transformers(
     logits: torch.Tensor, history: list[int], params: SamplingParams, prompt_tokens: int
 ) -> torch.Tensor:
-    """Scores by transformers' processors in the order of `generate`, with the counting penalties second."""
+    """Scores by transformers' processors in the order of `generate`, with the counting penalties after repetition's.
+
+    A bias of -100 forbids a token, as in OpenAI's API.
+    """
     processors = LogitsProcessorList()
+    if params.logit_bias:
+        forbidding = {-100.0: -math.inf}
+        biases = [[[token], forbidding.get(value, value)] for token, value in params.logit_bias]
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     processors.append(CountingPenalties(params, prompt_tokens))
+    if params.bad_words:
+        processors.append(NoBadWordsInAnswer(params, prompt_tokens))
+    if params.min_new_tokens and params.eos_ids:
+        least, ends = params.min_new_tokens, list(params.eos_ids)
+        processors.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, least, ends, device="cpu"))
     if params.temperature:
         processors.append(TemperatureLogitsWarper(params.temperature))
         if params.top_k:
@@ -104,7 +142,8 @@ def test_truncation_keeps_the_tokens_and_odds_of_transformers(batch: list[Sampli
     logits = logits_of(seed, len(batch))
     ours = truncate(logits, batch).softmax(-1)
     for row, each in enumerate(batch):
-        theirs = by_transformers(logits[row : row + 1], [0], replace(each, repetition_penalty=1.0), 1).softmax(-1)[0]
+        bare = replace(each, repetition_penalty=1.0, logit_bias=(), bad_words=(), min_new_tokens=0)
+        theirs = by_transformers(logits[row : row + 1], [0], bare, 1).softmax(-1)[0]
         assert torch.equal(ours[row] > 0, theirs > 0)
         assert torch.allclose(ours[row], theirs, atol=1e-6)
 
@@ -130,7 +169,7 @@ def test_drawn_tokens_invert_the_distribution_of_transformers_at_the_number_of_t
 
 @settings(max_examples=40)
 @given(params=params, prompt=prompts, seed=st.integers(0, 1000))
-def test_greedy_tokens_are_penalised_as_in_transformers(params: SamplingParams, prompt: list[int], seed: int) -> None:
+def test_greedy_tokens_follow_the_rules_of_transformers(params: SamplingParams, prompt: list[int], seed: int) -> None:
     params = replace(params, temperature=0.0)
     state, history = state_of(params, prompt), list(prompt)
     logits = logits_of(seed)  # the same each time, so that tokens come again
@@ -138,6 +177,19 @@ def test_greedy_tokens_are_penalised_as_in_transformers(params: SamplingParams, 
         [token] = ids(logits, [state])
         assert token == int(by_transformers(logits, history, params, len(prompt)).argmax())
         history.append(token)
+
+
+def test_a_forbidden_token_is_chosen_only_where_a_grammar_leaves_no_other(models: Models) -> None:
+    vocabulary = models.engine.vocab_size
+    document = Grammars(models.folder, vocabulary, [END]).compile('{"type": "array", "maxItems": 0}')
+    tokenizer = load_tokenizer(models.folder)
+    always = tuple((token_id, -100.0) for token_id in range(vocabulary))
+    for base in (GREEDY, DRAWN):
+        state = state_of(replace(base, grammar=document, logit_bias=always), [5])
+        answer = list[int]()
+        while answer[-1:] != [END]:
+            answer += ids(torch.randn(1, vocabulary), [state])
+        assert json.loads(tokenizer.decode(answer[:-1])) == []
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 100.0])

@@ -144,6 +144,9 @@ def test_every_field_of_the_message_is_read() -> None:
         "stop_token_ids": (5, 6),
         "n": 2,
         "ignore_eos": True,
+        "min_new_tokens": 9,
+        "logit_bias": {5: -100.0, 0: 0.5},
+        "bad_words": ("x", "y"),
     }
     structured = {"json_object", "json_schema"}  # which must end
     assert set(given) == set(Sampling.DESCRIPTOR.fields_by_name) - structured
@@ -178,10 +181,18 @@ def test_stop_tokens_add_to_the_end_tokens_of_the_checkpoint(ignored: bool, own:
     assert asked.resolve(OWN, 10)[0].eos_ids == (*own, 60, 0)
 
 
+def test_bad_words_leave_out_end_tokens_and_tokens_that_the_model_lacks() -> None:
+    asked = SamplingRequest(stop_token_ids=(60,))
+    spelt = [(5,), (4,), (5, 60), (60, 5), (5, VOCABULARY), (VOCABULARY - 1,)]
+    assert asked.resolve(OWN, 10, bad_words=spelt)[0].bad_words == ((5,), (60, 5), (VOCABULARY - 1,))
+
+
 def test_values_at_the_limits_are_accepted() -> None:
     low: dict[str, Any] = {"top_p": 1.0, "min_p": 0.0, "presence_penalty": -2.0, "n": 1, "stop_token_ids": (0,)}
+    low |= {"min_new_tokens": 10, "logit_bias": dict.fromkeys(range(1024), -100.0)}
     high: dict[str, Any] = {"temperature": 100.0, "min_p": 1.0, "repetition_penalty": 100.0, "frequency_penalty": 2.0}
     high |= {"logprobs": True, "top_logprobs": 20, "stop": ("x" * 256,) * 16, "n": 16}
+    high |= {"logit_bias": {VOCABULARY - 1: 100.0}, "bad_words": ("x" * 256,) * 64}
     for given in (low, high | {"stop_token_ids": (VOCABULARY - 1,) * 64}):
         SamplingRequest(**given).resolve(SamplingDefaults(VOCABULARY), 10)
 
@@ -213,9 +224,23 @@ def test_values_at_the_limits_are_accepted() -> None:
         ("stop_token_ids", (1,) * 65, "at most 64 tokens, got 65 tokens"),
         ("stop_token_ids", (-1,), f"at least 0 and below {VOCABULARY}, got -1"),
         ("stop_token_ids", (VOCABULARY,), f"at least 0 and below {VOCABULARY}, got {VOCABULARY}"),
+        ("min_new_tokens", -1, "at least 0, got -1"),
+        ("min_new_tokens", 11, r"at most 10 \(max_new_tokens\), got 11"),
+        ("logit_bias", {0: 100.5}, "between -100 and 100, got 100.5"),
+        ("logit_bias", {0: math.nan}, "between -100 and 100, got nan"),
+        ("logit_bias", {VOCABULARY: 1.0}, f"of tokens at least 0 and below {VOCABULARY}, got {VOCABULARY}"),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "of at most 1024 tokens, got 1025 tokens"),
+        ("bad_words", ("x",) * 65, "at most 64 strings, got 65 strings"),
+        ("bad_words", ("",), "1 to 256 characters, got 0 characters"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_field_limit_and_value(field: str, value: Any, message: str) -> None:
     logprobs = field == "top_logprobs" and value == 21
     with pytest.raises(InvalidRequest, match=rf"^sampling\.{field}(\[0\])? must be {message}$"):
         SamplingRequest(**{"logprobs": logprobs, field: value}).resolve(SamplingDefaults(VOCABULARY), 10)
+
+
+def test_a_document_has_no_least_length() -> None:
+    message = r"^sampling\.min_new_tokens must be 0 where a document ends by itself, got 3$"
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingRequest(json_schema="{}", min_new_tokens=3)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import structlog
 import torch
+from tokenizers import Tokenizer
 
 from common.channels import REQUEST_ID_KEY
 from common.contract.errors import MediaDamaged
@@ -147,6 +148,32 @@ async def test_an_answer_ends_before_its_stop_string(tmp_path: Path, tiny_checkp
         assert await text(stop) == (whole[: whole.find(stop)], generation_pb2.FINISH_REASON_STOP)
         # Text that may begin a stop string is held back, but not lost.
         assert await text(whole[-2:] + "never") == (whole, generation_pb2.FINISH_REASON_LENGTH)
+
+
+async def test_the_least_length_biases_and_bad_words_hold_for_an_answer(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+
+        async def ids(**fields: Any) -> list[int]:
+            sampling = Sampling(max_new_tokens=40, temperature=1.0, seed=3, **fields)
+            return token_ids(await answers(service.ask_text(sampling=sampling)))
+
+        free = await ids()
+        ends = free[2:4]
+        assert len(await ids(stop_token_ids=ends)) <= 3
+        longer = await ids(stop_token_ids=ends, min_new_tokens=9)
+        assert len(longer) > 9
+        assert not set(ends) & set(longer[:9])
+        assert len(await ids(stop=[tokenizer.decode(free[:8])[0]])) < 9
+        assert len(await ids(stop=[tokenizer.decode(free[:8])[0]], min_new_tokens=9)) >= 9
+        assert await ids(logit_bias={7: 100}) == [7] * 40
+        assert not set(free) & set(await ids(logit_bias=dict.fromkeys(free, -100)))
+        pair, word = next(
+            (pair, word)
+            for pair, word in ((pair, tokenizer.decode(pair)) for pair in pairwise(free))
+            if tuple(tokenizer.encode(word).ids) == pair
+        )
+        assert pair not in pairwise(await ids(bad_words=[word]))
 
 
 async def test_each_of_n_answers_is_that_of_its_seed_alone(tmp_path: Path, tiny_checkpoint: Path) -> None:

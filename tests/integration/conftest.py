@@ -26,7 +26,7 @@ DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
 SHORT_DRAIN_S = 1.0
-SERVED_NAME = "traffic-7b"
+SERVED_NAME, OTHER_NAME = "traffic-7b", "city/traffic"
 # The long clip: 128 slices of 16 tokens, 64 float32 values each. An encoder of the fleet has room for one at a time.
 LONG_ITEM_BYTES = 128 * 16 * 64 * 4
 
@@ -77,7 +77,7 @@ def stack(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        patch.setenv("FRAMESIEVE_SERVED_MODEL_NAME", SERVED_NAME)
+        patch.setenv("FRAMESIEVE_SERVED_MODEL_NAME", f"{SERVED_NAME},{OTHER_NAME}")
         flags = {"preprocessing": preprocessing, "generation": generation}
         with running(tiny_checkpoint, media_root=media_root, flags=flags) as stack:
             patch.undo()  # services that start later send no spans and have the name of their folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import subprocess
@@ -13,9 +14,13 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import av
 import httpx
+import numpy as np
 import openai
+import PIL.Image
 import pytest
 
 from common.process import free_port
@@ -24,7 +29,7 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from tests import media
 from tests.fuzz.http import fuzz
-from tests.integration.conftest import SERVED_NAME
+from tests.integration.conftest import OTHER_NAME, SERVED_NAME
 from tests.integration.fleet import exported, metric_in, until
 from tests.integration.gateway import Gateway, data_url, gateway, question
 from tests.integration.test_metrics import assert_documented
@@ -88,6 +93,30 @@ SAME = {
     "frames by index": (
         [video(CLIP_URL, media_io_kwargs={"video": {"frames_indices": [0, 5, 6, 15]}}), "?"],
         [user(Video(data=CLIP, frame_indices=(0, 5, 6, 15)), Text("?"))],
+    ),
+    "as many frames as there are": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 100}}), "?"],
+        [user(Video(data=CLIP, num_frames=16), Text("?"))],
+    ),
+    "all frames": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": -1, "fps": -1}}), "?"],
+        [user(Video(data=CLIP, num_frames=16), Text("?"))],
+    ),
+    "a number of frames below what a rate asks for": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 6, "fps": 2.0}}), "?"],
+        [user(Video(data=CLIP, num_frames=6), Text("?"))],
+    ),
+    "a rate that asks for less than a number of frames": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": 32, "fps": 0.5}}), "?"],
+        [user(Video(data=CLIP, num_frames=2), Text("?"))],
+    ),
+    "all frames read, and chosen by a rate": (
+        [video(CLIP_URL, media_io_kwargs={"video": {"num_frames": -1, "fps": 4}}, **FPS_1), "?"],
+        [user(Video(data=CLIP, fps=1, min_frames=2), Text("?"))],
+    ),
+    "all pictures": (
+        [video(data_url("video/jpeg", *FRAMES), media_io_kwargs={"video": {"num_frames": -1}}), "?"],
+        [user(Video(frames=Frames(FRAMES, (0.0, 1.0, 2.0, 3.0))), Text("?"))],
     ),
     "pictures as frames, one a second": (
         [video(data_url("video/jpeg", *FRAMES)), "?"],
@@ -177,7 +206,7 @@ async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> Non
         chunks = [chunk async for chunk in stream]
     with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
         again = client.chat.completions.create(model=SERVED_NAME, **body)
-        assert [model.id for model in client.models.list()] == [SERVED_NAME, "small", "large"]
+        assert [model.id for model in client.models.list()] == [SERVED_NAME, OTHER_NAME, "small", "large"]
     assert [choice.model_dump() for choice in again.choices] == [choice.model_dump() for choice in whole.choices]
     for choice in whole.choices:
         own = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == choice.index]
@@ -191,16 +220,49 @@ async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> Non
     assert not chunks[-1].choices
 
 
-async def test_a_model_is_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
+async def test_the_bytes_of_tokens_add_up_to_the_text(door: Gateway) -> None:
+    """The tiny model's tokens are mostly parts of characters."""
+    body = question("Why?", logprobs=True, top_logprobs=3, max_tokens=60) | {"temperature": 1.0, "seed": 4}
+    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
+        [choice] = (await client.chat.completions.create(model=SERVED_NAME, **body)).choices
+    tokens = choice.logprobs.content
+    assert any("\ufffd" in token.token for token in tokens)
+    data = b"".join(bytes(token.bytes) for token in tokens if not token.token.startswith("<|"))  # control tokens
+    assert data.decode(errors="replace") == choice.message.content
+
+
+SPLITTING = "a\u2028b\u2029c\u0085d"
+
+
+def test_chunks_of_a_stream_are_lines_of_ascii_and_have_no_usage_but_the_last(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {SPLITTING: {"const": 1}}, "required": [SPLITTING]}
+    body = question("Why?", stream=True, stream_options={"include_usage": True}, max_tokens=100)
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    lines = http.post("/v1/chat/completions", json=body).raise_for_status().text.splitlines()
+    *chunks, done = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert done == "[DONE]"
+    *chunks, last = map(json.loads, chunks)
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["usage"]["completion_tokens"] > 0
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert json.loads(text).keys() >= {SPLITTING}
+
+
+async def test_a_model_is_a_name_of_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
     async with FramesieveClient(stack.address) as client:
-        for name, adapter in ((SERVED_NAME, None), ("large", "large")):
+        for name, told, adapter in (
+            (SERVED_NAME, SERVED_NAME, None),
+            (OTHER_NAME, SERVED_NAME, None),
+            ("large", "large", "large"),
+        ):
             body = question("Why?", model=name, logprobs=True)
             got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).json())  # noqa: B023
-            assert got["model"] == name
+            assert got["model"] == told
             assert_same(got, await client.answer([user(Text("Why?"))], Options(**GREEDY, adapter=adapter)))  # type: ignore[misc]
     unknown = http.post("/v1/chat/completions", json=question("Why?", model="gpt-4o"))
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "NOT_FOUND")
     assert http.get("/v1/models/large").json()["parent"] == SERVED_NAME
+    assert http.get(f"/v1/models/{OTHER_NAME}").json()["id"] == OTHER_NAME
     assert http.get("/v1/models/huge").status_code == 404
 
 
@@ -215,9 +277,20 @@ REFUSED = [
     ({"temperature": 101}, 400, "temperature", "must be"),
     ({"temperature": "hot"}, 400, "temperature", "valid number"),
     ({"n": 17}, 400, "n", "must be"),
-    ({"max_tokens": 0}, 400, "max_completion_tokens", "must be"),
+    ({"max_tokens": 0}, 400, "max_tokens", "must be"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "must be"),
+    ({"min_tokens": 9}, 400, "min_tokens", "must be"),
     ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
-    ({"tools": [{"type": "function"}]}, 400, "tools", "at most 0 items"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "must be set"),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name", "must be 1 to 128"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "without tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice.function.name", "one of the"),
+    ({"chat_template_kwargs": {"thinking_budget": 9}}, 400, "chat_template_kwargs.thinking_budget", "not a variable"),
+    ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs.regex", "is not a field"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+    ({"skip_special_tokens": False}, 400, "skip_special_tokens", "True"),
+    ({"length_penalty": 0.5}, 400, "length_penalty", "greater than or equal to 1"),
     ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNHELD}}},
@@ -228,7 +301,9 @@ REFUSED = [
     ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
     ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system'"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id", "must be set"),
+    ({"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content", "must be set"),
     (
         {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         400,
@@ -258,16 +333,21 @@ def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, fi
     ("part", "status", "why"),
     [
         (video("ftp://host/a.mp4"), 400, "messages[0].content[1].video_url.url must start with https://"),
-        (video("data:video/mp4;base64,é"), 400, "messages[0].content[1].video_url.url is not base64"),
+        (
+            video("data:video/mp4;base64,é"),
+            400,
+            "messages[0].content[1].video_url.url must be data:[type][;base64],… in ASCII",
+        ),
         (video(data_url("video/mp4", b"no video")), 400, "messages[0].content[1]"),
-        (video("http://127.0.0.1/a.mp4"), 403, "messages[0].content[1].url"),
+        (video("http://127.0.0.1/a.mp4"), 403, "messages[0].content[1].video_url.url"),
         (video(CLIP_URL, mm_processor_kwargs={"fps": 0.0}), 400, "messages[0].content[1].mm_processor_kwargs.fps must"),
         (
             video(data_url("video/jpeg", *FRAMES), media_io_kwargs={"video": {"frames_indices": [0]}}),
             400,
             "messages[0].content[1] holds 4 frames, and frames_indices of media_io_kwargs.video 1",
         ),
-        (image(PICTURE_URL, pruning={"rate": 0.5}), 400, "messages[0].content[1].pruning must not be set"),
+        (video("file:///etc/passwd"), 403, "messages[0].content[1].url '/etc/passwd' lies outside --media-root"),
+        (video("file://elsewhere/a.mp4"), 403, "messages[0].content[1].url must name no host, got 'elsewhere'"),
         ({"type": "file", "file": {"file_id": "file-1"}}, 404, "file_id 'file-1' names no file"),
         ({"type": "file", "file": {}}, 400, "messages[0].content[1].file must have exactly one of"),
     ],
@@ -280,6 +360,75 @@ def test_wrong_media_are_named_before_a_stream_begins(
     answer = http.post("/v1/chat/completions", json=question("What is", part, stream=stream))
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"].startswith(why)
+
+
+def moving(kind: str) -> bytes:
+    """An animation of three pictures."""
+    first, *others = (PIL.Image.open(io.BytesIO(picture)).convert("RGB") for picture in FRAMES[:3])
+    file = io.BytesIO()
+    first.save(file, kind, save_all=True, append_images=others, duration=500)
+    return file.getvalue()
+
+
+def in_container(container: str) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream("mpeg4" if container != "flv" else "flv1", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 112, 112, "yuv420p"
+        for number in range(8):
+            pixels = np.full((112, 112, 3), 20 * number, np.uint8)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+SAME_MEDIA = {
+    "moving.gif": (moving("GIF"), "image", "video"),
+    "moving.avif": (moving("AVIF"), "image", "video"),
+    "moving.png": (moving("PNG"), "image", "video"),
+    "still.gif": (media.picture(112, 112), "image", "image"),
+    "clip.mts": (in_container("mpegts"), "video", "video"),
+    "clip.3gp": (in_container("3gp"), "video", "video"),
+    "clip.mkv": (in_container("matroska"), "video", "video"),
+    "clip.flv": (in_container("flv"), "video", "video"),
+}
+
+
+@pytest.mark.parametrize("name", SAME_MEDIA)
+async def test_a_medium_is_the_same_from_every_source(
+    stack: LocalStack, http: httpx.Client, media_root: Path, fetch_port: int, name: str
+) -> None:
+    """Of wrong names and types, too."""
+    data, in_image_url, elsewhere = SAME_MEDIA[name]
+    (media_root / name).write_bytes(data)
+    inline = data_url("application/octet-stream", data)
+    head, body = inline.split(",")
+    urls = [
+        inline,
+        data_url("image/jpeg", data),
+        f"{head},{quote(body, safe='')}",
+        f"http://localhost:{fetch_port}/{name}",
+        f"http://localhost:{fetch_port}/photo.jpg?x={name}",
+        f"file://{media_root}/{name}",
+        f"file://localhost{quote(str(media_root))}/{quote(name, safe='')}",
+    ]
+    kept = http.post("/v1/files", files={"file": ("photo.jpg", data, "image/jpeg")}).raise_for_status().json()
+    files = [{"file_data": inline}, {"file_data": body, "filename": name}, {"file_id": kept["id"]}]
+    async with serving(ok(data), port=fetch_port), FramesieveClient(stack.address) as client:
+
+        def found(*parts: Any) -> set[str]:
+            answer = http.post("/v1/chat/completions", json=question(*parts, "?", max_tokens=1))
+            items = answer.raise_for_status().json()["usage"]["framesieve"]["media"]
+            return {f"{item['modality']} {item['grid']}" for item in items}
+
+        images = await asyncio.to_thread(found, *map(image, urls))
+        others = await asyncio.to_thread(found, *map(video, urls), *({"type": "file", "file": file} for file in files))
+        by_client = await client.ask([media_root / name, *urls[1:], Video(server_path=name)], "?", max_new_tokens=1)
+    assert [len(images), len(others)] == [1, 1]
+    assert images.pop().startswith(in_image_url)
+    assert others.pop().startswith(elsewhere)
+    assert {item.modality.value for item in by_client.usage.media} == {elsewhere}
+    http.delete(f"/v1/files/{kept['id']}")
 
 
 def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Client) -> None:

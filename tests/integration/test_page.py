@@ -18,6 +18,7 @@ from framesieve import FramesieveClient
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
+from tests import media
 from tests.integration.gateway import Gateway, gateway
 
 ANSWER_MS = 60_000
@@ -116,6 +117,31 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: Lo
         assert dark == pytest.approx(pruned.reshape(grid.t, -1).mean(axis=1), abs=0.02)
         # The text was written in several pieces, at different times.
         assert len(set(article.evaluate("(article) => article.timesMs"))) > 1
+
+
+def test_two_answers_begin_with_the_clip_encoded_and_are_laid_out_alike(page: Page) -> None:
+    drop(page, "new.mp4", "video/mp4", media.clip(12, fps=3))  # which no other test sends
+    page.get_by_label("Compare with another rate").check()
+    ask(page, "What moves?")
+    for article in finished(page, 2):
+        spans = article.get_by_label("Stages of the time to the first token").locator("span")
+        stages = {title.split(":")[0] for title in spans.evaluate_all("(spans) => spans.map(({ title }) => title)")}
+        assert "prefill" in stages
+        assert not stages & {"decode", "resize", "encode"}
+        assert cost(article)["From the cache"] == "0"
+    for width in (1280, 800, NARROW_PX):
+        page.set_viewport_size({"width": width, "height": 800})
+        for article in page.locator("article").all():
+            tops = article.locator("dt").evaluate_all("(names) => names.map((one) => one.getBoundingClientRect().top)")
+            assert len({round(top) for top in tops}) in (1, len(tops))
+        middles = [middle(page.locator(place)) for place in ("#compare", ".check")]
+        assert middles[0] == pytest.approx(middles[1], abs=1)
+
+
+def middle(place: Locator) -> float:
+    box = place.bounding_box()
+    assert box
+    return box["y"] + box["height"] / 2
 
 
 def by_grpc(stack: LocalStack, rate: float) -> tuple[Encoded, Usage]:

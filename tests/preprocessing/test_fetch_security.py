@@ -121,7 +121,7 @@ async def test_internal_names_give_the_same_error_and_unknown_ones_are_not_forbi
     for host in ("inside.test", "mixed.test", "empty.test"):
         with pytest.raises(FramesieveError) as refused:
             await Fetcher(FetchPolicy(), resolver).fetch("video", f"http://{host}/")
-        told.add((type(refused.value), str(refused.value).replace(host, "HOST")))
+        told.add((type(refused.value), str(refused.value).replace(host, "HOST").partition(";")[0]))
     assert told == {(MediaForbidden, "video.url has no address that may be reached: 'HOST'")}
 
 

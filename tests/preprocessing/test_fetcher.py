@@ -116,6 +116,25 @@ async def test_a_slow_server_is_abandoned_when_the_time_is_up(start: bytes, piec
     await until(lambda: open_descriptors() <= before)
 
 
+@pytest.mark.parametrize(
+    ("location", "target"),
+    [
+        ("/two words/%20clip é.mp4?to=ü", "/two%20words/%20clip%20%C3%A9.mp4?to=%C3%BC"),
+        ("http://clip.test:{port}/日本.mp4", "/%E6%97%A5%E6%9C%AC.mp4"),
+    ],
+)
+async def test_a_redirect_with_spaces_or_letters_beyond_ascii_is_followed_as_by_browsers(
+    location: str, target: str
+) -> None:
+    async def once(writer: asyncio.StreamWriter) -> None:
+        first = len(server.requests) == 1
+        writer.write(redirect(location.format(port=server.port)) if first else ok())
+
+    async with serving(once) as server:
+        assert await fetched(server) == BODY
+    assert server.requests[1].startswith(f"GET {target} HTTP/1.1")
+
+
 async def test_the_time_limit_includes_redirects() -> None:
     async def slowly_elsewhere(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -112,12 +113,47 @@ def test_content_hashes_differ_exactly_where_bytes_or_settings_differ(tiny: Plan
         image(png),
         image(png, max_pixels=32 * 32),
         image(picture(90, 61)),
-        video(png),
     ]
     hashes = [planned(tiny, look).plan.media[0].content_hash for look in looks]
     assert len(set(hashes)) == len(looks)
     again = planned(tiny, "x", image(png), replace(video(data), name="elsewhere")).plan
     assert [item.content_hash for item in again.media] == [hashes[5], hashes[0]]
+
+
+def saved(kind: str, pictures: int = 1) -> bytes:
+    """A file of pictures of different colours, by Pillow."""
+    first, *others = (Image.new("RGB", (64, 48), (80 * number, 0, 0)) for number in range(pictures))
+    file = io.BytesIO()
+    first.save(file, kind, **({"save_all": True, "append_images": others} if others else {}))
+    return file.getvalue()
+
+
+MJPEG = b"".join(saved("JPEG") for _ in range(6))
+BOTH, IMAGE, VIDEO = (Modality.IMAGE, Modality.VIDEO), (Modality.IMAGE,) * 2, (Modality.VIDEO,) * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        *((saved(kind), IMAGE) for kind in ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")),
+        *((saved(kind, pictures=3), BOTH) for kind in ("AVIF", "GIF", "PNG")),
+        *((saved(kind, pictures=3), IMAGE) for kind in ("MPO", "TIFF")),
+        (MJPEG, BOTH),
+        *((clip(5, container=container), VIDEO) for container in ("mp4", "matroska", "mpegts", "flv", "avi", "3gp")),
+    ],
+)
+def test_bytes_decide_what_media_are_and_the_request_what_animations_are(
+    held: Planner, data: bytes, expected: tuple[Modality, Modality]
+) -> None:
+    looks = planned(held, "x", image(data), video(data), "?").plan.media
+    assert tuple(item.modality for item in looks) == expected
+
+
+def test_the_frames_of_an_animated_webp_are_refused_by_name(held: Planner) -> None:
+    data = saved("WEBP", pictures=3)
+    assert planned(held, image(data)).plan.media[0].modality is Modality.IMAGE
+    with pytest.raises(MediaRejected, match=r"^video is animated WebP, which is not read"):
+        planned(held, video(data))
 
 
 def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None:
@@ -131,7 +167,7 @@ def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None
 @pytest.mark.parametrize(
     ("look", "error", "named"),
     [
-        (image(b"garbage"), MediaRejected, "image cannot be read as an image"),
+        (image(b"garbage"), MediaRejected, "image cannot be read as an image or a video"),
         (image(picture(201, 1)), MediaRejected, "image has frames of 201×1 pixels, an aspect ratio of 201, at most"),
         (image(picture(170, 33_000), max_pixels=10**9), MediaRejected, "image would be sent .* at most 32768 .* side"),
         (video(clip(4), start_s=9.0), InvalidRequest, r"video\.frame_sampling\.start_s"),

@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Video:
-    """A clip of `frames` at a constant rate or at `pts` in milliseconds, sampled at `fps`."""
+    """A clip of `frames` at a constant rate, sampled at `fps`, or at `pts` in milliseconds, all of it sampled."""
 
     frames: int
     rate: Fraction | int
@@ -63,20 +63,17 @@ class Video:
             return clip(self.frames, rate=self.rate)
         return clip(self.frames, container="matroska", pts=self.pts, time_base=Fraction(1, 1000))
 
-    @property
-    def average_rate(self) -> Fraction:
-        if self.pts is None:
-            return Fraction(self.rate)
-        return Fraction(1000 * self.frames, self.pts[-1] + 1000 // 30)  # the last frame lasts 1/30 s
-
     def metadata(self, family: str) -> SimpleNamespace:
-        """Rate and sampled indices for transformers; where the rate varies, milliseconds instead."""
-        indices = transformers_indices(self.frames, float(self.average_rate), self.fps, 4, 768, family)
-        if self.pts is None:
-            return SimpleNamespace(fps=float(self.rate), frames_indices=np.array(indices))
-        times = np.array(self.pts)
-        shown = [times[times <= 1000 * index / self.average_rate][-1] for index in indices]
-        return SimpleNamespace(fps=1000, frames_indices=np.array(shown))
+        """Rate and sampled indices for transformers; where the rate varies, the milliseconds of all frames instead."""
+        if self.pts is not None:
+            return SimpleNamespace(fps=1000, frames_indices=np.array(self.pts))
+        indices = transformers_indices(self.frames, float(self.rate), self.fps, 4, 768, family)
+        return SimpleNamespace(fps=float(self.rate), frames_indices=np.array(indices))
+
+    def seconds_per_frame(self, sampled: int) -> Fraction:
+        if self.pts is not None:
+            return Fraction(self.pts[-1] - self.pts[0], 1000 * (sampled - 1))
+        return self.frames / (sampled * Fraction(self.rate))
 
 
 Part = str | Picture | Video
@@ -204,7 +201,7 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: 
         shown = metadata.frames_indices / metadata.fps
         assert item.timestamps_s == (*shown, *shown[its.frames - its.frames % 2 :])
         assert item.frames == 2 * item.grid.t == len(item.timestamps_s)
-        assert item.seconds_per_grid == 2 * part.frames / (its.frames * part.average_rate)
+        assert item.seconds_per_grid == 2 * part.seconds_per_frame(its.frames)
     # Elsewhere transformers resumes text inside the video once its time exceeds the longer side of a frame.
     steps = [1 if family == "qwen2_vl" else (item.seconds_per_grid or 0) * TOKENS_PER_SECOND for item in plan.media]
     if alone or all(

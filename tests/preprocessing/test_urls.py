@@ -1,16 +1,13 @@
-"""URLs are parsed unambiguously, disguised hosts are refused, and data URIs follow RFC 2397."""
+"""URLs are parsed unambiguously, disguised hosts are refused, and file URLs name paths of this host."""
 
 from __future__ import annotations
 
-import base64
-from urllib.parse import quote_from_bytes
-
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contract.errors import InvalidRequest, MediaForbidden
-from services.preprocessing.fetch.urls import MAX_URL_CHARACTERS, decode_data_uri, parse_url
+from services.preprocessing.fetch.urls import MAX_URL_CHARACTERS, file_path, parse_url
 
 
 @pytest.mark.parametrize(
@@ -95,39 +92,22 @@ def test_a_parsed_url_parses_to_itself(text: str) -> None:
     assert parse_url(str(url)) == url
 
 
-@given(st.binary())
-@example(b"=3D%41=\n=")
-def test_a_data_uri_decodes_to_the_encoded_bytes(data: bytes) -> None:
-    encoded = base64.b64encode(data).decode()
-    assert decode_data_uri(f"data:video/mp4;base64,{encoded}") == data
-    assert decode_data_uri(f"data:;base64,{quote_from_bytes(encoded.encode(), safe='')}") == data
-    assert decode_data_uri(f"data:video/mp4,{quote_from_bytes(data, safe='')}") == data
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///clips/a%20b%23%C3%A9.mp4", "/clips/a b#é.mp4"),
+        ("FILE://LocalHost/a+b.mp4?x#y", "/a+b.mp4"),
+        ("file:///clips/raw é.mp4", "/clips/raw é.mp4"),
+    ],
+)
+def test_a_file_url_names_a_path(url: str, path: str) -> None:
+    assert file_path(url) == path
 
 
 @pytest.mark.parametrize(
-    ("uri", "data"),
-    [
-        ("DATA:text/plain;charset=US-ASCII;BASE64,QQ==", b"A"),
-        ("data:;base64;x=y,QQ==", b"QQ=="),
-        ("data:,a,b", b"a,b"),
-        ("data:,a=41+_#fragment", b"a=41+_"),
-        ("data:,", b""),
-    ],
+    ("url", "error"),
+    [("file://host/a.mp4", MediaForbidden), ("file:a.mp4", InvalidRequest), ("file://", InvalidRequest)],
 )
-def test_a_data_uri_is_parsed_as_in_rfc_2397(uri: str, data: bytes) -> None:
-    assert decode_data_uri(uri) == data
-
-
-@pytest.mark.parametrize(
-    ("uri", "why"),
-    [
-        ("data:image/png;base64", "must be data:"),
-        ("data:,é", "in ASCII"),
-        ("data:,%4", "two hexadecimal digits"),
-        ("data:;base64,QQ", "must be base64"),
-        ("data:;base64,Q Q==", "must be base64"),
-    ],
-)
-def test_a_malformed_data_uri_is_refused(uri: str, why: str) -> None:
-    with pytest.raises(InvalidRequest, match=why):
-        decode_data_uri(uri)
+def test_a_file_url_of_another_host_or_without_a_path_is_refused(url: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="file:///path"):
+        file_path(url)

@@ -13,7 +13,7 @@ Anything that the plan did not announce raises PeerContract.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -25,7 +25,7 @@ from common.channels import end_writing, read_from, write_to
 from common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
 from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, modalities_of
+from common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, named_media
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.items.cache_entry import CacheEntry, FrameSlice
@@ -49,8 +49,8 @@ class PlanCheck:
     fingerprint: bytes
     arrange: Callable[[MediaPlan], object] | None = None
 
-    def check(self, plan: PromptPlan, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> None:
-        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with these media.
+    def check(self, plan: PromptPlan, media: int, brought: Mapping[int, Grid]) -> None:
+        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with so many media.
 
         brought: the grids of the media that brought their embeddings, by media index.
         """
@@ -60,9 +60,8 @@ class PlanCheck:
             )
         if plan.embed_levels != self.embed_levels:
             raise PeerContract(f"the plan has {plan.embed_levels} embed levels, the tower {self.embed_levels}")
-        planned = [item.modality for item in plan.media]
-        if planned != list(modalities):
-            raise PeerContract(f"the plan is for {planned}, the prompt has {list(modalities)}")
+        if len(plan.media) != media:
+            raise PeerContract(f"the plan is for {len(plan.media)} media, the prompt has {media}")
         for index, item in enumerate(plan.media):
             if brought.get(index) != (item.grid if item.brings_embeds else None):
                 raise PeerContract(
@@ -115,7 +114,7 @@ class PreprocessStream:
         Raises what `files` raises.
         """
         writing = asyncio.create_task(self._write_prompt(prompt, files))
-        reading = asyncio.create_task(self._read_plan(modalities_of(prompt), brought))
+        reading = asyncio.create_task(self._read_plan(len(list(named_media(prompt))), brought))
         try:
             await asyncio.wait([writing, reading], return_when=asyncio.FIRST_EXCEPTION)
             if writing.done():
@@ -131,7 +130,7 @@ class PreprocessStream:
         async for _, piece in files:
             await write_to(self._call, PreprocessRequest(file={"data": piece}))
 
-    async def _read_plan(self, modalities: Sequence[Modality], brought: Mapping[int, Grid]) -> PromptPlan:
+    async def _read_plan(self, media: int, brought: Mapping[int, Grid]) -> PromptPlan:
         receiver = PlanReceiver()
         while (message := await self._read_message()) is not None:
             if not message.HasField("plan"):
@@ -140,7 +139,7 @@ class PreprocessStream:
                 self.fetched_ns = from_ago_s(message.fetched_ago_s, monotonic_ns())
             plan = receiver.add(message.plan)
             if plan is not None:
-                self._plan_check.check(plan, modalities, brought)
+                self._plan_check.check(plan, media, brought)
                 self._reading = asyncio.create_task(self._read())
                 self._reading.add_done_callback(_retrieve_error)
                 return plan

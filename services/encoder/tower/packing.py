@@ -15,7 +15,8 @@ A slice may be a group of frames, whose patches are sequences of their own:
     ends:       0           24           48         64
     slice_ends: 0                        48         64
 
-It knows only numpy. The tests compare it with `transformers.vision_utils`, which computes the same on the device.
+It knows numpy, and torch only for cells. The tests compare it with `transformers.vision_utils`, which computes the same
+on the device.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from services.encoder.tower.graph_buckets import Size
@@ -253,7 +255,7 @@ class _Frame:
             if shape.cells_in_a_row:
                 lengths = (1, len(places))
                 places = np.indices(lengths).reshape(2, -1).T
-            row, column = (_cells(places[:, axis], lengths[axis], shape.cell_side) for axis in (0, 1))
+            row, column = (_cells(lengths[axis], shape.cell_side)[places[:, axis]] for axis in (0, 1))
             self.cells = row * shape.cell_side + column
 
 
@@ -269,11 +271,14 @@ def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
     return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
 
 
-def _cells(places: Array, length: int, cell_side: int) -> Array:
-    """The cell of an axis that each place begins in. In float32, as transformers computes it."""
-    borders = (np.arange(1, cell_side) / cell_side).astype(np.float32)
-    begins = np.minimum(places.astype(np.float32) * (np.float32(1) / np.float32(length)), np.float32(1 - 1e-6))
-    found: Array = np.searchsorted(borders, begins, side="right").astype(np.int64)
+def _cells(length: int, cell_side: int) -> Array:
+    """The cell of an axis that each of its places begins in: int64 (length,).
+
+    By the published operations: where a place begins at a border, the cell depends on how torch's `arange` rounds.
+    """
+    begins = torch.arange(0, 1 - 1e-6, 1 / length, dtype=torch.float32)
+    borders = torch.arange(1 / cell_side, 1.0, 1 / cell_side, dtype=torch.float32)
+    found: Array = torch.bucketize(begins, borders, right=True).numpy()
     return found
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from framesieve.client.answer import Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
+from framesieve.client.tools import ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Completion:
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": _logprobs(choice),
                 "finish_reason": choice.reason.value,
             }
@@ -40,7 +41,12 @@ class Completion:
 
     def next(self, delta: Delta) -> dict[str, Any]:
         """The chunk of a delta."""
-        return self._chunk(delta.choice_index, {"content": delta.text}, logprobs=_logprobs(delta))
+        told: dict[str, Any] = {}
+        if delta.text or not delta.tool_calls:
+            told["content"] = delta.text
+        if delta.tool_calls:
+            told["tool_calls"] = [_call_delta(part) for part in delta.tool_calls]
+        return self._chunk(delta.choice_index, told, logprobs=_logprobs(delta))
 
     def last(self, finished: Finished) -> dict[str, Any]:
         """The chunk after a completion's text."""
@@ -67,12 +73,38 @@ class Completion:
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
 
+def counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The token counts of `usage`."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    """content: None where there are only tool calls."""
+    content = choice.text if choice.text or not choice.tool_calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+def _call_delta(part: ToolCallDelta) -> dict[str, Any]:
+    if not part.name:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
 def usage_of(usage: Usage, timings: Timings) -> dict[str, Any]:
     """Token counts after pruning, which are what is computed, and under `framesieve` those before it and the times."""
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **counts(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
         "framesieve": measured(usage, timings),
     }
@@ -116,7 +148,7 @@ def token_logprobs(of: Choice | Delta) -> list[dict[str, Any]]:
 
 
 def _token(token_id: int, logprob: float, of: Choice | Delta) -> dict[str, Any]:
-    """bytes: those that the token adds to the text, also where it is a part of a character."""
+    """bytes: those that the token adds to the text, of which `token` shows what is no part of a character."""
     text = of.token_texts.get(token_id, "")
     return {"token": text, "logprob": logprob, "bytes": list(of.token_bytes.get(token_id, text.encode()))}
 
@@ -128,5 +160,5 @@ def chunks(completion: Completion, event: Delta | Finished, begun: set[int]) -> 
         yield completion.first(event.choice_index)
     if isinstance(event, Finished):
         yield completion.last(event)
-    elif event.text or event.logprobs:
+    elif event.text or event.logprobs or event.tool_calls:
         yield completion.next(event)

@@ -1,25 +1,24 @@
-"""Content parts as parts of a prompt. What a part holds follows from its MIME type, not from the part's name.
+"""Content parts as parts of a prompt. The bytes say whether a part is an image or a video, neither its name nor a type.
 
-data:video/mp4;base64,…              a video
-data:image/png;base64,…              an image, also in a video_url
-data:video/jpeg;base64,…,…,…         a video whose frames are pictures; media_io_kwargs say when each is shown
-https://host/clip.mp4?…              by its suffix; without one that is known, by the part's name
-an uploaded file                     by the type that it was uploaded with
+An animation (GIF, APNG, animated AVIF) is both: its first picture in an image_url, a video elsewhere. Preprocessing
+reads the bytes. The one type with a meaning is that of a video whose frames are pictures:
+
+data:video/jpeg;base64,…,…,…         media_io_kwargs say when each is shown
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import mimetypes
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import unquote_to_bytes
+from typing import Any, TypeAlias
 
+from common.contract.data_urls import DataUrl, parse_data_url
 from common.contract.errors import InvalidRequest
-from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video, names_image
+from common.contract.retention import Pruning
+from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video
+from framesieve.client.tools import ToolCall
+from services.gateway.chat.names import FieldNames, MediaNames
 from services.gateway.chat.request import (
+    AssistantCall,
     ChatMessage,
     ChatRequest,
     FilePart,
@@ -35,28 +34,83 @@ from services.gateway.files import Uploads
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
-_ANIMATED = ("image/gif", "image/apng", "image/avif")
-"""Images that are videos where a part asks for one."""
+_MAX_FRAMES = 768
+"""Of a video, as FrameSampling has them."""
+_COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
+_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s"}
+_READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
+
+Source: TypeAlias = dict[str, Any]
+"""Where media come from, for Image and Video."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where media come from, for Image and Video. type: the MIME type, "" where it is unknown."""
-
-    type: str
-    given: Mapping[str, Any]
-
-
-def conversation(request: ChatRequest, uploads: Uploads) -> list[Message]:
-    """The turns. Raises InvalidRequest for a part that cannot be what it says."""
+def conversation(request: ChatRequest, uploads: Uploads, names: FieldNames) -> list[Message]:
+    """The turns. names: gets where the media of each are. Raises InvalidRequest for a part that cannot be what it
+    says, and for one that its role cannot have."""
     messages = []
     for number, message in enumerate(request.messages):
-        role = "system" if message.role == "developer" else message.role
-        messages.append(Message(role, tuple(_parts(message, f"messages[{number}].content", request, uploads))))
+        name = f"messages[{number}]"
+        _check_role(message, name)
+        _note(request, message, number, names)
+        messages.append(
+            Message(
+                "system" if message.role == "developer" else message.role,
+                tuple(_parts(message, f"{name}.content", request, uploads)),
+                tuple(ToolCall(each.id, each.function.name, each.function.arguments) for each in _calls(message)),
+                message.tool_call_id or "",
+                (message.name or "") if message.role == "tool" else "",
+            )
+        )
     return messages
 
 
+def _calls(message: ChatMessage) -> list[AssistantCall]:
+    return message.tool_calls or []
+
+
+def _check_role(message: ChatMessage, name: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{name}.tool_calls must not be set: the role is {message.role}")
+    if message.tool_call_id is not None and message.role != "tool":
+        raise InvalidRequest(f"{name}.tool_call_id must not be set: the role is {message.role}")
+    if message.tool_call_id is None and message.role == "tool":
+        raise InvalidRequest(f"{name}.tool_call_id must be set: the role is tool")
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{name}.content must be set")
+
+
+def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldNames) -> None:
+    if message.content is None or isinstance(message.content, str):
+        return
+    for place, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            continue
+        here = f"messages[{number}].content[{place}]"
+        sampling: dict[str, str] = {}
+        for of, given in (("", request), (f"{here}.", part)):
+            if reading := given.media_io_kwargs and given.media_io_kwargs.video:
+                for name in reading.model_fields_set:
+                    sampling[_READ_NAMES.get(name, name)] = f"{of}media_io_kwargs.video.{name}"
+                    if name == "num_frames":
+                        sampling["max_frames"] = sampling[name]
+            if choice := given.mm_processor_kwargs:
+                for name in choice.model_fields_set:
+                    sampling[_CHOSEN_NAMES.get(name, name)] = f"{of}mm_processor_kwargs.{name}"
+        location = f"{here}.{_location_of(part)}"
+        names.media[number, place] = MediaNames(location, f"{here}.pruning" if part.pruning else "pruning", sampling)
+
+
+def _location_of(part: MediaPart) -> str:
+    """The field of a part that says where its media are."""
+    if isinstance(part, FilePart):
+        return "file.file_id" if part.file.file_id is not None else "file.file_data"
+    location = getattr(part, part.type)
+    return part.type if isinstance(location, str) else f"{part.type}.url"
+
+
 def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploads) -> list[Part]:
+    if message.content is None:
+        return []
     if isinstance(message.content, str):
         return [Text(message.content)]
     return [
@@ -66,43 +120,32 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
 
 
 def _of_part(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
-    asks_for_video = isinstance(part, VideoURLPart | InputVideoPart)
-    return media(_source(part, name, uploads), name, part, request, asks_for_video=asks_for_video)
+    return media(_source(part, name, uploads), name, part, request, asks_for_image=isinstance(part, ImageURLPart))
 
 
 def media(
-    source: Source, name: str, part: MediaOptions, request: MediaOptions, *, asks_for_video: bool = False
+    source: Source, name: str, part: MediaOptions, request: MediaOptions, *, asks_for_image: bool
 ) -> Image | Video:
-    """An image or a video. part: its own options, before those of the request. name: of the part, for errors.
+    """What a source holds. part: its own options, before those of the request. name: of the part, for errors.
 
-    asks_for_video: an animated image is a video, and so is what has no type. Raises InvalidRequest.
+    asks_for_image: of an animation the first picture is meant. Raises InvalidRequest.
     """
-    if _is_image(source, asks_for_video):
-        _check_image(part, name)
-        return Image(**source.given, max_pixels=_chosen(request, part).get("max_pixels"))
-    pruning = part.pruning.parsed() if part.pruning else None
-    if source.type == _FRAMES:
+    pruning = _own_pruning(part, name)
+    if "pictures" in source:
         reading = _reading(request, part)
-        times = _times(len(source.given["pictures"]), reading, name)
-        chosen = {"num_frames": reading.get("num_frames")} | _chosen(request, part)
-        return Video(frames=Frames(source.given["pictures"], times), **chosen, pruning=pruning)
-    return Video(**source.given, **_read(_reading(request, part)), **_chosen(request, part), pruning=pruning)
+        times = _times(len(source["pictures"]), reading, name)
+        count = {"num_frames": reading["num_frames"]} if "num_frames" in reading else {}
+        sampling = _read(count, _chosen(request, part))
+        return Video(frames=Frames(source["pictures"], times), **sampling, pruning=pruning)
+    kind = Image if asks_for_image else Video
+    return kind(**source, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
 
 
-def _check_image(part: MediaOptions, name: str) -> None:
-    useless = "pruning" if part.pruning else "media_io_kwargs" if part.media_io_kwargs else ""
-    if part.mm_processor_kwargs and not useless:
-        useless = next(
-            (f"mm_processor_kwargs.{each}" for each in part.mm_processor_kwargs.model_fields_set - {"max_pixels"}), ""
-        )
-    if useless:
-        raise InvalidRequest(f"{name}.{useless} must not be set: the part is an image")
-
-
-def _is_image(source: Source, asks_for_video: bool) -> bool:
-    if source.type.startswith("image/"):
-        return not (asks_for_video and source.type in _ANIMATED)
-    return False if source.type.startswith("video/") else not asks_for_video
+def _own_pruning(part: MediaOptions, name: str) -> Pruning | None:
+    try:
+        return part.pruning.parsed() if part.pruning else None
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}.{error}") from None
 
 
 def _reading(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
@@ -116,16 +159,29 @@ def _reading(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
 def _chosen(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
     """mm_processor_kwargs as fields of Video: the part's own before the request's."""
     given = (each.mm_processor_kwargs for each in (request, part) if each.mm_processor_kwargs)
-    names = {"video_start": "start_s", "video_end": "end_s"}
     return {
-        names.get(name, name): value for choice in given for name, value in choice.model_dump(exclude_none=True).items()
+        _CHOSEN_NAMES.get(name, name): value
+        for choice in given
+        for name, value in choice.model_dump(exclude_none=True, exclude={"do_sample_frames"}).items()
     }
 
 
-def _read(reading: Mapping[str, Any]) -> dict[str, Any]:
-    """media_io_kwargs.video as fields of Video."""
-    names = {"frames_indices": "frame_indices", "duration": "end_s"}
-    return {names.get(name, name): value for name, value in reading.items()}
+def _read(reading: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """media_io_kwargs.video as fields of Video, before those of mm_processor_kwargs, which count more.
+
+    Read is the least of num_frames, of what fps asks for, and of what there is; neither is a bound at 0 or below.
+    Source: `compute_frames_index_to_sample` of vLLM's video loader.
+    """
+    read = {_READ_NAMES.get(name, name): value for name, value in reading.items() if name not in ("fps", "num_frames")}
+    fps, frames = reading.get("fps") or 0.0, reading.get("num_frames")
+    most = min(frames, _MAX_FRAMES) if frames is not None and frames > 0 else _MAX_FRAMES
+    if fps > 0:
+        read |= {"fps": fps} if frames is None else {"fps": fps, "min_frames": 1, "max_frames": most}
+    elif chosen.keys() & _COUNTS:
+        read |= {"max_frames": most} if frames is not None and frames > 0 and "num_frames" not in chosen else {}
+    elif frames is not None and (frames > 0 or "frame_indices" not in read):
+        read["num_frames"] = most
+    return read | dict(chosen)
 
 
 def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, ...]:
@@ -136,60 +192,45 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     places = reading.get("frames_indices") or range(frames)
     if len(places) != frames:
         raise InvalidRequest(f"{name} holds {frames} frames, and frames_indices of media_io_kwargs.video {len(places)}")
-    if "fps" in reading and "duration" in reading:
+    fps = reading.get("fps") or 0.0
+    if fps > 0 and "duration" in reading:
         raise InvalidRequest("media_io_kwargs.video.duration must not be set with fps: each gives the time of a frame")
-    step_s = reading["duration"] / frames if "duration" in reading else 1 / (reading.get("fps") or 1.0)
+    step_s = reading["duration"] / frames if "duration" in reading else 1 / (fps if fps > 0 else 1.0)
     return tuple(place * step_s for place in places)
 
 
 def _source(part: MediaPart, name: str, uploads: Uploads) -> Source:
     match part:
         case ImageURLPart():
-            return _located(part.image_url, f"{name}.image_url", "image/")
+            return _located(part.image_url, f"{name}.image_url")
         case VideoURLPart():
-            return _located(part.video_url, f"{name}.video_url", "video/")
+            return _located(part.video_url, f"{name}.video_url")
         case InputVideoPart():
-            return _located(part.input_video, f"{name}.input_video", "video/")
+            return _located(part.input_video, f"{name}.input_video")
         case FilePart():
             return _filed(part, f"{name}.file", uploads)
 
 
-def _located(location: Location | str, name: str, usual: str) -> Source:
-    if isinstance(location, str):
-        return located(location, name, usual)
-    return located(location.url, f"{name}.url", usual)
+def _located(location: Location | str, name: str) -> Source:
+    return located(location, name) if isinstance(location, str) else located(location.url, f"{name}.url")
 
 
-def located(url: str, name: str, usual: str) -> Source:
-    """What a URL locates. usual: its type where the URL tells none. Raises InvalidRequest."""
-    scheme = url.partition(":")[0].lower()
-    if scheme == "data":
-        return _inline(url, name)
-    if scheme in ("http", "https"):
-        return Source("image/" if names_image(url) else mimetypes.guess_type(url)[0] or usual, {"url": url})
-    raise InvalidRequest(f"{name} must start with https://, http:// or data:, got {url[:40]!r}")
+def located(url: str, name: str) -> Source:
+    """What a URL locates. Raises InvalidRequest for one of another scheme, and for a data: URL that is none."""
+    match url.partition(":")[0].lower():
+        case "data":
+            return _inline(url, name)
+        case "http" | "https" | "file":
+            return {"url": url}
+    raise InvalidRequest(f"{name} must start with https://, http://, file:// or data:, got {url[:40]!r}")
 
 
 def _inline(url: str, name: str) -> Source:
-    """Source: RFC 2397."""
-    head, comma, body = url.partition(",")
-    if not comma:
-        raise InvalidRequest(f"{name} must be data:<type>;base64,<bytes>, and has no comma")
-    kind, *parameters = head.removeprefix("data:").removeprefix("DATA:").split(";")
-    is_base64 = bool(parameters) and parameters[-1].strip().lower() == "base64"
-    kind = kind.strip().lower()
-    if kind == _FRAMES:
-        if not is_base64:
-            raise InvalidRequest(f"{name} must be base64: frames are separated by commas")
-        return Source(kind, {"pictures": tuple(_decoded(frame, name) for frame in body.split(","))})
-    return Source(kind, {"data": _decoded(body, name) if is_base64 else unquote_to_bytes(body)})
-
-
-def _decoded(text: str, name: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{name} is not base64: {error}") from None
+        found = parse_data_url(url)
+        return {"pictures": found.files} if found.type == _FRAMES else {"data": found.data}
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name} {error}") from None
 
 
 def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
@@ -197,18 +238,15 @@ def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
     if (file.file_data is None) == (file.file_id is None):
         raise InvalidRequest(f"{name} must have exactly one of file_data and file_id")
     if file.file_data is not None:
-        return contained(file.file_data, file.filename, f"{name}.file_data")
-    return uploaded(file.file_id or "", uploads)
+        return contained(file.file_data, f"{name}.file_data")
+    return {"server_path": uploads(file.file_id or "")}
 
 
-def contained(data: str, filename: str | None, name: str) -> Source:
-    """A file's bytes, as a data: URL or as base64 of the type that its name tells. Raises InvalidRequest."""
-    if data.startswith("data:"):
+def contained(data: str, name: str) -> Source:
+    """A file's bytes, as a data: URL or as base64. Raises InvalidRequest."""
+    if data[:5].lower() == "data:":
         return _inline(data, name)
-    return Source(mimetypes.guess_type(filename or "")[0] or "video/", {"data": _decoded(data, name)})
-
-
-def uploaded(file_id: str, uploads: Uploads) -> Source:
-    """A file of POST /v1/files. Raises InvalidRequest."""
-    path, kind = uploads(file_id)
-    return Source(kind, {"server_path": path})
+    try:
+        return {"data": DataUrl("", is_base64=True, body=data.encode()).data}
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name} {error}") from None

@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.contract.errors import FramesieveError
-from framesieve.client.answer import Answer, Delta, Finished, Timings, Usage
-from services.gateway.chat.completion import Completion, chunks
+from framesieve.client.answer import Accepted, Answer, Delta, Finished, Timings, Usage
+from services.gateway.chat.completion import Completion, chunks, counts
 from services.gateway.chat.content import conversation
+from services.gateway.chat.names import FieldNames
 from services.gateway.chat.options import options_of
-from services.gateway.chat.request import parse
+from services.gateway.chat.request import StreamOptions, parse
 from services.gateway.files import Uploads
 from services.gateway.http.errors import body_of
 from services.gateway.questions import Question, Questions, ServerSent, server_sent
@@ -29,16 +30,39 @@ class ChatCompletions:
 
 
 def _translated(body: bytearray, uploads: Uploads) -> Question:
-    chat = parse(body)
-    include_usage = chat.stream_options is not None and chat.stream_options.include_usage
+    chat, names = parse(body), FieldNames()
     return Question(
         model=chat.model,
         is_streamed=bool(chat.stream),
-        messages=conversation(chat, uploads),
-        options=options_of(chat),
-        telling=lambda request_id, model: _Told(Completion(request_id, model), include_usage),
+        messages=conversation(chat, uploads, names),
+        options=options_of(chat, names),
+        telling=lambda request_id, model: _Told(
+            Completion(request_id, model), RunningUsage(chat.stream_options or StreamOptions())
+        ),
         logged={"user": chat.user, "metadata": chat.metadata},
+        words=names.renamed,
     )
+
+
+class RunningUsage:
+    """The `usage` of the chunks of a stream: none, null until the last, or that so far."""
+
+    def __init__(self, options: StreamOptions) -> None:
+        self.at_the_end = bool(options.include_usage)
+        self._continuous = self.at_the_end and bool(options.continuous_usage_stats)
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+
+    def begin(self, usage: Usage) -> None:
+        self._prompt_tokens = usage.prompt_tokens
+
+    def of(self, event: Delta | Finished) -> dict[str, Any]:
+        """What the chunks of an event have besides."""
+        if isinstance(event, Delta):
+            self._completion_tokens += len(event.token_ids)
+        if not self.at_the_end:
+            return {}
+        return {"usage": counts(self._prompt_tokens, self._completion_tokens) if self._continuous else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +70,22 @@ class _Told:
     """begun: the completions whose first chunk was sent."""
 
     completion: Completion
-    include_usage: bool
+    running: RunningUsage
     begun: set[int] = field(default_factory=set)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         return self.completion.whole(answer)
 
-    def begin(self) -> tuple[()]:
+    def begin(self, accepted: Accepted) -> tuple[()]:
+        self.running.begin(accepted.usage)
         return ()
 
     def next(self, event: Delta | Finished) -> Iterator[ServerSent]:
-        return map(server_sent, chunks(self.completion, event, self.begun))
+        so_far = self.running.of(event)
+        return (server_sent(chunk | so_far) for chunk in chunks(self.completion, event, self.begun))
 
     def end(self, usage: Usage, timings: Timings) -> Iterator[ServerSent]:
-        if self.include_usage:
+        if self.running.at_the_end:
             yield server_sent(self.completion.cost(usage, timings))
         yield {"data": "[DONE]"}
 

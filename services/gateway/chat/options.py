@@ -6,16 +6,20 @@ from collections.abc import Mapping
 
 from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Options
-from services.gateway.chat.request import ChatRequest, MediaOptions, ObjectFormat, SchemaFormat
+from framesieve.client.tools import Tool
+from services.gateway.chat.names import FieldNames
+from services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
+
+_TOKEN_DIGITS = 10
 
 _SAME_NAMES = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n"),
-    *("stop_token_ids", "ignore_eos", "logprobs", "top_logprobs"),
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n"),
+    *("stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "bad_words", "parallel_tool_calls"),
 )
 
 
-def options_of(request: ChatRequest) -> Options:
-    """Raises InvalidRequest for fields that contradict one another."""
+def options_of(request: ChatRequest, names: FieldNames) -> Options:
+    """names: gets those that differ. Raises InvalidRequest for fields that contradict one another."""
     options = Options()
     given: Mapping[str, object] = {name: getattr(request, name) for name in _SAME_NAMES}
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
@@ -27,16 +31,21 @@ def options_of(request: ChatRequest) -> Options:
     options["max_new_tokens"] = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     )
+    names.options["max_new_tokens"] = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
+    if request.min_tokens is not None:
+        options["min_new_tokens"] = request.min_tokens
+        names.options["min_new_tokens"] = "min_tokens"
+    if request.seed is not None and request.seed != -1:  # vLLM's spelling of "any"
+        options["seed"] = request.seed
+    if request.logit_bias:
+        options["logit_bias"] = {_token_id(token): bias for token, bias in request.logit_bias.items()}
     if request.top_k is not None:
         options["top_k"] = 0 if request.top_k == -1 else request.top_k  # vLLM's spelling of "all"
     if request.stop is not None:
         options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     options.update(pruning_of(request))
-    match request.response_format:
-        case ObjectFormat():
-            options["json_object"] = True
-        case SchemaFormat(json_schema=given_schema):
-            options["json_schema"] = given_schema.schema_
+    _set_structure(options, request, names)
+    _set_tools(options, request)
     return options
 
 
@@ -47,3 +56,49 @@ def pruning_of(request: MediaOptions) -> Options:
     return Options(
         pruning_rate=request.pruning.rate, pruning_method=request.pruning.method, pruning_seed=request.pruning.seed
     )
+
+
+def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:
+    other = request.structured_outputs
+    names.options["json_schema"] = "response_format.json_schema.schema"
+    match request.response_format:
+        case ObjectFormat():
+            options["json_object"] = True
+        case SchemaFormat(json_schema=given_schema):
+            options["json_schema"] = given_schema.schema_
+    if other is None or (other.json_ is None and not other.json_object):
+        return
+    if "json_object" in options or "json_schema" in options:
+        raise InvalidRequest("structured_outputs must not be set with response_format: it is another name of it")
+    if other.json_object:
+        options["json_object"] = True
+    if other.json_ is not None:
+        options["json_schema"] = other.json_
+        names.options["json_schema"] = "structured_outputs.json"
+
+
+def _set_tools(options: Options, request: ChatRequest) -> None:
+    tools = [
+        Tool(each.function.name, each.function.description, each.function.parameters, bool(each.function.strict))
+        for each in request.tools or ()
+    ]
+    if tools:
+        options["tools"] = tools
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        named = next((tool for tool in tools if tool.name == choice.function.name), None)
+        if named is None:
+            raise InvalidRequest(f"tool_choice.function.name must be one of the tools, got {choice.function.name!r}")
+        options["tool_choice"] = named
+    elif choice is not None:
+        options["tool_choice"] = choice
+    if given := request.chat_template_kwargs:
+        options["template_options"] = {
+            name: value for name, value in given.items() if (name, value) != ("add_generation_prompt", True)
+        }
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < _TOKEN_DIGITS):
+        raise InvalidRequest(f"logit_bias must have token ids as its names, got {text[:40]!r}")
+    return int(text)

@@ -1,7 +1,8 @@
 """The body of POST /v1/chat/completions: OpenAI's fields, vLLM's sampling and media fields, and `pruning`.
 
-Each field is used or refused: one that is not known is an error that names it, and those of OpenAI that have no meaning
-here are accepted at their neutral value only, because clients send it unasked.
+Each field is used or refused: one that is not known is an error that names it. Two groups at the end of their classes
+are neither: fields that change no answer are accepted whatever they say (`Unused`), and those that have no meaning here
+at their neutral value only, because clients send it unasked.
 
 Source: OpenAI's API reference of chat completions; vLLM's OpenAI-compatible server, "extra parameters".
 """
@@ -10,31 +11,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from common.contract.retention import Pruning as Rate
 from services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
 EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]
-EmptyObject: TypeAlias = Annotated[dict[str, Any], Field(max_length=0)]
+Unused: TypeAlias = str | None
+Zero: TypeAlias = Annotated[int, Field(ge=0, le=0)]
+One: TypeAlias = Annotated[float, Field(ge=1, le=1)]
+
+
+def _single(value: Any) -> Any:
+    """The value of a list with one, as transformers takes one for each video."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 class Pruning(Strict):
     """How the tokens of videos are pruned."""
 
     rate: float
-    method: str = "evs"
+    method: str | None = None
     seed: int | None = None
 
     def parsed(self) -> Rate:
-        return Rate(self.rate, self.method, self.seed or 0)
+        return Rate(self.rate, self.method or "evs", self.seed or 0)
 
 
 class FrameChoice(Strict):
     """`mm_processor_kwargs`: which frames are used, and at what size, in the names of transformers' processors."""
 
-    fps: float | None = None
+    fps: Annotated[float | None, BeforeValidator(_single)] = None
     num_frames: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
@@ -42,9 +50,11 @@ class FrameChoice(Strict):
     video_start: float | None = None
     video_end: float | None = None
 
+    do_sample_frames: Literal[True] | None = None
+
 
 class VideoReading(Strict):
-    """`media_io_kwargs.video`: which frames are read, in vLLM's names. duration: seconds from the start."""
+    """`media_io_kwargs.video`: which frames are read, in vLLM's names and meaning. duration: seconds from the start."""
 
     fps: float | None = None
     num_frames: int | None = None
@@ -57,10 +67,10 @@ class MediaReading(Strict):
 
 
 class Location(Strict):
-    """A URL: https, http or data. detail: OpenAI's level of detail of an image, which no model here has."""
+    """A URL: https, http, data or file. detail: OpenAI's level of detail of an image; max_pixels is what sizes it."""
 
     url: str
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class File(Strict):
@@ -79,27 +89,37 @@ class MediaOptions(Strict):
     media_io_kwargs: MediaReading | None = None
 
 
+class Part(MediaOptions):
+    """What every part that holds media has."""
+
+    uuid: Unused = None
+    cache_control: dict[str, Any] | None = None
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
 
+    uuid: Unused = None
+    cache_control: dict[str, Any] | None = None
 
-class ImageURLPart(MediaOptions):
+
+class ImageURLPart(Part):
     type: Literal["image_url"]
     image_url: Location | str
 
 
-class VideoURLPart(MediaOptions):
+class VideoURLPart(Part):
     type: Literal["video_url"]
     video_url: Location | str
 
 
-class InputVideoPart(MediaOptions):
+class InputVideoPart(Part):
     type: Literal["input_video"]
     input_video: Location | str
 
 
-class FilePart(MediaOptions):
+class FilePart(Part):
     type: Literal["file"]
     file: File
 
@@ -108,21 +128,71 @@ MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart
 AnyPart: TypeAlias = Annotated[TextPart | MediaPart, Field(discriminator="type")]
 
 
-class ChatMessage(Strict):
-    """A turn. The fields after `content` are those that clients echo of an answer, all empty here."""
+class CalledFunction(Strict):
+    """arguments: a JSON object as text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[AnyPart]
+    name: str
+    arguments: str
+
+
+class AssistantCall(Strict):
+    """A tool call of an earlier turn, as the answer had it."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    """A turn. content: unset where the model only called tools. The last fields are those that clients echo of an
+    answer, all empty here; `name` is used for tools alone."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[AnyPart] | None = None
+    tool_calls: list[AssistantCall] | None = None
+    tool_call_id: str | None = None
+    name: Unused = None
+
     refusal: Nothing = None
     audio: Nothing = None
     function_call: Nothing = None
-    tool_calls: EmptyList | None = None
     annotations: EmptyList | None = None
     reasoning_content: Nothing = None
+    reasoning: Nothing = None
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    """continuous_usage_stats: vLLM's, every chunk has the usage so far."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    include_obfuscation: bool | None = None
+
+
+class FunctionDefinition(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class TextFormat(Strict):
@@ -145,6 +215,13 @@ class JsonSchema(Strict):
 class SchemaFormat(Strict):
     type: Literal["json_schema"]
     json_schema: JsonSchema
+
+
+class StructuredOutputs(Strict):
+    """vLLM's other name of `response_format`. json: a schema, or its text."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
 
 
 ResponseFormat: TypeAlias = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
@@ -177,23 +254,34 @@ class ChatRequest(MediaOptions):
     ignore_eos: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
-    # Of OpenAI's, at their neutral value.
-    tools: EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    prompt_cache_key: Unused = None
+    reasoning_effort: Unused = None
+    verbosity: Unused = None
+
     functions: EmptyList | None = None
     function_call: Literal["none"] | None = None
-    logit_bias: EmptyObject | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     audio: Nothing = None
     prediction: Nothing = None
-    reasoning_effort: Nothing = None
-    verbosity: Nothing = None
     web_search_options: Nothing = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    length_penalty: One | None = None
+    priority: Zero | None = None
+    echo: Literal[False] | None = None
 
 
 def parse(body: bytes | bytearray) -> ChatRequest:

@@ -32,17 +32,16 @@ _INTERNAL = (500, "internal_error")
 
 _LARGER_FILES = "larger files as an https URL, or upload them to /v1/files first"
 
-# Names of the gRPC contract, in the words of this one. The gateway sends one part for each content part.
+# Names of the gRPC contract, in the words of this one, where the caller has one name for each.
 _WORDS = (
-    (re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video|text)"), r"messages[\1].content[\2]"),
+    (re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.text"), r"messages[\1].content[\2]"),
     (re.compile(r"prompt\.messages\[(\d+)\]\.parts"), r"messages[\1].content"),
+    (re.compile(r"(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)"), r"\1.function.\2"),
     (re.compile(r"prompt\.messages"), "messages"),
-    (re.compile(r"\bFrameSampling\."), "mm_processor_kwargs."),
-    (re.compile(r"\bframe_sampling\."), "mm_processor_kwargs."),
-    (re.compile(r"\bsampling\.json_schema\b"), "response_format.json_schema.schema"),
-    (re.compile(r"\bsampling\."), ""),
-    (re.compile(r"\bSampling\."), ""),
-    (re.compile(r"\bmax_new_tokens\b"), "max_completion_tokens"),
+    (re.compile(r"prompt\.tools(\[\d+\])\."), r"tools\1.function."),
+    (re.compile(r"prompt\.tools"), "tools"),
+    (re.compile(r"prompt\.template_options"), "chat_template_kwargs"),
+    (re.compile(r"tool_choice\.(mode|name)"), "tool_choice"),
 )
 # Messages that are about a field begin with it; the others begin with an article or the like.
 _FIELD = re.compile(r"(?!(?:a|the|there|this) )[a-z_]+(?:\[\d+\])*(?:\.[a-z_]+(?:\[\d+\])*)*")

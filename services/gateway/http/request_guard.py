@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import MESSAGE_BYTES
 from common.telemetry.tracing import passed_on_trace
 from framesieve.client.client import Metadata
+from services.gateway.http.drain import Drain
 from services.gateway.http.errors import body_of, headers_of, of_router, status_of
 
 METHODS = {
@@ -50,7 +52,8 @@ class Call:
     """The running request, for its endpoint.
 
     owner: of uploaded files, sha256 of the caller's token. charge: counts bytes of the body for the client's quota.
-    metadata: of calls to generation. outcome: to be set where an error comes after the response has begun.
+    metadata: of calls to generation. outcome: to be set where an error comes after the response has begun. drain: what
+    must end such a response before its time.
     """
 
     request_id: str
@@ -59,6 +62,7 @@ class Call:
     charge: Charge
     metadata: Metadata
     outcome: Outcome
+    drain: Drain
 
     @classmethod
     def of(cls, request: Request) -> Call:
@@ -75,23 +79,7 @@ class RequestGuard:
         self._quotas = quotas
         self._tokens = tokens
         self._passes_tokens_on = passes_tokens_on
-        self._draining = False
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def drain(self, grace_s: float) -> int:
-        """Refuses new requests and waits up to `grace_s` for those that run. Returns how many are left."""
-        self._draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        except TimeoutError:
-            return self._running
-        return 0
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
+        self.drain = Drain()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = route_of(scope["path"]) if scope["type"] == "http" else None
@@ -101,7 +89,7 @@ class RequestGuard:
         method = METHODS[start]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         called = {"http.request.method": scope["method"], "http.route": start}
-        with observed(method, f"{scope['method']} {start}", called, headers) as outcome:
+        with self.drain.running(), observed(method, f"{scope['method']} {start}", called, headers) as outcome:
             response = _Response(send)
             try:
                 await self._answer(scope, receive, response, headers, outcome, method)
@@ -135,30 +123,25 @@ class RequestGuard:
         self,
         scope: Scope,
         receive: Receive,
-        response: Send,
+        response: _Response,
         headers: Mapping[str, str],
         outcome: Outcome,
         method: str,
     ) -> None:
-        if self._draining:
+        if self.drain.begun:
             raise Unavailable("gateway is draining", "gateway")
         client = self._client_of(scope, headers)
         token = headers.get(AUTHORIZATION_KEY)
         passed_on = ((AUTHORIZATION_KEY, token),) if token and self._passes_tokens_on else ()
-        self._running += 1
-        self._idle.clear()
-        try:
-            with self._quotas.request(client) as charge:
-                metadata = (*passed_on_trace(), *passed_on)
-                scope["app"] = self  # the router raises HTTPException instead of answering in plain text
-                scope[_CALL] = Call(
-                    bound_request_id(), method, _owner(token), _counted(charge, method), metadata, outcome
-                )
+        with self._quotas.request(client) as charge:
+            metadata = (*passed_on_trace(), *passed_on)
+            scope["app"] = self  # the router raises HTTPException instead of answering in plain text
+            scope[_CALL] = Call(
+                bound_request_id(), method, _owner(token), _counted(charge, method), metadata, outcome, self.drain
+            )
+            async with self.drain.limited() as limit:
+                response.on_begin = partial(self.drain.lift, limit)
                 await self._app(scope, receive, response)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
 
     def _client_of(self, scope: Scope, headers: Mapping[str, str]) -> str:
         """The name of the token, else the address. Raises Unauthenticated."""
@@ -177,11 +160,14 @@ class _Response:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self.on_begin: Callable[[], None] | None = None
         self.sent_bytes = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
+            if self.on_begin:
+                self.on_begin()
             message["headers"] = [*message["headers"], (_REQUEST_ID, bound_request_id().encode())]
         elif message["type"] == "http.response.body":
             self.sent_bytes += len(message.get("body", b""))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import structlog
 import uvicorn
+from starlette.types import ASGIApp
 
 from common.address import is_unix
 from common.contract.errors import StartupError
@@ -16,11 +17,13 @@ from common.process import ExitStatus
 from common.security.certificates import file_stamps, read_authorities, read_pair
 from common.serving.server import first_signal
 from common.telemetry.metrics import SERVING
-from services.gateway.http.request_guard import RequestGuard
+from services.gateway.http.drain import Drain
 from services.gateway.settings import GatewaySettings
 
 _CERTIFICATE_S = 1.0
 _KEEP_ALIVE_S = 75
+# Time that clients get, after the drain, to read what is left of their responses.
+_LINGER_S = 2
 
 log = structlog.get_logger()
 
@@ -33,9 +36,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: RequestGuard, settings: GatewaySettings) -> ExitStatus:
+async def serve(app: ASGIApp, drain: Drain, settings: GatewaySettings) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health answers 503 and running requests may finish.
 
+    drain: of the application's requests.
     Returns CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError for unusable TLS files or where
     it cannot listen.
     """
@@ -53,6 +57,7 @@ async def serve(app: RequestGuard, settings: GatewaySettings) -> ExitStatus:
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LINGER_S,
     )
     config.load()
     config.ssl = tls = _tls(settings)
@@ -77,11 +82,9 @@ async def serve(app: RequestGuard, settings: GatewaySettings) -> ExitStatus:
     if renewing:
         renewing.cancel()
     SERVING.set(0)
-    cut_off = await app.drain(settings.drain_s)
+    cut_off = await drain.finish(settings.drain_s)
     server.should_exit = True
-    server.force_exit = bool(cut_off)
-    with suppress(asyncio.CancelledError):
-        await running
+    await running
     log.info("stopped", cut_off=cut_off)
     return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
 

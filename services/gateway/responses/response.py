@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from common.contract.errors import FramesieveError, InvalidRequest, Overloaded
-from framesieve.client.answer import Answer, Delta, Finished, FinishReason, Timings, Usage
+from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
 from framesieve.client.tools import ToolCallDelta
 from services.gateway.chat.completion import measured, token_logprobs
 from services.gateway.http.errors import in_our_words
@@ -97,7 +97,7 @@ class Told:
             pass
         return self._object(self._status(), usage=_usage(answer.usage, answer.timings))
 
-    def begin(self) -> Iterator[ServerSent]:
+    def begin(self, accepted: Accepted) -> Iterator[ServerSent]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._object("in_progress"))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Image, Message, Part, Role, Text, Video
 from framesieve.client.tools import ToolCall
-from services.gateway.chat.content import contained, located, media, uploaded
+from services.gateway.chat.content import contained, located, media
 from services.gateway.files import Uploads
 from services.gateway.responses.request import (
     AnyPart,
@@ -129,20 +129,20 @@ def _image(part: InputImage, name: str, request: ResponsesRequest, uploads: Uplo
     if (part.image_url is None) == (part.file_id is None):
         raise InvalidRequest(f"{name} must have exactly one of image_url and file_id")
     if part.image_url is not None:
-        return media(located(part.image_url, f"{name}.image_url", "image/"), name, part, request)
-    return media(uploaded(part.file_id or "", uploads), name, part, request)
+        return media(located(part.image_url, f"{name}.image_url"), name, part, request, asks_for_image=True)
+    return media({"server_path": uploads(part.file_id or "")}, name, part, request, asks_for_image=True)
 
 
 def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
     if [part.file_data, part.file_id, part.file_url].count(None) != 2:
         raise InvalidRequest(f"{name} must have exactly one of file_data, file_id and file_url")
     if part.file_data is not None:
-        source = contained(part.file_data, part.filename, f"{name}.file_data")
+        source = contained(part.file_data, f"{name}.file_data")
     elif part.file_url is not None:
-        source = located(part.file_url, f"{name}.file_url", "video/")
+        source = located(part.file_url, f"{name}.file_url")
     else:
-        source = uploaded(part.file_id or "", uploads)
-    return media(source, name, part, request)
+        source = {"server_path": uploads(part.file_id or "")}
+    return media(source, name, part, request, asks_for_image=False)
 
 
 def in_words_of(places: Sequence[Places], message: str) -> str:

@@ -46,6 +46,7 @@ class Adapter:
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

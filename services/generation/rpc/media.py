@@ -23,7 +23,7 @@ from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import PromptPlan
 from common.contract.requests import check_prompt, detach_files, file_pieces
 from common.contract.retention import Pruning, retained_count
-from common.contract.wire import grid_message, modalities_of, named_media, prunings_of
+from common.contract.wire import grid_message, named_media, prunings_of
 from common.serving.retries import Retries
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -72,8 +72,7 @@ class MediaClient:
         pruning = prompt_pb2.Pruning.FromString(pruning.SerializeToString())
         check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
-        modalities = modalities_of(prompt)
-        upstream = self._encode(prompt, files, pruning, call) if modalities else self._preprocess(prompt, call)
+        upstream = self._encode(prompt, files, pruning, call) if prunings else self._preprocess(prompt, call)
         del files
         try:
             plan = await upstream.plan()
@@ -83,7 +82,7 @@ class MediaClient:
                 clock.skip(Stage.FETCH)
             else:
                 clock.finish(Stage.FETCH, upstream.fetched_ns)
-            clock.finish(Stage.PLAN if modalities else Stage.TRANSFER)
+            clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, upstream, self._model, self._media_buffer, held)
         finally:
@@ -231,15 +230,18 @@ def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) 
             f"the plan was made with checkpoint {plan.fingerprint.hex()[:12]}, this is {model.fingerprint.hex()[:12]}: "
             f"all three services need the same --model"
         )
-    modalities, planned = modalities_of(prompt), [item.modality for item in plan.media]
-    if planned != modalities:
-        raise PeerContract(f"the prompt's media are {modalities}, the plan's {planned}")
-    for (name, _, media), item in zip(named_media(prompt), plan.media, strict=True):
+    asked = list(named_media(prompt))
+    if len(plan.media) != len(asked):
+        raise PeerContract(f"the prompt has {len(asked)} media, the plan {len(plan.media)}")
+    for (name, modality, media), item in zip(asked, plan.media, strict=True):
         source = media.WhichOneof("source")
         if item.brings_embeds != (source == "embeds"):
             raise PeerContract(f"the source of {name} is {source}, the plan has {item.frames} frames for it")
-        if item.brings_embeds and media.embeds.grid != grid_message(item.grid):
-            raise PeerContract(f"the embeddings of {name} have another grid than the plan's {item.grid}")
+        planned = (item.modality, grid_message(item.grid))
+        if item.brings_embeds and planned != (modality, media.embeds.grid):
+            raise PeerContract(
+                f"the embeddings of {name} are not the {item.modality.value} of the grid {item.grid} that is planned"
+            )
     if plan.embed_levels != model.embed_levels:
         raise PeerContract(f"the plan has embed_levels {plan.embed_levels}, the model {model.embed_levels}")
     if (largest := int(plan.input_ids.max())) >= model.vocab_size:

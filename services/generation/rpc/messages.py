@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.contract.errors import InvalidRequest
 from common.contract.plan import Modality, PromptPlan
 from common.contract.retention import EVS, Pruning
 from common.contract.wire import grid_message, modality_message
@@ -11,20 +12,25 @@ from framesieve.v1 import encoder_pb2, generation_pb2
 from services.generation.request.request import FinishReason, Tokens
 from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.timing import Stage, StageClock
-from services.generation.sampling.detokenizer import Tokenizer
-from services.generation.sampling.params import SamplingRequest, check_stops
-from services.generation.sampling.structured import ANY_OBJECT
+from services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
+from services.generation.sampling.params import SamplingRequest, check_counts
+from services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
+from services.generation.sampling.token_bytes import token_bytes
+from services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: generation_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _NS = 1e-9
 
 
-def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
+def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
-    check_stops(len(message.stop), len(message.stop_token_ids))  # before copying what may be millions
+    message = request.sampling
+    # Before copying what may be millions.
+    check_counts(len(message.stop), len(message.stop_token_ids), len(message.logit_bias), len(message.bad_words))
     return SamplingRequest(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else None,
@@ -41,8 +47,37 @@ def sampling_request(message: generation_pb2.Sampling) -> SamplingRequest:
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
         n=message.n if message.HasField("n") else 1,
+        min_new_tokens=message.min_new_tokens,
+        logit_bias=dict(message.logit_bias),
+        bad_words=tuple(message.bad_words),
         json_schema=_json_schema(message),
+        tool_use=_tool_use(request),
     )
+
+
+def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
+    """None where the answer cannot call tools. Raises InvalidRequest for a choice that contradicts the tools."""
+    choice, tools = request.tool_choice, request.prompt.tools
+    required = choice.mode == generation_pb2.TOOL_CHOICE_MODE_REQUIRED
+    if choice.name and not required:
+        raise InvalidRequest(f"tool_choice.name must be empty unless tools must be called, got {choice.name[:200]!r}")
+    if choice.mode == generation_pb2.TOOL_CHOICE_MODE_NONE or not tools:
+        if required:
+            raise InvalidRequest("tool_choice.mode must not be required without tools in the prompt")
+        return None
+    held = tuple(
+        Tool(tool.name, tool.parameters, tool.strict, place)
+        for place, tool in enumerate(tools)
+        if choice.name in ("", tool.name)
+    )
+    if not held:
+        raise InvalidRequest(f"tool_choice.name must be one of the prompt's tools, got {choice.name[:200]!r}")
+    for index, tool in enumerate(tools):
+        if (size := len(tool.parameters)) > MAX_SCHEMA_CHARACTERS:
+            raise InvalidRequest(
+                f"prompt.tools[{index}].parameters must be at most {MAX_SCHEMA_CHARACTERS} characters, got {size}"
+            )
+    return ToolUse(held, required, choice.single_call)
 
 
 def _json_schema(message: generation_pb2.Sampling) -> str | None:
@@ -89,8 +124,11 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
     )
 
 
-def delta_response(tokens: Tokens, choice_index: int, tokenizer: Tokenizer) -> generation_pb2.GenerateResponse:
+def delta_response(
+    tokens: Tokens, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
+) -> generation_pb2.GenerateResponse:
     named = {one for top in tokens.top_logprobs for one, _ in top}.union(tokens.token_ids) if tokens.logprobs else ()
+    texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
             choice_index=choice_index,
@@ -101,7 +139,12 @@ def delta_response(tokens: Tokens, choice_index: int, tokenizer: Tokenizer) -> g
                 generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
                 for top in tokens.top_logprobs
             ],
-            token_texts={one: tokenizer.decode([one], skip_special_tokens=False) for one in named},
+            token_texts=texts,
+            token_bytes={one: token_bytes(tokenizer, one, text) for one, text in texts.items() if REPLACEMENT in text},
+            tool_calls=[
+                generation_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+                for call in calls
+            ],
         )
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,12 +19,12 @@ from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.serving.interceptors import passed_on
 from common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from common.telemetry.logs import add_request_stats
-from framesieve.v1 import generation_pb2, generation_pb2_grpc
+from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from services.generation.engine.engine import Engine
 from services.generation.model.adapters import NO_ADAPTERS, Adapters
 from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Failed, Finished, PrefillStarted, Request, Tokens
+from services.generation.request.request import Failed, Finished, FinishReason, PrefillStarted, Request, Tokens
 from services.generation.rpc.arriving_item import Progress
 from services.generation.rpc.events import Dated, Events, Inbox
 from services.generation.rpc.media import MediaClient, MediaSession
@@ -44,10 +45,13 @@ from services.generation.rpc.metrics import (
 )
 from services.generation.rpc.prompt_limit import PromptLimit
 from services.generation.rpc.timing import Stage, StageClock, record_stages
+from services.generation.sampling.banned import spellings
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from services.generation.sampling.params import SamplingRequest
 from services.generation.sampling.sampler import SamplingParams
 from services.generation.sampling.structured import Grammar, Grammars
+from services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -58,8 +62,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves requests with one engine.
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name. model_name: the name under which the checkpoint is served. grammars: of its tokenizer.
-    compact: see `RopeState`.
+    requests may name. model_names: the names under which the checkpoint is served. grammars: of its tokenizer.
+    compact: see `RopeState`. reads_calls: whether the checkpoint writes tool calls in the form of `CallReader`.
     """
 
     def __init__(
@@ -71,9 +75,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         limit: PromptLimit,
         credentials: Credentials = NO_CREDENTIALS,
         adapters: Adapters = NO_ADAPTERS,
-        model_name: str = "",
+        model_names: Sequence[str] = (),
         grammars: Grammars | None = None,
         compact: bool = False,
+        reads_calls: bool = False,
     ) -> None:
         self._engine = engine
         self._media = media
@@ -82,24 +87,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._limit = limit
         self._credentials = credentials
         self._adapters = adapters
-        self._model_name = model_name
+        self._model_names = model_names
         self._grammars = grammars
         self._compact = compact
+        self._reads_calls = reads_calls
         self._inbox = Inbox()
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        yield generation_pb2.ListModelsResponse(name=self._model_name, max_model_len=self._limit.tokens)
+        for name in self._model_names:
+            yield generation_pb2.ListModelsResponse(name=name, max_model_len=self._limit.tokens)
         for name in self._adapters.names:
             yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=self._limit.tokens)
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock = StageClock()
         request_id = _request_id(request.request_id)
-        wanted = sampling_request(request.sampling)
+        wanted = sampling_request(request)
+        self._check_tools(request.prompt, wanted.tool_use)
         adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
-        grammar = None if wanted.json_schema is None else await self._grammar(wanted.json_schema)
+        grammar = await self._grammar(wanted) if wanted.is_held else None
+        bad_words = await asyncio.to_thread(spellings, self._tokenizer, wanted.bad_words) if wanted.bad_words else ()
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
@@ -109,7 +118,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
             answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
-            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar)
+            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
@@ -141,7 +150,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     prompt_tokens=usage.prompt_tokens,
                 )
                 yield accepted_response(request_id, usage)
-                responses = Responses(question, len(answers), usage, clock, self._tokenizer)
+                responses = Responses(
+                    question, len(answers), usage, clock, self._tokenizer, _readers(wanted.tool_use, len(answers))
+                )
                 while not responses.complete:
                     for response in responses.of(await events.next()):
                         yield response
@@ -156,12 +167,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 fetching.cancel()
                 await asyncio.wait([fetching])
 
-    async def _grammar(self, schema: str) -> Grammar:
+    def _check_tools(self, prompt: prompt_pb2.Prompt, use: ToolUse | None) -> None:
+        """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
+        if use is None:
+            prompt.ClearField("tools")
+        elif not self._reads_calls:
+            raise InvalidRequest(
+                "prompt.tools must be empty: the checkpoint's chat template teaches no form of tool calls that is read "
+                "here (Hermes)"
+            )
+
+    async def _grammar(self, wanted: SamplingRequest) -> Grammar:
         assert self._grammars is not None
-        return await asyncio.to_thread(self._grammars.compile, schema)
+        return await asyncio.to_thread(self._grammars.compile, wanted.json_schema, wanted.tool_use)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
-        return Detokenizer(self._tokenizer, sampling.stop)
+        return Detokenizer(self._tokenizer, sampling.stop, sampling.min_new_tokens)
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
@@ -191,13 +212,21 @@ class Responses:
     """Turns the events of one request into responses, and counts them.
 
     answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
+    readers: of the tool calls of each answer; empty where none can be.
     """
 
     def __init__(
-        self, question: Request, answers: int, usage: generation_pb2.Usage, clock: StageClock, tokenizer: Tokenizer
+        self,
+        question: Request,
+        answers: int,
+        usage: generation_pb2.Usage,
+        clock: StageClock,
+        tokenizer: Tokenizer,
+        readers: Mapping[int, CallReader],
     ) -> None:
         self._question = question
         self._tokenizer = tokenizer
+        self._readers = readers
         self._usage = usage
         self._clock = clock
         self._unfinished = answers
@@ -227,10 +256,17 @@ class Responses:
                     self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
                 case Finished():
                     self._unfinished -= 1
-                    count_answer(event.reason)
+                    reason = event.reason
+                    if reader := self._readers.get(index):
+                        text, calls = reader.end()
+                        if text or calls:
+                            yield delta_response(Tokens(text, (), ()), index, self._tokenizer, calls)
+                        if reader.calls and reason is FinishReason.STOP:
+                            reason = FinishReason.TOOL_CALLS
+                    count_answer(reason)
                     self._usage.completion_tokens = event.completion_tokens
                     self._usage.cached_prompt_tokens = self._question.cached_tokens
-                    yield finished_response(event.reason, self._usage, self._clock, index)
+                    yield finished_response(reason, self._usage, self._clock, index)
                 case Failed():
                     raise event.error
                 case Exception():
@@ -239,7 +275,11 @@ class Responses:
 
     def _deltas(self, tokens: Mapping[int, Sequence[Tokens]]) -> Iterator[GenerateResponse]:
         for index, several in tokens.items():
-            yield delta_response(Tokens.joined(several), index, self._tokenizer)
+            joined, calls = Tokens.joined(several), list[CallDelta]()
+            if reader := self._readers.get(index):
+                text, calls = reader.add(joined.text)
+                joined = replace(joined, text=text)
+            yield delta_response(joined, index, self._tokenizer, calls)
 
     def _count(self, tokens: Tokens, at_ns: int, index: int) -> None:
         if self._clock.token(at_ns):
@@ -251,6 +291,10 @@ class Responses:
         self._last_token_ns[index] = at_ns
         GENERATED_TOKENS.inc(len(tokens.token_ids))
         add_request_stats(completion_tokens=len(tokens.token_ids))
+
+
+def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:
+    return {} if use is None else {index: CallReader(use.single) for index in range(answers)}
 
 
 def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:

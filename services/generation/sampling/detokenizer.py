@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -30,6 +30,8 @@ class Tokenizer(Protocol):
     """The part of `tokenizers.Tokenizer` that is used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def encode_batch(self, input: Sequence[str], *, add_special_tokens: bool = True) -> Sequence[Any]: ...  # noqa: A002
+    def id_to_token(self, id: int) -> str | None: ...  # noqa: A002
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -49,10 +51,11 @@ class Detokenizer:
     string that is complete first (the longest of several that end together), for any split of the text into tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
-        """stop: no empty strings."""
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+        """stop: no empty strings. Those that are complete before there are `min_tokens` tokens are text."""
         self._tokenizer = tokenizer
         self._stop = stop
+        self._spared_tokens = min_tokens  # so many more tokens until the answer may end
         self._window: list[int] = []
         self._decoded = 0  # characters of the window's text that were released or held
         self._held = ""
@@ -60,6 +63,7 @@ class Detokenizer:
     def add(self, token_id: int) -> tuple[str, bool]:
         """Returns the text that a token completes, possibly empty, and whether a stop string ended the answer."""
         self._window.append(token_id)
+        self._spared_tokens -= 1
         text = self._tokenizer.decode(self._window)
         settled = len(text) - _unfinished(text)
         fresh = text[self._decoded : settled]
@@ -84,10 +88,11 @@ class Detokenizer:
 
     def _release(self, fresh: str) -> tuple[str, bool]:
         """Returns the part of held and fresh text that no stop string can begin in, and whether one is complete."""
-        text = self._held + fresh
-        starts = [(text.find(stop), stop) for stop in self._stop]
+        text, held = self._held + fresh, len(self._held)
+        # What was complete in the held text did not end the answer.
+        starts = [(text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stop]
         found = [(start + len(stop), start) for start, stop in starts if start >= 0]
-        if found:
+        if found and self._spared_tokens <= 0:
             self._held = ""
             return text[: min(found)[1]], True
         shown = len(text) - self._stop_start(text)

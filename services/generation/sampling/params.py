@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from common.contract.errors import InvalidRequest
+from services.generation.sampling.banned import Spelling
 from services.generation.sampling.defaults import SamplingDefaults
 from services.generation.sampling.sampler import SamplingParams
 from services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
+from services.generation.sampling.tool_calls import ToolUse
 
 DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100
@@ -20,6 +22,10 @@ MAX_PENALTY = 2
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 MAX_ANSWERS = 16
+MAX_BIAS = 100
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 256
 SEEDS = 2**63
 
 
@@ -45,7 +51,11 @@ class SamplingRequest:
     logprobs: bool = False
     top_logprobs: int = 0
     n: int = 1
+    min_new_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
     json_schema: str | None = None
+    tool_use: ToolUse | None = None
 
     def __post_init__(self) -> None:
         self._check("max_new_tokens", "at least 1", lambda value: value >= 1)
@@ -61,32 +71,59 @@ class SamplingRequest:
         limit = f"between 0 and {MAX_TOP_LOGPROBS}"
         self._check("top_logprobs", limit, lambda value: 0 <= value <= MAX_TOP_LOGPROBS)
         self._check("top_logprobs", "0 without logprobs", lambda value: self.logprobs or value == 0)
+        self._check("min_new_tokens", "at least 0", lambda value: value >= 0)
         self._check("n", f"between 1 and {MAX_ANSWERS}", lambda value: 1 <= value <= MAX_ANSWERS)
         if self.json_schema is not None:
             size, limit = len(self.json_schema), f"at most {MAX_SCHEMA_CHARACTERS} characters"
             _check("json_schema", f"{size} characters", limit, size <= MAX_SCHEMA_CHARACTERS)
             _check("ignore_eos", "true", "false where a document must end", not self.ignore_eos)
-        check_stops(len(self.stop), len(self.stop_token_ids))
-        for index, stop in enumerate(self.stop):
-            limit = f"1 to {MAX_STOP_CHARACTERS} characters"
-            _check(f"stop[{index}]", f"{len(stop)} characters", limit, 1 <= len(stop) <= MAX_STOP_CHARACTERS)
+        if self.is_held:
+            self._check("min_new_tokens", "0 where a document ends by itself", lambda value: value == 0)
+        if self.tool_use and self.tool_use.required:
+            _check("ignore_eos", "true", "false where tools must be called", not self.ignore_eos)
+            _check("json_schema", "a schema", "unset where tools must be called", self.json_schema is None)
+        check_counts(len(self.stop), len(self.stop_token_ids), len(self.logit_bias), len(self.bad_words))
+        for name, strings, most in (
+            ("stop", self.stop, MAX_STOP_CHARACTERS),
+            ("bad_words", self.bad_words, MAX_BAD_WORD_CHARACTERS),
+        ):
+            for index, text in enumerate(strings):
+                limit, size = f"1 to {most} characters", len(text)
+                _check(f"{name}[{index}]", f"{size} characters", limit, 1 <= size <= most)
+        for token_id, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token_id}]", bias, f"between -{MAX_BIAS} and {MAX_BIAS}", abs(bias) <= MAX_BIAS)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a grammar holds the answer."""
+        return self.json_schema is not None or (self.tool_use is not None and self.tool_use.is_held)
 
     def resolve(
-        self, defaults: SamplingDefaults, limit_tokens: int, grammar: Grammar | None = None
+        self,
+        defaults: SamplingDefaults,
+        limit_tokens: int,
+        grammar: Grammar | None = None,
+        bad_words: Sequence[Spelling] = (),
     ) -> tuple[SamplingParams, ...]:
         """The parameters of each of the `n` answers; answer i has seed + i.
 
-        limit_tokens: the longest possible answer, at least 1. grammar: of `json_schema`.
-        Raises InvalidRequest for a stop token outside the vocabulary.
+        limit_tokens: the longest possible answer, at least 1. grammar: if `is_held`. bad_words: the spellings of
+        `bad_words`. End tokens are not forbidden by them.
+        Raises InvalidRequest for a token outside the vocabulary, and for a least length above the greatest.
         """
+        limit = f"at least 0 and below {defaults.vocab_size}"
         for index, token_id in enumerate(self.stop_token_ids):
-            limit = f"at least 0 and below {defaults.vocab_size}"
             _check(f"stop_token_ids[{index}]", token_id, limit, 0 <= token_id < defaults.vocab_size)
-        own_eos_ids = () if self.ignore_eos else defaults.eos_ids
+        for token_id in self.logit_bias:
+            _check("logit_bias", token_id, f"of tokens {limit}", 0 <= token_id < defaults.vocab_size)
+        eos_ids = (*(() if self.ignore_eos else defaults.eos_ids), *self.stop_token_ids)
         unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, limit_tokens)
+        max_new_tokens = unset if self.max_new_tokens is None else self.max_new_tokens
+        limit = f"at most {max_new_tokens} (max_new_tokens)"
+        self._check("min_new_tokens", limit, lambda value: value <= max_new_tokens)
         repetition_penalty = self.repetition_penalty
         first = SamplingParams(
-            max_new_tokens=unset if self.max_new_tokens is None else self.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,
             top_k=defaults.top_k if self.top_k is None else self.top_k,
@@ -98,8 +135,11 @@ class SamplingRequest:
             stop=self.stop,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
-            eos_ids=(*own_eos_ids, *self.stop_token_ids),
+            eos_ids=eos_ids,
             grammar=grammar,
+            min_new_tokens=self.min_new_tokens,
+            logit_bias=tuple(self.logit_bias.items()),
+            bad_words=tuple(word for word in bad_words if max(word) < defaults.vocab_size and word[-1] not in eos_ids),
         )
         return tuple(replace(first, seed=(first.seed + index) % SEEDS) for index in range(self.n))
 
@@ -108,12 +148,14 @@ class SamplingRequest:
         _check(name, value, limit, value is None or fits(value))
 
 
-def check_stops(strings: int, tokens: int) -> None:
-    """Raises InvalidRequest if there are too many stop strings or stop tokens."""
+def check_counts(strings: int, tokens: int, biased: int, words: int) -> None:
+    """Raises InvalidRequest if there are too many stop strings, stop tokens, biased tokens or bad words."""
     _check("stop", f"{strings} strings", f"at most {MAX_STOPS} strings", strings <= MAX_STOPS)
     _check("stop_token_ids", f"{tokens} tokens", f"at most {MAX_STOP_TOKENS} tokens", tokens <= MAX_STOP_TOKENS)
+    _check("logit_bias", f"{biased} tokens", f"of at most {MAX_BIASED_TOKENS} tokens", biased <= MAX_BIASED_TOKENS)
+    _check("bad_words", f"{words} strings", f"at most {MAX_BAD_WORDS} strings", words <= MAX_BAD_WORDS)
 
 
-def _check(field: str, value: object, limit: str, fits: bool) -> None:
+def _check(name: str, value: object, limit: str, fits: bool) -> None:
     if not fits:
-        raise InvalidRequest(f"sampling.{field} must be {limit}, got {value}")
+        raise InvalidRequest(f"sampling.{name} must be {limit}, got {value}")

@@ -1,10 +1,11 @@
-"""Samples the next token from logits for a whole batch: penalties, grammar, temperature, truncation, log-probabilities.
+"""Samples the next token from logits for a whole batch: biases, penalties, grammar, temperature, truncation.
 
-The rules and their order are those of transformers' logits processors: penalties (`penalties.py`); the tokens that a
-grammar allows (`structured.py`); then, unless greedy, temperature, top-k, top-p and min-p. Truncation keeps or drops
-tied tokens together. Each rule is computed only for the rows that use it. A token is drawn by inverting the
-cumulative distribution at one number of the request's own generator, so an answer depends on its seed and not on the
-batch. This module knows neither requests nor the model.
+The rules and their order are those of transformers' logits processors: the bias of the request (`bias.py`), on raw
+logits as `SequenceBiasLogitsProcessor`; penalties (`penalties.py`); tokens that the answer must not have next
+(`banned.py`); the tokens that a grammar allows (`structured.py`); then, unless greedy, temperature, top-k, top-p and
+min-p. Truncation keeps or drops tied tokens together. Each rule is computed only for the rows that use it. A token is
+drawn by inverting the cumulative distribution at one number of the request's own generator, so an answer depends on its
+seed and not on the batch. Log-probabilities are those of raw logits. This module knows neither requests nor the model.
 Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 """
 
@@ -20,12 +21,17 @@ import torch
 from torch import Tensor
 
 from common.contract.plan import Int32Array
+from services.generation.sampling.banned import Banned, Spelling
+from services.generation.sampling.bias import Bias, add_bias
 from services.generation.sampling.penalties import Penalties, penalise
 from services.generation.sampling.structured import DocumentState, Grammar
 from services.generation.to_device import ToHost, to_device
 
 # On a CPU the nucleus of top-p is searched among this many most likely tokens first: sorting all of them is slow.
 _NUCLEUS = 1024
+
+# The bias that forbids a token, as OpenAI's API defines it.
+_FORBIDDING = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,9 @@ class SamplingParams:
     logprobs: whether to return log-probabilities; top_logprobs: for how many of the most likely tokens besides.
     eos_ids: tokens that end the answer.
     grammar: what the answer must be; None for free text.
+    min_new_tokens: the answer does not end by itself before it has this many tokens.
+    logit_bias: tokens and what is added to their logits; -100 forbids a token.
+    bad_words: sequences of tokens that the answer does not contain.
     """
 
     max_new_tokens: int
@@ -57,6 +66,9 @@ class SamplingParams:
     top_logprobs: int = 0
     eos_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[Spelling, ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +93,7 @@ class SampledToken:
 
 
 class SamplingState:
-    """The state of one answer's sampling: random generator, tokens that penalties apply to, place in its document."""
+    """The state of one answer's sampling: random generator, tokens that its rules depend on, place in its document."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Int32Array) -> None:
         """prompt_ids: int32 [N]. Only the set of tokens matters, so the full or the pruned prompt."""
@@ -91,18 +103,30 @@ class SamplingState:
             if params.penalised
             else None
         )
+        biases = {token_id: value for token_id, value in params.logit_bias if value not in (0, _FORBIDDING)}
+        self.bias = Bias.of([*biases], [*biases.values()]) if biases else None
+        forbidden = [token_id for token_id, value in params.logit_bias if value == _FORBIDDING]
+        end_ids = params.eos_ids if params.min_new_tokens else ()
+        self.banned = (
+            Banned(forbidden, params.bad_words, end_ids, params.min_new_tokens)
+            if forbidden or params.bad_words or end_ids
+            else None
+        )
         self.document = DocumentState(params.grammar) if params.grammar else None
         self._generator = torch.Generator().manual_seed(params.seed)
 
     @property
     def plain(self) -> bool:
         """Whether the most likely token by the raw logits is chosen."""
-        return self.params.greedy and self.penalties is None and self.document is None
+        rules = (self.bias, self.penalties, self.banned, self.document)
+        return self.params.greedy and not any(rule is not None for rule in rules)
 
     def add(self, token_id: int) -> None:
         """Counts a token of the answer."""
         if self.penalties:
             self.penalties.add(token_id)
+        if self.banned:
+            self.banned.add(token_id)
         if self.document:
             self.document.add(token_id)
 
@@ -260,10 +284,16 @@ def _floors(scores: Tensor, params: Sequence[SamplingParams], among: int) -> Ten
 
 
 def _choose(scores: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor]) -> Tensor:
-    """One token for each row, with penalties and randomness. scores: float32 [B, V], changed. Returns int64 [B]."""
+    """One token for each row, by its rules and at random. scores: float32 [B, V], changed. Returns int64 [B]."""
+    biases = {row: state.bias for row, state in enumerate(states) if state.bias}
+    if biases:
+        add_bias(scores, biases)
     penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties}
     if penalties:
         penalise(scores, penalties, unread)
+    banned = {row: state.banned.bias(row in unread) for row, state in enumerate(states) if state.banned}
+    if banned:
+        add_bias(scores, banned, unread)
     documents = {row: state.document for row, state in enumerate(states) if state.document}
     if documents:
         allowed = np.stack([document.allowed() for document in documents.values()])

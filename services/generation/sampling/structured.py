@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next, so that an answer is a JSON document of its schema.
+"""Structured output: which tokens may come next, so that an answer is a JSON document of its schema, or calls tools.
 
 llguidance computes the masks: a wheel of three megabytes without dependencies, where xgrammar's needs Triton. This
 module knows neither requests nor the model.
@@ -8,7 +8,7 @@ Source: the documentation of llguidance, "JSON schema".
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from common.contract.errors import InvalidRequest
+from services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
 
 MAX_SCHEMA_CHARACTERS = 65_536
 ANY_OBJECT = '{"type": "object"}'
@@ -27,14 +28,23 @@ ANY_OBJECT = '{"type": "object"}'
 _OPTIONS: Any = {"whitespace_pattern": "[ \\n]?"}
 _KEPT_GRAMMARS = 64
 _REASON_CHARACTERS = 300
+_SCHEMA = "sampling.json_schema"
+_ANY_ARGUMENTS = {"type": "object"}
+# Keywords with which an object may have properties that it does not list.
+_OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+# Keywords that say what an object is. Beside each other, each says a part of it.
+_SAYING = ("properties", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+# Keywords whose values are schemas by name, and those whose values are no schemas.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LITERAL = ("const", "enum", "default", "examples", "required")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled schema, for any number of answers."""
+    """A compiled schema, for any number of answers. matcher: at the beginning of an answer."""
 
     tokenizer: LLTokenizer = field(repr=False)
-    text: str = field(repr=False)
+    matcher: LLMatcher = field(repr=False)
 
 
 class Grammars:
@@ -56,31 +66,63 @@ class Grammars:
         text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
         return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
 
-    def compile(self, schema: str) -> Grammar:
-        """May take some milliseconds. Raises InvalidRequest, with the place, for a schema that cannot be held."""
-        return self._compiled(schema)
+    def compile(self, schema: str | None, use: ToolUse | None = None) -> Grammar:
+        """The grammar of an answer that is a document of a schema, or calls tools; one of them is given.
 
-    def _compile(self, schema: str) -> Grammar:
+        May take some milliseconds. Raises InvalidRequest, with the place, for a schema that cannot be held.
+        """
+        return self._compiled(schema, use)
+
+    def _compile(self, schema: str | None, use: ToolUse | None) -> Grammar:
+        answer = None if schema is None else self._checked(schema, _SCHEMA)
+        if use is None:
+            assert answer is not None
+            return self._matching(LLMatcher.grammar_from_json_schema(answer, overrides=_OPTIONS), _SCHEMA)
+        arguments = [self._arguments(tool) | {"x-guidance": _OPTIONS} for tool in use.tools]
+        text = grammar_of(use, arguments, None if answer is None else answer | {"x-guidance": _OPTIONS})
+        return self._matching(LLMatcher.grammar_from_lark(text), "prompt.tools")
+
+    def _matching(self, grammar: str, name: str) -> Grammar:
+        """Raises InvalidRequest for a grammar that is too large as a whole."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"{name} cannot be held: {_reason(matcher.get_error())}")
+        return Grammar(self._tokenizer, matcher)
+
+    def _arguments(self, tool: Tool) -> dict[str, Any]:
+        """The schema of a tool's arguments, which are an object whatever else it says."""
+        if not tool.parameters:
+            return _ANY_ARGUMENTS
+        name = f"prompt.tools[{tool.place}].parameters"
+        schema = self._checked(tool.parameters, name)
+        kinds = schema.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise InvalidRequest(f"{name}.type must be object, got {kinds}")
+        return schema | _ANY_ARGUMENTS
+
+    def _checked(self, schema: str, name: str) -> dict[str, Any]:
+        """A schema that can be held. Raises InvalidRequest for any other."""
         try:
             parsed = json.loads(schema)
+            closed: dict[str, Any] = _closed(parsed)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"sampling.json_schema is not JSON: {error}") from None
+            raise InvalidRequest(f"{name} is not JSON: {error}") from None
         if not isinstance(parsed, dict):
-            raise InvalidRequest(f"sampling.json_schema must be an object, got {schema[:80]}")
-        wrong = self._wrong(parsed)
+            raise InvalidRequest(f"{name} must be an object, got {schema[:80]}")
+        wrong = self._wrong(closed)
         if wrong:
-            place = self._place(parsed, wrong)
-            raise InvalidRequest(f"sampling.json_schema cannot be held at {place or 'its root'}: {wrong}")
-        return Grammar(self._tokenizer, LLMatcher.grammar_from_json_schema(parsed, overrides=_OPTIONS))
+            place = self._place(closed, wrong)
+            raise InvalidRequest(f"{name} cannot be held at {place or 'its root'}: {wrong}")
+        return closed
 
     def _wrong(self, schema: dict[str, Any]) -> str:
         """Why a schema cannot be held; "" if it can."""
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
         except ValueError as error:  # such as an integer of more than 64 bits
-            return str(error)[:_REASON_CHARACTERS]
+            return _reason(str(error))
         is_error, told = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        return " ".join(told[0].split())[:_REASON_CHARACTERS] if is_error else ""
+        return _reason(told[0]) if is_error else ""
 
     def _place(self, schema: Any, wrong: str) -> str:
         """The JSON pointer of the innermost part that is wrong by itself, for the same reason."""
@@ -90,6 +132,58 @@ class Grammars:
             if (below := self._place(part, wrong)) and not isinstance(part, str):
                 return f"/{key}{below}"
         return ""
+
+
+def _reason(told: str) -> str:
+    return " ".join(told.split())[:_REASON_CHARACTERS]
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, in which objects have only the properties that they list unless it says otherwise.
+
+    JSON Schema says that they may have any others, and a model would invent them until its answer's length is reached.
+    Objects that list none, or require others, stay as they are, and so does all of a schema that puts objects together
+    from several.
+    """
+    return schema if _joins(schema) else _with_closed(schema)
+
+
+def _joins(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    several = schema.get("allOf")
+    said = (len(several) if isinstance(several, list) else 0) + sum(key in schema for key in _SAYING)
+    return said > 1 or any(_joins(each) for key in schema for each in _schemas(key, schema[key]).values())
+
+
+def _with_closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for key, value in schema.items():
+        if within := {name: _with_closed(each) for name, each in _schemas(key, value).items()}:
+            closed[key] = list(within.values()) if isinstance(value, list) else within if key in _NAMED else within[key]
+    listed, needed = schema.get("properties"), schema.get("required") or []
+    says_more = any(key in schema for key in _OPENING)
+    if (
+        isinstance(listed, dict)
+        and isinstance(needed, list)
+        and set(map(str, needed)) <= listed.keys()
+        and not says_more
+    ):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _schemas(key: str, value: Any) -> Mapping[object, Any]:
+    """The schemas that the value of a keyword holds, by their names or places; by the keyword where it is one."""
+    if key in _LITERAL:
+        return {}
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return value if key in _NAMED else {key: value}
+    return {}
 
 
 def _parts(value: Any) -> Iterator[tuple[object, Any]]:
@@ -103,7 +197,7 @@ class DocumentState:
     """How far one answer has come in its grammar."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self._matcher = LLMatcher(grammar.tokenizer, grammar.text, log_level=0)
+        self._matcher = grammar.matcher.deep_copy()
         self._size = grammar.tokenizer.vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:

@@ -50,7 +50,11 @@ class Family(Protocol):
         """Side in pixels of the square that becomes one token; sides after resizing are multiples of it."""
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """The sampled frames: indices below `total_frames`, not decreasing, at least one."""
+        """The sampled frames: indices below `total_frames`, not decreasing, at least one.
+
+        Where the rate of a video varies, it is called again for as many frames of a video that has many more: they
+        then say how frames are spread over time.
+        """
 
     @property
     def joins_parts(self) -> str | None:

@@ -124,9 +124,13 @@ class MiniCPMV:
         return dict.fromkeys(self.placeholders, self.names["unk"])
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """A frame of each so many; the middles of even shares where that would be too many, and in groups always."""
+        """A frame of each so many; the middles of even shares where that would be too many, and in groups always.
+
+        In groups, all frames of a video of less than one in two seconds (the published code selects none).
+        """
         if bounds.group_frames and not bounds.num_frames:
-            wanted = round(min(bounds.fps, round(average_rate)) * total_frames / float(average_rate))
+            rate = round(average_rate) or float(average_rate)
+            wanted = round(min(bounds.fps, rate) * total_frames / float(average_rate))
             wanted = min(max(wanted, bounds.min_frames, 1), bounds.max_frames, total_frames)
             return _middles(total_frames, wanted)
         step = max(1, round(float(average_rate) / bounds.fps))

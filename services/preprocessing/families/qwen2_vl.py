@@ -44,13 +44,12 @@ class Qwen2VL(QwenVL):
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """The indices of transformers, sometimes an odd number of them.
 
-        Three deviations: a video too short for one temporal patch yields its first frame (transformers divides by
-        zero); num_frames that round to more than the video has are rounded down, and an index that rounding puts behind
-        the last frame is left out (transformers fails).
+        Two deviations: a video too short for one temporal patch yields its first frame (transformers divides by zero),
+        and an index that rounding puts behind the last frame is left out (transformers fails).
         """
         patch = bounds.temporal_patch
         if bounds.num_frames is not None:
-            frames = min(round(bounds.num_frames / patch) * patch, total_frames // patch * patch)
+            frames = round(bounds.num_frames / patch) * patch
         else:
             most = min(bounds.max_frames, total_frames) // patch * patch
             wanted = total_frames / float(average_rate) * bounds.fps

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ssl
+import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from typing import TypeAlias
-from urllib.parse import urljoin
+from urllib.parse import quote, urljoin
 
 import httpx
 import structlog
@@ -161,7 +162,10 @@ class Fetcher:
                 raise _UnknownHost(f"names a host that cannot be resolved: {url.host.name!r}") from error
         if not self._policy.admits(url.host, addresses):
             log.warning("host refused", host=url.host.name, addresses=[str(address) for address in addresses])
-            raise MediaForbidden(f"has no address that may be reached: {url.host.name!r}")
+            raise MediaForbidden(
+                f"has no address that may be reached: {url.host.name!r}; --allow-media-domain allows hosts of private "
+                f"networks"
+            )
         return addresses
 
     @property
@@ -196,7 +200,7 @@ class Fetcher:
                     self._bodies.keep(str(url), replace(kept, terms=terms or kept.terms))
                     return kept
                 if response.has_redirect_location:
-                    return response.headers["Location"]
+                    return _escaped(response.headers["Location"].encode(response.headers.encoding))
                 self._check(response)
                 body = replace(await self._receive(response), terms=terms)
                 self._bodies.keep(str(url), body)
@@ -260,6 +264,11 @@ class Fetcher:
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._policy.max_bytes:
             raise MediaRejected(f"has more than the {self._policy.max_bytes} bytes that --fetch-max-bytes allows")
+
+
+def _escaped(location: bytes) -> str:
+    """A Location in ASCII: spaces and letters beyond ASCII percent-encoded byte by byte, as browsers do."""
+    return quote(location, safe=string.punctuation)
 
 
 def _take(piece: bytes, file: FetchedFile, digest: hashlib._Hash) -> None:

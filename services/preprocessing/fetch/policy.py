@@ -75,9 +75,9 @@ class FetchPolicy:
         if not self.schemes:
             raise MediaForbidden("may not be fetched: --fetch-schemes is empty, so this service fetches nothing")
         if url.scheme not in self.schemes:
-            raise MediaForbidden(f"must start with {_either(self.schemes)}, got {url.scheme!r}")
+            raise MediaForbidden(f"must start with {_either(self.schemes)}, got {url.scheme!r}: --fetch-schemes")
         if url.port not in self.ports:
-            raise MediaForbidden(f"must have port {_either(self.ports)}, got {url.port}")
+            raise MediaForbidden(f"must have port {_either(self.ports)}, got {url.port}: --fetch-ports")
         if self.domains and not any(domain.holds(url.host) for domain in self.domains):
             raise MediaForbidden(f"names a host that --allow-media-domain does not allow: {url.host.name!r}")
 

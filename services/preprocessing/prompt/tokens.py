@@ -1,41 +1,37 @@
-"""Applies the checkpoint's chat template and tokenizer such that user text can never become a control token.
+"""Applies the checkpoint's chat template and tokenizer such that a caller's text can never become a control token.
 
-    template over stand-ins:  <|im_start|>user\\n⟨1⟩<|vision_start|><|video_pad|><|vision_end|>⟨2⟩<|im_end|>\\n
-    placeholders expanded:    … <|vision_start|><0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>…
-    split at control tokens:  [<|im_start|>] [user\\n⟨1⟩] [<|vision_start|>] [<0.3 seconds>] [<|vision_start|>] (grid) …
-    user text put back:       only into plain pieces, which a tokenizer without control tokens tokenises
+    rendered, with marks:     ⟨im_start⟩user\\nIs this a <|im_end|>?⟨vision_start⟩⟨video_pad⟩⟨vision_end⟩⟨im_end⟩\\n
+    placeholders expanded:    … ⟨vision_start⟩<0.3 seconds>⟨vision_start⟩⟨video_pad⟩⟨vision_end⟩<1.3 seconds>…
+    split at marks:           [im_start] [user\\nIs this a <|im_end|>?] [vision_start] [<0.3 seconds>] (grid) …
+    text between marks:       tokenised by a tokenizer without control tokens
 
-The template renders random stand-ins instead of the user's text. Text that the template or a family puts directly
-beside user text is tokenised together with it, so ordinary text gets the same ids as in transformers. Exception: a
-template that inspects the text (some cut earlier answers at `</think>`) sees only the stand-in, so that text stays
-whole. It knows no model family, and needs only `tokenizers` and jinja2.
-Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23, whose environment it rebuilds.
+Text that the template or a family puts directly beside a caller's text is tokenised together with it, so text gets the
+same ids as in transformers, unless it spells a control token. It knows no model family, and needs only `tokenizers` and
+jinja2.
+Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from common.chat_templates import chat_templates
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
 from common.contract.plan import Int32Array, Modality
 from common.process import give_back_freed_memory
 from services.preprocessing.prompt.layout import Expansion, MediaTokens
 from services.preprocessing.prompt.positions import MediaSpan
+from services.preprocessing.prompt.template import ChatTemplate, Marks
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 LARGE_TEXT_CHARS = 2**16
@@ -44,11 +40,35 @@ _CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in an earlier turn of the model. arguments: of the function, by name."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One message: its role as chat templates name it, and its text and media in order."""
+    """One message: its role as chat templates name it, and its text and media in order.
+
+    tool_calls: of the model. tool_call_id, tool_name: of the call whose result it is.
+    """
 
     role: str
     parts: tuple[str | Modality, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    tool_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. description: None: it has none. parameters: the JSON schema of arguments."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any] = field(hash=False)
 
 
 class ChatTokens:
@@ -78,7 +98,6 @@ class ChatTokens:
         if missing:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._joins_parts = joins_parts
-        self._placeholders = placeholders
         self._media = {token: modality for modality, token in placeholders.items()}
         self._pad_ids = {token: self._control[pads[modality]] for token, modality in self._media.items()}
         plain = contents | {"added_tokens": [], "post_processor": None}
@@ -89,81 +108,164 @@ class ChatTokens:
         spellable = [token for token, token_id in self._control.items() if token_id in _encoded(token, self._plain)]
         if spellable:
             raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
-        longest_first = sorted(self._control, key=len, reverse=True)
-        self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         config = checkpoint.read_json("tokenizer_config.json")
-        self._names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        self._begin = names.get("bos_token")
         self._options = options
         self._prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(path))
-        try:
-            self._template = _environment().from_string(_template(checkpoint, config))
-        except TemplateError as error:
-            raise StartupError(f"the chat template of {checkpoint.folder} is invalid: {error}") from error
+        self._marks = Marks(self._control)
+        templates = [
+            ChatTemplate(
+                source.text,
+                self._marks,
+                names,
+                takes_parts=source.takes_parts and joins_parts is None,
+                where=str(checkpoint.folder),
+            )
+            for source in chat_templates(checkpoint)
+        ]
+        self._template = templates[0]
+        self._with_tools = next((each for each in templates if each.shows_tools), None)
+        self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
 
     def conversation(
-        self, turns: Sequence[Turn], expansions: Sequence[Expansion], check_cancelled: Callable[[], None] = lambda: None
+        self,
+        turns: Sequence[Turn],
+        expansions: Sequence[Expansion],
+        check_cancelled: Callable[[], None] = lambda: None,
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] = {},
     ) -> list[Int32Array | MediaTokens]:
         """Ids (int32 [n]) of the rendered conversation, and between them the tokens of its media.
 
         expansions: of the media items in the order of the turns; no text in them may spell a placeholder.
         check_cancelled: called before each text and while a large one waits; an exception from it ends the call.
-        Raises InvalidRequest if the template refuses the turns, or leaves out some of their text or media.
+        options: variables of the template, before those of the family.
+        Raises InvalidRequest if the template refuses the turns, leaves out some of their text or media, or does not
+        know the tools or options.
         """
-        rendered, texts = self._render(turns)
-        places = (place for place, turn in enumerate(turns) for part in turn.parts if not isinstance(part, Modality))
-        for place, (stand_in, text) in zip(places, texts.items(), strict=True):
-            if text and stand_in not in rendered:  # the text is not quoted, because error texts are logged
-                raise InvalidRequest(
-                    f"prompt.messages[{place}] holds text that the checkpoint's chat template leaves out (some take a "
-                    f"system message only as the first)"
-                )
+        template = self._chosen(turns, tools)
+        _check_options(template, options)
+        rendered = self._rendered(template, turns, tools, options)
+        self._check_texts(template, turns, tools, options)
         asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
-        placed = [self._media[token] for token in self._control_pattern.findall(rendered) if token in self._media]
+        placed = [self._media[token] for token in self._marks.split(rendered)[1::2] if token in self._media]
         if placed != asked:
             raise InvalidRequest(
                 f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
             )
         spans = [(item, part) for item, each in enumerate(expansions) for part in each if not isinstance(part, str)]
-        return self._tokenise(self._expand(rendered, expansions), texts, spans, check_cancelled)
+        return self._tokenise(self._expanded(rendered, expansions), spans, check_cancelled)
 
-    def _expand(self, rendered: str, expansions: Sequence[Expansion]) -> str:
-        """Replaces each placeholder by its item's expansion, with one placeholder for each part that is no text."""
+    def _chosen(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> ChatTemplate:
+        """The template that renders these turns. Raises InvalidRequest for tools that none shows."""
+        if not tools and not any(turn.tool_calls or turn.role == "tool" for turn in turns):
+            return self._template
+        if self._with_tools is None:
+            what = "prompt.tools must be empty" if tools else "prompt.messages must hold no tool calls and results"
+            raise InvalidRequest(f"{what}: the checkpoint's chat template does not show tools to the model")
+        return self._with_tools
+
+    def _rendered(
+        self,
+        template: ChatTemplate,
+        turns: Sequence[Turn],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        texts: Sequence[str] | None = None,
+    ) -> str:
+        """The template's output, with marks. texts: in place of those of the turns."""
+        following = iter(_texts(turns) if texts is None else texts)
+        messages = [self._message(template, turn, following) for turn in turns]
+        return template.render(messages, [_shown(tool) for tool in tools], {**self._options, **options})
+
+    def _message(self, template: ChatTemplate, turn: Turn, texts: Iterator[str]) -> dict[str, Any]:
+        content: list[dict[str, str]] = []
+        spelt: list[str] = []
+        for part in turn.parts:
+            if isinstance(part, Modality):
+                content.append({"type": part.value})
+                spelt.append(self._spelt(part) if self._joins_parts is None else self._placeholders[part])
+            else:
+                content.append({"type": "text", "text": next(texts)})
+                spelt.append(content[-1]["text"])
+        message: dict[str, Any] = {
+            "role": turn.role,
+            "content": content if template.takes_parts else (self._joins_parts or "").join(spelt),
+        }
+        if turn.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.tool_calls
+            ]
+        if turn.role == "tool":
+            message |= {"tool_call_id": turn.tool_call_id, "name": turn.tool_name}
+        return message
+
+    def _spelt(self, modality: Modality) -> str:
+        """What the template of parts writes for a media item, such as markers around its placeholder."""
+        before, after = secrets.token_hex(16), secrets.token_hex(16)
+        parts = ({"type": "text", "text": before}, {"type": modality.value}, {"type": "text", "text": after})
+        rendered = self._template.render([{"role": "user", "content": list(parts)}], (), self._options)
+        return rendered.partition(before)[2].partition(after)[0]
+
+    def _check_texts(
+        self, template: ChatTemplate, turns: Sequence[Turn], tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> None:
+        """Raises InvalidRequest if the template leaves out a text, whatever it is, such as that of a second system
+        message. What it leaves out because of what the text says is left out in transformers, too."""
+        stand_ins = [text and secrets.token_hex(16) for text in _texts(turns)]
+        rendered = self._rendered(template, turns, tools, options, stand_ins)
+        places = (place for place, turn in enumerate(turns) for part in turn.parts if not isinstance(part, Modality))
+        for place, stand_in in zip(places, stand_ins, strict=True):
+            if stand_in not in rendered:  # the text is not quoted, because error texts are logged
+                raise InvalidRequest(
+                    f"prompt.messages[{place}] holds text that the checkpoint's chat template leaves out (some take a "
+                    f"system message only as the first)"
+                )
+
+    def _expanded(self, rendered: str, expansions: Sequence[Expansion]) -> list[str]:
+        """Text, control token, text, …: each placeholder replaced by its item's expansion, with one placeholder for
+        each part that is no text."""
         following = iter(expansions)
-
-        def replaced(match: re.Match[str]) -> str:
-            token = match[0]
-            if token not in self._media:
-                return token
-            return "".join(part if isinstance(part, str) else token for part in next(following))
-
-        return self._control_pattern.sub(replaced, rendered)
+        pieces = []
+        for place, piece in enumerate(self._marks.split(rendered)):
+            if place % 2 == 0:
+                pieces.append(piece)
+            elif piece in self._media:
+                mark = self._marks.marked(piece)
+                parts = (self._marks.marked(part) if isinstance(part, str) else mark for part in next(following))
+                pieces.append("".join(parts))
+            else:
+                pieces.append(self._marks.marked(piece))
+        return self._marks.split("".join(pieces))
 
     def _tokenise(
         self,
-        text: str,
-        texts: Mapping[str, str],
+        pieces: Sequence[str],
         spans: Sequence[tuple[int, int | MediaSpan]],
         check_cancelled: Callable[[], None],
     ) -> list[Int32Array | MediaTokens]:
+        """pieces: text, control token, text, …"""
         following = iter(spans)
-        pieces: list[Int32Array | MediaTokens] = []
-        begins = text.startswith(self._names.get("bos_token", "\0"))
+        made: list[Int32Array | MediaTokens] = []
+        begins = self._begin is not None and [*pieces[:2]] == ["", self._begin]
         ids: list[int] = [] if begins else list(self._prefix)
-        for index, piece in enumerate(self._control_pattern.split(text)):
+        for index, piece in enumerate(pieces):
             if index % 2 == 0:
                 tokenizer = self._plain_first if index == 0 else self._plain
-                ids += self._ids(_put_back(piece, texts), check_cancelled, tokenizer)
+                ids += self._ids(piece, check_cancelled, tokenizer)
             elif piece in self._media:
                 item, span = next(following)
                 if isinstance(span, int):
                     ids.append(span)
                     continue
-                pieces += [np.array(ids, np.int32), MediaTokens(item, self._pad_ids[piece], span)]
+                made += [np.array(ids, np.int32), MediaTokens(item, self._pad_ids[piece], span)]
                 ids = []
             else:
                 ids.append(self._control[piece])
-        pieces.append(np.array(ids, np.int32))
-        return [piece for piece in pieces if piece.size]
+        made.append(np.array(ids, np.int32))
+        return [piece for piece in made if piece.size]
 
     def _ids(self, text: str, check_cancelled: Callable[[], None], tokenizer: Tokenizer) -> list[int]:
         """Ids of text in which nothing is a control token. Large texts take turns, and leave no memory behind."""
@@ -186,29 +288,25 @@ class ChatTokens:
         finally:
             self._large.release()
 
-    def _render(self, turns: Sequence[Turn]) -> tuple[str, dict[str, str]]:
-        """The template's output over stand-ins, and the text of each stand-in."""
-        texts: dict[str, str] = {}
-        messages: list[dict[str, Any]] = []
-        for turn in turns:
-            content: list[dict[str, str]] = []
-            spelt: list[str] = []
-            for part in turn.parts:
-                if isinstance(part, Modality):
-                    content.append({"type": part.value})
-                    spelt.append(self._placeholders[part])
-                else:
-                    stand_in = f"⟨{secrets.token_hex(16)}⟩"
-                    texts[stand_in] = part
-                    content.append({"type": "text", "text": stand_in})
-                    spelt.append(stand_in)
-            joined = None if self._joins_parts is None else self._joins_parts.join(spelt)
-            messages.append({"role": turn.role, "content": content if joined is None else joined})
-        try:
-            variables = {**self._names, **self._options}
-            return self._template.render(messages=messages, add_generation_prompt=True, **variables), texts
-        except TemplateError as error:
-            raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {error}") from error
+
+def _texts(turns: Sequence[Turn]) -> list[str]:
+    return [part for turn in turns for part in turn.parts if not isinstance(part, Modality)]
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates take it. Source: `get_json_schema` of transformers."""
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.parameters}}
+
+
+def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        # Clients turn thinking off for every model; a template without the variable does not think.
+        if name not in template.variables and (name, value) != ("enable_thinking", False):
+            known = ", ".join(sorted(template.variables)) or "none"
+            raise InvalidRequest(
+                f"prompt.template_options.{name} is not a variable of the checkpoint's chat template; it has {known}"
+            )
 
 
 def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -240,50 +338,12 @@ def _of_later_text(pre_tokenizer: Any) -> Any:
     return pre_tokenizer
 
 
-def _put_back(piece: str, texts: Mapping[str, str]) -> str:
-    return re.sub(r"⟨[0-9a-f]{32}⟩", lambda match: texts.get(match[0], match[0]), piece)
-
-
 def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
     added = contents.get("added_tokens") or []
     for token in added:
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
             raise StartupError(f"{path}: the token {token['content']!r} strips or needs whole words: not supported")
     return {token["content"]: token["id"] for token in added}
-
-
-def _template(checkpoint: Checkpoint, tokenizer_config: Mapping[str, Any]) -> str:
-    """The chat template from the files that transformers reads, in its order."""
-    path = checkpoint.folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    for config in (checkpoint.read_json("chat_template.json"), tokenizer_config):
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            template = next((each["template"] for each in template if each["name"] == "default"), None)
-        if template:
-            return str(template)
-    raise StartupError(f"{checkpoint.folder} has no chat template")
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
 
 
 def _text_of(token: Any) -> str:

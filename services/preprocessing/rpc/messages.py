@@ -5,22 +5,24 @@ It checks everything that can be checked before media are opened; dataclasses ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from common.contract.errors import InvalidRequest, MediaRejected
+from common.contract.data_urls import parse_data_url
+from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected
 from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import Grid, Modality, PromptPlan
 from common.contract.requests import check_inline_bytes, check_prompt
 from common.contract.tensors import DType, pieces
 from common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
-from services.preprocessing.fetch.urls import decode_data_uri
-from services.preprocessing.planner import Conversation, MediaFile, MediaRequest, MediaUrl
+from services.preprocessing.fetch.urls import file_path
+from services.preprocessing.planner import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.prompt.tokens import Turn
+from services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
 from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import Slice
@@ -29,31 +31,36 @@ from services.preprocessing.video.slices import Slice
 MAX_EMBEDS_SLICES = 2**15
 # Keeps one prompt from flooding another server with requests.
 MAX_URLS = 32
+_SHOWN_CHARACTERS = 80
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
     prompt_pb2.ROLE_USER: "user",
     prompt_pb2.ROLE_ASSISTANT: "assistant",
+    prompt_pb2.ROLE_TOOL: "tool",
 }
 _MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
-_TIME_FIELDS = ("fps", "min_frames", "max_frames", "start_s", "end_s", "allow_truncated", "num_frames", "frame_indices")
 
 
 def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> Conversation:
-    """Checks a prompt. Decodes data URIs, so call it outside the event loop's thread.
+    """Checks a prompt. Decodes data URLs, so call it outside the event loop's thread.
 
-    Raises InvalidRequest with the field that is missing, empty or too large; MediaRejected for an empty data URI.
+    Raises InvalidRequest with the field that is missing, empty or too large; MediaRejected for an empty data URL;
+    MediaForbidden for a file URL with a host.
     """
     check_prompt(prompt, max_inline_bytes)
     if not prompt.messages:
         raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
+    tools = tuple(_tool(tool, f"prompt.tools[{index}]") for index, tool in enumerate(prompt.tools))
+    options = _object(prompt.template_options, "prompt.template_options")
     turns: list[Turn] = []
+    called: dict[str, str] = {}  # names of the tools, by the ids of calls
     media: list[MediaRequest] = []
     for index, message in enumerate(prompt.messages):
         name = f"prompt.messages[{index}]"
         if message.role not in _ROLES:
-            raise InvalidRequest(f"{name}.role must be system, user or assistant, got {message.role}")
-        if not message.parts:
+            raise InvalidRequest(f"{name}.role must be system, user, assistant or tool, got {message.role}")
+        if not message.parts and not message.tool_calls:
             raise InvalidRequest(f"{name}.parts must hold at least one part, it is empty")
         parts: list[str | Modality] = []
         for place, part in enumerate(message.parts):
@@ -63,11 +70,51 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
                 parts.append(content.modality)
             else:
                 parts.append(content)
-        turns.append(Turn(_ROLES[message.role], tuple(parts)))
-    if not any(part for turn in turns for part in turn.parts):
+        calls = _tool_calls(message, name)
+        called |= {call.id: call.name for call in calls}
+        turns.append(Turn(_ROLES[message.role], tuple(parts), calls, *_result_of(message, name, called)))
+    if not any(part for turn in turns for part in (*turn.parts, *turn.tool_calls)):
         raise InvalidRequest("prompt.messages hold no media and only empty text")
     _check_sums(media, max_inline_bytes)
-    return Conversation(tuple(turns), tuple(media))
+    return Conversation(tuple(turns), tuple(media), tools, options)
+
+
+def _tool(tool: prompt_pb2.Tool, name: str) -> Tool:
+    parameters = _object(tool.parameters, f"{name}.parameters") or {"type": "object", "properties": {}}
+    return Tool(tool.name, tool.description if tool.HasField("description") else None, parameters)
+
+
+def _tool_calls(message: prompt_pb2.Message, name: str) -> tuple[ToolCall, ...]:
+    if message.tool_calls and message.role != prompt_pb2.ROLE_ASSISTANT:
+        raise InvalidRequest(f"{name}.tool_calls must be empty for another role than assistant")
+    calls = []
+    for index, call in enumerate(message.tool_calls):
+        if not call.name:
+            raise InvalidRequest(f"{name}.tool_calls[{index}].name must be set")
+        arguments = _object(call.arguments, f"{name}.tool_calls[{index}].arguments")
+        calls.append(ToolCall(call.id, call.name, arguments))
+    return tuple(calls)
+
+
+def _result_of(message: prompt_pb2.Message, name: str, called: Mapping[str, str]) -> tuple[str, str]:
+    """The id and the name of the call whose result a message is. called: names by the ids of earlier calls."""
+    if message.role != prompt_pb2.ROLE_TOOL:
+        for field in ("tool_call_id", "tool_name"):
+            if getattr(message, field):
+                raise InvalidRequest(f"{name}.{field} must be empty for another role than tool")
+    return message.tool_call_id, message.tool_name or called.get(message.tool_call_id, "")
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+    """A JSON object; an empty one for no text."""
+    try:
+        value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # half a character can be written as JSON, but not be tokenised
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object, got {text[:_SHOWN_CHARACTERS]}")
+    return value
 
 
 def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
@@ -107,7 +154,7 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
             location = _location(media.url, name)
         elif source == "data_bytes":
             location = MediaFile(media.data_bytes)
-        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name))
+        return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name))
     if media.HasField("frame_sampling"):
         raise InvalidRequest(f"{name}.frame_sampling must not be set with embeds, which have no frames")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
@@ -126,17 +173,21 @@ def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequ
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}.{error}") from error
     location = MediaFile(ends[-1]) if sizes else b"".join(pictures)
-    return MediaRequest(name, modality, location, _sampling(media.frame_sampling, modality, name), frames)
+    return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), frames)
 
 
-def _location(url: str, name: str) -> MediaUrl | bytes:
-    """A URL to fetch, or the bytes of a data URI."""
-    if url[:5].lower() != "data:":
-        return MediaUrl(url)
+def _location(url: str, name: str) -> MediaUrl | FileUrl | bytes:
+    """A URL to fetch, the path of a file URL, or the bytes of a data URL."""
     try:
-        data = decode_data_uri(url)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.url {error}") from error
+        match url.partition(":")[0].lower():
+            case "data":
+                data = parse_data_url(url).data
+            case "file":
+                return FileUrl(file_path(url))
+            case _:
+                return MediaUrl(url)
+    except (InvalidRequest, MediaForbidden) as error:
+        raise type(error)(f"{name}.url {error}") from error
     if not data:
         raise MediaRejected(f"{name}.url is empty")
     return data
@@ -166,13 +217,10 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
         raise InvalidRequest(f"{name}.{error}") from error
 
 
-def _sampling(message: prompt_pb2.FrameSampling, modality: Modality, name: str) -> FrameSampling:
+def _sampling(message: prompt_pb2.FrameSampling, name: str) -> FrameSampling:
     given = {field.name: value for field, value in message.ListFields()}
     if message.frame_indices:
         given["frame_indices"] = tuple(message.frame_indices)
-    useless = [field for field in _TIME_FIELDS if field in given]
-    if modality is Modality.IMAGE and useless:
-        raise InvalidRequest(f"{name}.frame_sampling.{useless[0]} is for videos only, an image has no frames to sample")
     try:
         return FrameSampling(**given)
     except InvalidRequest as error:

@@ -24,6 +24,7 @@ from services.preprocessing.sources.digests import Digests, digest_of, digests
 from services.preprocessing.sources.sealed_memory import SealedMemory
 
 _READ_BYTES = 2**20
+_HEAD_BYTES = 64
 
 _RESOURCE_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT})
 
@@ -46,6 +47,11 @@ class Source:
     def part(self, name: str, begin: int, end: int) -> Source:
         """Some bytes of the file as media of their own, without a digest. Only the whole source is closed."""
         return Source(name, b"", self.descriptor, begin=begin, end=end)
+
+    @property
+    def head(self) -> bytes:
+        """The first bytes."""
+        return os.pread(self.descriptor, _HEAD_BYTES, self.begin)
 
     def open(self) -> BinaryIO:
         """A new reader at the first byte. Readers have their own offsets, so several may read at once."""
@@ -152,23 +158,24 @@ def path_source(
     check_cancelled: Callable[[], None] = lambda: None,
     max_bytes: float = math.inf,
     known: Digests | None = None,
+    field: str = "path",
 ) -> Source:
     """A file below `media_root`, symlinks resolved. The caller closes it.
 
     path: relative to the root, or absolute and below it. check_cancelled: called between the blocks that are hashed;
     an exception from it ends the read. max_bytes: a larger file is rejected unread. known: of files that were hashed
-    before.
+    before. field: which names the path, for error texts.
     Raises MediaForbidden for a path outside the root, whether it exists or not; MediaRejected for a file that is not
     readable, not regular or too large; Overloaded where the machine is out of descriptors or memory.
     """
     if media_root is None:
-        raise MediaForbidden(f"{name}.path is {path!r}, but this service was started without --media-root")
+        raise MediaForbidden(f"{name}.{field} is {path!r}, but this service was started without --media-root")
     if not path or "\0" in path:
-        raise MediaRejected(f"{name}.path must be a path below --media-root, got {path!r}")
-    with resource_errors_as_overloaded(f"{name}.path"):
+        raise MediaRejected(f"{name}.{field} must be a path below --media-root, got {path!r}")
+    with resource_errors_as_overloaded(f"{name}.{field}"):
         resolved = media_root.resolve()
         digest = partial(digest_of, known=known or digests(), check_cancelled=check_cancelled)
-        return _file_source(name, path, resolved, max_bytes, digest)
+        return _file_source(name, f"{name}.{field} {path!r}", path, resolved, max_bytes, digest)
 
 
 def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
@@ -178,21 +185,24 @@ def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
         raise MediaRejected(f"{name} has {size_bytes} bytes, at most {max_bytes} are allowed")
 
 
-def _file_source(name: str, path: str, root: Path, max_bytes: float, digest: Callable[[int], bytes]) -> Source:
+def _file_source(
+    name: str, told: str, path: str, root: Path, max_bytes: float, digest: Callable[[int], bytes]
+) -> Source:
+    """told: the path in error texts."""
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
-        raise MediaForbidden(f"{name}.path {path!r} cannot be resolved") from error
+        raise MediaForbidden(f"{told} cannot be resolved") from error
     if not resolved.is_relative_to(root):
-        raise MediaForbidden(f"{name}.path {path!r} lies outside --media-root")
+        raise MediaForbidden(f"{told} lies outside --media-root")
     try:
         # O_NONBLOCK: opening a pipe would block the thread.
         descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise MediaRejected(f"{name}.path {path!r} cannot be read: {error.strerror}") from error
+        raise MediaRejected(f"{told} cannot be read: {error.strerror}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise MediaRejected(f"{name}.path {path!r} is not a regular file")
+            raise MediaRejected(f"{told} is not a regular file")
         check_file_size(name, descriptor, max_bytes)
         return Source(name, digest(descriptor), descriptor)
     except BaseException:

@@ -82,7 +82,7 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{source.name} cannot be read as a video: {_reason(error)}") from error
+            raise MediaRejected(f"{source.name} cannot be read as an image or a video: {_reason(error)}") from error
         with container:
             streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
             if not streams:

@@ -6,9 +6,11 @@ Source: `load_image` and `convert_to_rgb` of transformers: upright by EXIF, tran
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -24,17 +26,29 @@ from services.preprocessing.video.unread_formats import HEAD_BYTES, unread_forma
 
 # Formats whose readers run no other program and reach no other file.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# How files of these formats begin, and of HEIC, which is refused by name.
+_BEGINS = re.compile(
+    rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|BM|II[*+]\0|MM\0[*+]|P[0-7fFy]|RIFF....WEBP"
+    rb"|....ftyp(?:avi[fs]|mif1|msf1|hei[cxms])",
+    re.DOTALL,
+)
+# Of these, the formats that may hold an animation. The pages of a TIFF are none.
+_ANIMATED = ("AVIF", "GIF", "PNG", "WEBP")
+# Between the frames of a raw MJPEG stream.
+_JPEG_AFTER_JPEG = b"\xff\xd9\xff\xd8\xff"
+_JPEG_BYTES = 2**26
 # The exceptions of Pillow's readers for damaged files, as found by fuzzing.
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A still picture's size once upright, and its EXIF orientation."""
+    """A picture's size once upright, and its EXIF orientation. moves: whether others follow it, in an animation."""
 
     height_px: int
     width_px: int
     orientation: int
+    moves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +138,18 @@ def _parts(source: Source, ends: Sequence[int]) -> Iterator[Source]:
         yield source.part(f"{source.name}.frames.pictures[{number}]", begin, end)
 
 
+def is_picture(head: bytes) -> bool:
+    """Whether a file that begins so is a picture or an animation, which only `read_picture` tells apart."""
+    return _BEGINS.match(head) is not None
+
+
 def read_picture(source: Source) -> Picture:
     """Size and orientation from the header. Raises MediaRejected for an unreadable file or too many pixels."""
     with source.open() as file:
         try:
             with Image.open(file, formats=_FORMATS) as image:
                 width, height = image.size
+                moves = _moves(image, file)
                 orientation = _orientation(image)
         except Image.DecompressionBombError as error:
             raise MediaRejected(
@@ -144,7 +164,7 @@ def read_picture(source: Source) -> Picture:
     check_frame_size(source.name, height, width)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
-    return Picture(height, width, orientation)
+    return Picture(height, width, orientation, moves)
 
 
 def decode_picture(source: Source, picture: Picture) -> UInt8Array:
@@ -156,6 +176,14 @@ def decode_picture(source: Source, picture: Picture) -> UInt8Array:
         except _UNREADABLE as error:
             raise MediaDamaged(f"{source.name} cannot be decoded: {error}") from error
     return upright(np.asarray(rgb), picture.orientation)
+
+
+def _moves(image: Image.Image, file: BinaryIO) -> bool:
+    """Whether several pictures follow one another. file: where the image's reader left it. A phone's photo that
+    brings further pictures is MPO to Pillow, and still."""
+    if image.format == "JPEG":
+        return _JPEG_AFTER_JPEG in file.read(_JPEG_BYTES)
+    return image.format in _ANIMATED and bool(getattr(image, "is_animated", False))
 
 
 def _orientation(image: Image.Image) -> int:

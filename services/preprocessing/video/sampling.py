@@ -1,17 +1,25 @@
 """Selects the frames of a video: those at the indices that its family picks, by time where the rate varies.
 
+Where it varies, the family says how many frames are sent and how they are spread: over the time that the video lasts,
+in which a frame counts at most one step, so that none is sent twice while another one is left out.
+
+    shown       |0                          |1 |2 |3 |4 |5 |6       |
+    counted     |0   |1 |2 |3 |4 |5 |6   |                               five steps
+    sent         ^    ^    ^    ^    ^                                   0, 1, 2, 4, 6
+
 It works on presentation times only and knows neither containers nor codecs nor families.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Self, TypeAlias
 
 from common.contract.errors import InvalidRequest
@@ -25,6 +33,8 @@ _NTSC = Fraction(1000, 1001)
 # What frame_indices, and num_frames, must not be set together with.
 _OTHER_TIMES = ("fps", "min_frames", "max_frames", "start_s", "end_s")
 _OTHER_COUNTS = _OTHER_TIMES[:3]
+# Indices to each step when a family spreads frames over time. Those of MAX_FRAMES steps are exact in float32.
+_STEP_INDICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,8 @@ class FrameSampling:
     fps: frames a second. min_frames, max_frames: bounds on their number. max_pixels: of one frame after resizing.
     start_s, end_s: seconds from the video's start.
     allow_truncated: take a video of which more than a tenth of the frames is missing.
-    num_frames: exactly so many, evenly spaced. frame_indices: exactly these; empty selects the default.
+    num_frames: so many, evenly spaced, or all if there are fewer. frame_indices: exactly these; empty selects the
+        default.
     Raises InvalidRequest for a value outside its range.
     """
 
@@ -169,20 +180,28 @@ class FrameTimes:
         """From the first frame to the end of the last."""
         return (self.ticks[-1] - self.ticks[0] + self.tail_ticks) * self.time_base
 
-    def cut(self, start_s: float | None, end_s: float | None) -> FrameTimes:
-        """The frames that appear in [start_s, end_s). Raises InvalidRequest if there are none."""
-        first = bisect.bisect_left(self.ticks, _ticks_from(start_s or 0, self.time_base))
-        end = len(self.ticks)
-        if end_s is not None:
-            end = bisect.bisect_left(self.ticks, _ticks_from(end_s, self.time_base))
-        if first >= end:
+    def cut(self, start_s: float | None, end_s: float | None, varies: bool) -> tuple[int, FrameTimes]:
+        """The place of its first frame, and the frames that appear in [start_s, end_s).
+
+        varies: whether the rate does. If so, or if none appears, the frame on screen at start_s is the first of them,
+        and shown from then on. Raises InvalidRequest for a part without frames.
+        """
+        over = self.ticks[-1] + self.tail_ticks
+        start = _ticks_from(start_s or 0, self.time_base)
+        stop = over if end_s is None else min(over, _ticks_from(end_s, self.time_base))
+        first, end = bisect.bisect_left(self.ticks, start), bisect.bisect_left(self.ticks, stop)
+        appears = first < end and (not varies or self.ticks[first] == start)
+        on_screen = first > 0 and start < stop and not appears
+        if first >= end and not on_screen:
             asked = f"{start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
             raise InvalidRequest(
                 f"frame_sampling.start_s and frame_sampling.end_s select nothing: no frame appears between {asked}, "
                 f"the video lasts {float(self.length_s):.3f} s"
             )
-        tail = self.tail_ticks if end == len(self.ticks) else self.ticks[end] - self.ticks[end - 1]
-        return FrameTimes(self.ticks[first:end], tail, self.time_base, self.rates)
+        ticks = array("q", (start, *self.ticks[first:end])) if on_screen else self.ticks[first:end]
+        next_tick = self.ticks[end] if end < len(self.ticks) else over
+        part = replace(self, ticks=ticks, tail_ticks=min(next_tick, stop) - ticks[-1])
+        return first - on_screen, part
 
     def rate(self) -> FrameRate:
         """The first declared rate that every frame follows to within a tick; else the average rate.
@@ -197,27 +216,24 @@ class FrameTimes:
                 return FrameRate(per_s, constant=False)
         return FrameRate(len(self.ticks) / self.length_s, constant=False)
 
-    def at(self, indices: Sequence[int], rate: FrameRate) -> tuple[int, ...]:
-        """The frames at `indices` of the rate, as places in `ticks`.
-
-        At a constant rate the indices themselves; else the last frame shown at or before index / rate.
-        """
-        if rate.constant:
-            return tuple(indices)
-        interval = 1 / (rate.per_s * self.time_base)
-        return tuple(
-            bisect.bisect_right(self.ticks, self.ticks[0] + math.floor(index * interval)) - 1 for index in indices
-        )
+    def shown_ticks(self) -> list[int]:
+        """How long each frame is shown."""
+        return [*(after - tick for tick, after in pairwise(self.ticks)), self.tail_ticks]
 
     def timestamp_s(self, place: int, rate: FrameRate) -> float:
-        """When a frame of the whole video is shown: place / rate at a constant rate, as in transformers."""
+        """When a frame is shown: place / rate after the first at a constant rate, as in transformers."""
         if rate.constant:
             return float(self.ticks[0] * self.time_base) + place / float(rate.per_s)
         return float(self.ticks[place] * self.time_base)
 
-    def between_s(self, first: int, last: int, rate: FrameRate) -> Fraction:
-        """From one frame of the whole video to another."""
-        return (last - first) / rate.per_s if rate.constant else (self.ticks[last] - self.ticks[first]) * self.time_base
+    def mean_step_s(self, places: Sequence[int], rate: FrameRate) -> Fraction:
+        """From one of these frames to the next on average; for a single one that of all frames."""
+        first, last, steps = places[0], places[-1], len(places) - 1
+        if not steps:
+            return 1 / rate.per_s
+        if rate.constant:
+            return (last - first) / (steps * rate.per_s)
+        return (self.ticks[last] - self.ticks[first]) * self.time_base / steps
 
     def _keeps_to(self, per_s: Fraction) -> bool:
         interval = 1 / (per_s * self.time_base)
@@ -243,23 +259,23 @@ class Sampled:
 def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices) -> Sampled:
     """Selects frames of the part of a video that `wish` names.
 
-    Raises InvalidRequest if that part has no frames, or less than `wish` asks for.
+    Raises InvalidRequest if that part has no frames, or the video not those that `wish` names.
     """
     if wish.frame_indices:
         return _exactly(times, wish.frame_indices, bounds.temporal_patch)
-    part = times.cut(wish.start_s, wish.end_s)
     whole = times.rate()
+    first, part = times.cut(wish.start_s, wish.end_s, varies=not whole.constant)
+    if part.ticks[0] != times.ticks[first]:
+        whole = replace(whole, constant=False)
     rate = whole if whole.constant else part.rate()
-    total = len(part.ticks)
-    bounds = bounds.merged(wish)
-    if bounds.num_frames is not None and bounds.num_frames > total:
-        raise InvalidRequest(
-            f"frame_sampling.num_frames must be at most {total}, the frames to choose from, got {bounds.num_frames}"
-        )
-    within = part.at(pick(total, rate.per_s, bounds), rate)
-    first = bisect.bisect_left(times.ticks, part.ticks[0])
+    within = _chosen(part, rate, bounds.merged(wish), pick)
+    step_s = len(part.ticks) / (len(within) * rate.per_s) if rate.constant else part.mean_step_s(within, rate)
     places = [first + place for place in within]
-    return _padded(times, whole, places, bounds.temporal_patch, total / (len(within) * rate.per_s))
+    if whole.constant:
+        times_s = [times.timestamp_s(place, whole) for place in places]
+    else:
+        times_s = [part.timestamp_s(place, whole) for place in within]
+    return _padded(places, times_s, step_s, bounds.temporal_patch)
 
 
 def _exactly(times: FrameTimes, indices: Sequence[int], temporal_patch: int) -> Sampled:
@@ -269,20 +285,56 @@ def _exactly(times: FrameTimes, indices: Sequence[int], temporal_patch: int) -> 
         raise InvalidRequest(
             f"frame_sampling.frame_indices must be below {total}, the number of frames, got {indices[-1]}"
         )
-    steps = len(indices) - 1
-    step_s = times.between_s(indices[0], indices[-1], rate) / steps if steps else 1 / rate.per_s
-    return _padded(times, rate, indices, temporal_patch, step_s)
+    times_s = [times.timestamp_s(place, rate) for place in indices]
+    return _padded(indices, times_s, times.mean_step_s(indices, rate), temporal_patch)
+
+
+def _chosen(times: FrameTimes, rate: FrameRate, bounds: FrameBounds, pick: PickIndices) -> Sequence[int]:
+    """The places of the frames of a part: all, those at the indices of its family, or spread over time."""
+    total = len(times.ticks)
+    if bounds.num_frames is not None and bounds.num_frames >= total:
+        return range(total)
+    picked = pick(total, rate.per_s, bounds)
+    if rate.constant or len(picked) == total:
+        return picked
+    # The same number, now as its family spreads it over many more indices than there are frames.
+    indices = len(picked) * _STEP_INDICES
+    return _at_even_times(times, pick(indices, rate.per_s, replace(bounds, num_frames=len(picked))), indices)
+
+
+def _at_even_times(times: FrameTimes, indices: Sequence[int], end: int) -> tuple[int, ...]:
+    """The frames shown at `indices` of `end`, where a frame that is shown for longer than a step counts one step.
+
+    The indices are fewer than the frames, and a step is end / len(indices) of them: where they are a step apart, each
+    frame that is shown for a step or longer is at exactly one, and no frame is at two.
+    """
+    shown = times.shown_ticks()
+    step = _step(shown, len(indices))
+    # In integers: Fractions are too slow for hours of video.
+    counted = (min(ticks * step.denominator, step.numerator) for ticks in shown)
+    begins = list(accumulate(counted, initial=0))
+    return tuple(bisect.bisect_right(begins, index * begins[-1] // end) - 1 for index in indices)
+
+
+def _step(shown: Sequence[int], frames: int) -> Fraction:
+    """The step of which so many make up the time in which every frame counts at most one. frames: at most all."""
+    rest = sum(shown)
+    for left, longest in zip(range(frames, 0, -1), heapq.nlargest(frames, shown), strict=True):
+        if longest * left <= rest:
+            return Fraction(rest, left)
+        rest -= longest
+    raise AssertionError(f"{frames} steps of {len(shown)} frames")
 
 
 def _padded(
-    times: FrameTimes, rate: FrameRate, places: Sequence[int], temporal_patch: int, seconds_per_frame: Fraction
+    places: Sequence[int], times_s: Sequence[float], seconds_per_frame: Fraction, temporal_patch: int
 ) -> Sampled:
     """The frames at `places`, the last repeated to a whole temporal patch."""
-    padded = (*places, *[places[-1]] * (-len(places) % temporal_patch))
+    missing = -len(places) % temporal_patch
     return Sampled(
-        places=padded,
+        places=(*places, *[places[-1]] * missing),
         frames=len(places),
-        timestamps_s=tuple(times.timestamp_s(place, rate) for place in padded),
+        timestamps_s=(*times_s, *[times_s[-1]] * missing),
         seconds_per_grid=temporal_patch * seconds_per_frame,
     )
 

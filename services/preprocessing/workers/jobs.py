@@ -106,7 +106,7 @@ class IndexPicture:
 
     def piece(self, number: int, facts: Facts, data: UInt8Array) -> Picture:
         height, width = _frame_size(facts)
-        return Picture(height, width, facts.integer("orientation", 1, 8))
+        return Picture(height, width, facts.integer("orientation", 1, 8), bool(facts.integer("moves", 0, 1)))
 
 
 @dataclass(frozen=True, slots=True)

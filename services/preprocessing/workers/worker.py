@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
+import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first stream, when no more files may be read
 import numpy as np
 from numpy.typing import NDArray
 
@@ -83,7 +84,7 @@ def index_video(task: Task) -> Generator[Piece, None, None]:
 
 def index_picture(task: Task) -> Generator[Piece, None, None]:
     found = read_picture(task.source)
-    yield Piece({"height_px": found.height_px, "width_px": found.width_px, "orientation": found.orientation})
+    yield Piece(asdict(found) | {"moves": int(found.moves)})
 
 
 def index_pictures(task: Task) -> Generator[Piece, None, None]:
@@ -122,9 +123,11 @@ def _slices(
 
 
 def picture_slices(task: Task) -> Generator[Piece, None, None]:
-    sides = (task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation"))
+    height, width, orientation = (
+        task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation")
+    )
     tile_px = task.facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
-    picture = PlannedPicture(task.source, Picture(*sides), *sent_of(task.facts))
+    picture = PlannedPicture(task.source, Picture(height, width, orientation), *sent_of(task.facts))
     return _pieces((replace(picture, tile_px=(tile_px[0], tile_px[1])) if tile_px else picture).slices())
 
 

@@ -1,0 +1,135 @@
+"""Fields that OpenAI's and vLLM's clients send: those that are used, those that change nothing, and those in errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from framesieve.cli.launcher import LocalStack
+from tests import media
+from tests.integration.conftest import SERVED_NAME
+from tests.integration.gateway import Gateway, data_url, gateway, question
+
+CLIP_URL = data_url("video/mp4", media.clip(8, fps=4))
+PICTURE_URL = data_url("image/png", media.picture(64, 48))
+UNUSED: list[dict[str, Any]] = [
+    {"reasoning_effort": "low", "verbosity": "low", "prompt_cache_key": "a"},
+    {"skip_special_tokens": True, "add_generation_prompt": True, "echo": False, "priority": 0, "length_penalty": 1.0},
+    {"seed": -1, "chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True}},
+    {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+    {"stream_options": None, "structured_outputs": None, "tool_choice": None, "pruning": None},
+    {"pruning": {"rate": 0.0, "method": None, "seed": None}, "mm_processor_kwargs": {"do_sample_frames": True}},
+]
+
+
+@pytest.fixture(scope="module")
+def door(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(stack.address, tmp_path_factory.mktemp("fields")) as served:
+        yield served
+
+
+@pytest.fixture
+def http(door: Gateway) -> Iterator[httpx.Client]:
+    with door.http() as client:
+        yield client
+
+
+def answered(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+def chunks_of(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = http.post("/v1/chat/completions", json=body | {"stream": True}).raise_for_status().text.split("\n")
+    told = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert told[-1] == "[DONE]"
+    return [json.loads(each) for each in told[:-1]]
+
+
+def refused(http: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["param"], error["message"]
+
+
+@pytest.mark.parametrize("fields", UNUSED, ids=lambda value: next(iter(value)))
+def test_fields_that_change_nothing_are_taken(http: httpx.Client, fields: dict[str, Any]) -> None:
+    asked = question("Why?", {"type": "video_url", "video_url": {"url": CLIP_URL}})
+    plain = answered(http, asked)
+    assert answered(http, asked | fields)["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("detail", ["low", "high", "auto"])
+def test_parts_and_messages_may_carry_what_clients_add(http: httpx.Client, detail: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": PICTURE_URL, "detail": detail}}
+    asked = question(part, "What?")
+    plain = answered(http, asked)
+    part |= {"uuid": "a", "cache_control": {"type": "ephemeral"}}
+    text = {"type": "text", "text": "What?", "uuid": "b", "cache_control": {"type": "ephemeral"}}
+    asked = question(part, text)
+    asked["messages"][0]["name"] = "somebody"
+    assert answered(http, asked)["choices"] == plain["choices"]
+
+
+def test_a_list_of_one_rate_is_that_rate(http: httpx.Client) -> None:
+    asked = question({"type": "video_url", "video_url": {"url": CLIP_URL}}, "What?")
+    listed, plain = (
+        answered(http, asked | {"mm_processor_kwargs": {"fps": fps}})["usage"]["prompt_tokens"] for fps in ([4.0], 4.0)
+    )
+    assert listed == plain > answered(http, asked)["usage"]["prompt_tokens"]
+
+
+def test_every_chunk_has_the_usage_so_far_if_it_is_asked_for(http: httpx.Client) -> None:
+    asked = question("Why?", ignore_eos=True)
+    continuous = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chunks_of(http, asked | {"stream_options": continuous})
+    so_far = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert so_far == sorted(so_far)
+    assert so_far[-1] == last["usage"]["completion_tokens"] == 8
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+    *chunks, last = chunks_of(http, asked | {"stream_options": {"include_usage": True}})
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["usage"]["completion_tokens"] == 8
+    assert all("usage" not in chunk for chunk in chunks_of(http, asked | {"stream_options": {"include_usage": None}}))
+
+
+def test_vllms_name_of_a_format_is_that_format(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = question("Why?", max_tokens=60)
+    plain = answered(http, asked | {"response_format": wanted})
+    for given in (schema, json.dumps(schema)):
+        assert answered(http, asked | {"structured_outputs": {"json": given}})["choices"] == plain["choices"]
+    # Without additionalProperties, an object has no others.
+    assert set(json.loads(plain["choices"][0]["message"]["content"])) == {"sure"}
+    both = refused(http, asked | {"response_format": wanted, "structured_outputs": {"json_object": True}})
+    assert both[0] == "structured_outputs"
+
+
+def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
+    part = {"type": "video_url", "video_url": {"url": CLIP_URL}}
+
+    def param(part: dict[str, Any], **fields: Any) -> str:
+        return refused(http, question("Why?", part) | fields)[0]
+
+    own = "messages[0].content[1]"
+    assert param(part, mm_processor_kwargs={"video_start": -1.0}) == "mm_processor_kwargs.video_start"
+    assert param(part | {"mm_processor_kwargs": {"video_end": 0.0}}) == f"{own}.mm_processor_kwargs.video_end"
+    assert param(part, media_io_kwargs={"video": {"fps": 0.0}}) == "media_io_kwargs.video.fps"
+    assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"
+    assert param({"type": "input_video", "input_video": "data:video/mp4;base64,AAAA"}) == f"{own}.input_video"
+    schema = {"type": "array", "items": {"type": "strin"}}
+    assert param(part, structured_outputs={"json": schema}) == "structured_outputs.json"
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert param(part, tools=[tool], tool_choice="required") == "tools"  # the template shows none
+
+
+def test_the_served_name_is_in_every_answer(http: httpx.Client) -> None:
+    assert answered(http, question("Why?"))["model"] == SERVED_NAME

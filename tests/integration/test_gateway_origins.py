@@ -1,0 +1,29 @@
+"""Pages of other origins as clients of the gateway: what browsers ask first, and what they may read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from framesieve.cli.launcher import LocalStack
+from tests.integration.gateway import gateway, question
+
+
+def test_pages_of_other_origins_need_no_token_for_a_preflight_and_can_read_errors(
+    stack: LocalStack, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("alice 0123456789abcdef\n")
+    page = {"origin": "https://page.example"}
+    alice = {**page, "authorization": "Bearer 0123456789abcdef"}
+    flags = ("--auth-tokens-file", str(tmp_path / "tokens"), "--max-requests", "1", "--cors-origins", page["origin"])
+    with gateway(stack.address, tmp_path, *flags) as guarded, guarded.http() as client, guarded.http() as other:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        preflight = client.options("/v1/chat/completions", headers={**page, **asked})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-headers"] == "authorization"
+        body = question("Why?", max_tokens=1500, ignore_eos=True, stream=True)
+        with client.stream("POST", "/v1/chat/completions", json=body, headers=alice) as streamed:
+            refused = [other.get(path, headers=page) for path in ("/v1/models", "/nowhere")]
+            refused.append(other.get("/v1/models", headers=alice))
+        answers = (preflight, streamed, *refused)
+    assert [each.status_code for each in answers[1:]] == [200, 401, 404, 429]
+    assert {each.headers.get("access-control-allow-origin") for each in answers} == {page["origin"]}
