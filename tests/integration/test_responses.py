@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -17,12 +18,13 @@ from google.protobuf.json_format import MessageToDict
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from demo.checkpoint import CHAT_TEMPLATE
 from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from tests import media
-from tests.integration.conftest import SERVED_NAME
+from tests.integration.conftest import SERVED_NAME, running
 from tests.integration.fleet import metric_in
 from tests.integration.gateway import Gateway, data_url, gateway
 
@@ -239,7 +241,7 @@ REFUSED = [
     ({"background": True}, 400, "background", "not kept"),
     ({"include": ["file_search_call.results"]}, 400, "include[0]", "file_search_call.results"),
     ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "'web_search'"),
-    ({"tool_choice": {"type": "function", "name": "weather"}}, 400, "tool_choice.name", "'weather'"),
+    ({"tool_choice": {"type": "function", "name": "weather"}}, 400, "tool_choice", "'weather'"),
     ({"truncation": "auto"}, 400, "truncation", "'auto'"),
     ({"max_output_tokens": 0}, 400, "max_output_tokens", "must be"),
     ({"temperature": 101}, 400, "temperature", "must be"),
@@ -264,6 +266,14 @@ REFUSED = [
         "input[0].content[1].mm_processor_kwargs.fps",
         "must be",
     ),
+    (
+        with_part(type="input_file", file_data=CLIP_URL) | {"mm_processor_kwargs": {"video_start": -1.0}},
+        400,
+        "mm_processor_kwargs.video_start",
+        "must be",
+    ),
+    (with_part(type="input_image", image_url="http://127.0.0.1/a.png"), 403, "input[0].content[1].image_url", "127.0"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "without tools"),
     (with_part(type="input_image", file_id="file-1"), 404, "file_id", "names no file"),
 ]
 
@@ -272,7 +282,7 @@ REFUSED = [
 def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, field: str, why: str) -> None:
     answer = http.post("/v1/responses", json={"input": "Why?", "stream": True} | change)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, field), error
+    assert (answer.status_code, error["param"]) == (status, field if status != 403 else None), error
     assert error["message"].startswith(field)
     assert why in error["message"]
 
@@ -479,3 +489,53 @@ def test_a_failure_is_the_last_event(calling: Gateway) -> None:
         assert "generation" in failed["error"]["message"]
         text = http.get("/metrics").text
     assert metric_in(text, "framesieve_requests_total", method="Responses", code="UNAVAILABLE") == 1
+
+
+SHOWS_TOOLS = """\
+{%- if tools -%}
+<|im_start|>system
+{{ tools | tojson }}
+<tool_call>{"name": …, "arguments": …}</tool_call><|im_end|>
+{% endif -%}
+"""
+SHOWS_CALLS = (
+    "{%- for call in message.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def tools_door(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """Services of a checkpoint whose template shows tools, which calls them as random weights do: if it must."""
+    model = tmp_path_factory.mktemp("tools") / "caller"
+    shutil.copytree(tiny_checkpoint, model)
+    turns = CHAT_TEMPLATE.replace("<|im_end|>", SHOWS_CALLS + "<|im_end|>").replace(
+        "['content'] -%}", "['content'] or [] -%}"
+    )
+    (model / "chat_template.jinja").write_text(SHOWS_TOOLS + turns)
+    with running(model) as stack, gateway(stack.address, model.parent) as started:
+        yield started
+
+
+CITIES = {"type": "object", "properties": {"city": {"enum": ["Kyoto", "Rome"]}}, "required": ["city"]}
+
+
+def test_a_required_call_is_made_and_its_result_answered(tools_door: Gateway) -> None:
+    asked = {"role": "user", "content": "Weather?"}
+    body = {"input": [asked], "tools": [WEATHER | {"parameters": CITIES}], "max_output_tokens": 400}
+    must = body | {"tool_choice": "required", "parallel_tool_calls": False}
+    with tools_door.http() as http:
+        whole = http.post("/v1/responses", json=must).raise_for_status().json()
+        events = events_in(http.post("/v1/responses", json=must | {"stream": True}).raise_for_status().text)
+        for response in (whole, events[-1]["response"]):
+            (call,) = response["output"]
+            assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+            assert json.loads(call["arguments"])["city"] in ("Kyoto", "Rome")
+        assert any(event["type"] == "response.function_call_arguments.delta" for event in events)
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
+        after = body | {"input": [asked, call, result], "max_output_tokens": 8}
+        answer = http.post("/v1/responses", json=after).raise_for_status().json()
+        assert answer["usage"]["input_tokens"] > events[-1]["response"]["usage"]["input_tokens"]
+        broken = http.post("/v1/responses", json=body | {"input": [asked, call | {"arguments": "x"}, result]})
+        assert (broken.status_code, broken.json()["error"]["param"]) == (400, "input[1].arguments"), broken.text
+        named = http.post("/v1/responses", json=body | {"tools": [WEATHER | {"name": "a b"}]})
+        assert (named.status_code, named.json()["error"]["param"]) == (400, "tools[0].name"), named.text
