@@ -31,7 +31,7 @@ FROM preprocessing-dependencies AS preprocessing
 COPY common common
 COPY services/__init__.py services/
 COPY services/preprocessing services/preprocessing
-COPY demo/model demo/model
+COPY demo/framesieve-demo demo/framesieve-demo
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 50051 9101
@@ -43,7 +43,7 @@ COPY common common
 COPY services/__init__.py services/
 COPY services/cpu services/cpu
 COPY services/encoder services/encoder
-COPY demo/model demo/model
+COPY demo/framesieve-demo demo/framesieve-demo
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 USER framesieve
 EXPOSE 50052 9102
@@ -65,7 +65,7 @@ COPY common common
 COPY services/__init__.py services/
 COPY services/cpu services/cpu
 COPY services/generation services/generation
-COPY demo/model demo/model
+COPY demo/framesieve-demo demo/framesieve-demo
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 # The compiler's files need more room than a /tmp in memory has.
 ENV TMPDIR=${CUDA:+/var/cache/framesieve}

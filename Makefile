@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers fuzz fuzz-http fuzz-rpc soak demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc soak demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-gpu: setup  ## Measure a CUDA device against its limits and transformers' 
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
+
+bench-sharegpt: setup  ## Measure rates 0 to 0.75 at one request a second by HTTP, as `vllm bench serve` does (5 minutes)
+	$(BIN)/python -m benchmarks.sharegpt
 
 fuzz-http: setup  ## Send two thousand mutated requests to the gateway (about a minute)
 	$(BIN)/python -m tests.fuzz.http

@@ -18,13 +18,14 @@ from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.table import Row
 from benchmarks.timing import Summary
 from common.contract.retention import Pruning
+from framesieve.bench.backend import Backend, GrpcBackend
 from framesieve.bench.load import Extent, closed_loop
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.metrics import Samples, read_metrics
 from framesieve.bench.workload import Entry, Workload
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options, Video
+from framesieve.client.prompt import Options, Text, Video
 
 RATES = (0.0, 0.5, 0.75, 0.9)
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60
@@ -53,13 +54,14 @@ async def _stack(run: Run, data: bytes, theirs: Summary) -> list[Row]:
     rows = []
     services = LocalStack(run.folder, flags=flags, ready_timeout_s=READY_TIMEOUT_S)
     async with services as started, FramesieveClient(started.address) as client:
+        backend = GrpcBackend(client)
         metrics = [f"127.0.0.1:{started.metrics_ports['generation']}"]
-        await _ask(client, data, RATES[0], max(run.target.clients), max(run.target.clients))  # a warm-up
+        await _ask(backend, data, RATES[0], max(run.target.clients), max(run.target.clients))  # a warm-up
         for rate in RATES:
             for clients in run.target.clients:
                 before = await read_metrics(metrics)
                 requests = max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
-                records, wall_s = await _ask(client, data, rate, clients, requests)
+                records, wall_s = await _ask(backend, data, rate, clients, requests)
                 after = await read_metrics(metrics)
                 steps, replayed = (_sum(after, name) - _sum(before, name) for name in (STEPS, REPLAYED))
                 rows += _rows(f"stack, rate {rate:g}, {clients} clients", records, wall_s, theirs)
@@ -76,17 +78,16 @@ async def _stack(run: Run, data: bytes, theirs: Summary) -> list[Row]:
     return rows
 
 
-async def _ask(
-    client: FramesieveClient, data: bytes, rate: float, clients: int, requests: int
-) -> tuple[list[Record], float]:
+async def _ask(backend: Backend, data: bytes, rate: float, clients: int, requests: int) -> tuple[list[Record], float]:
     """The records of all requests, and the seconds that they took together."""
-    workload = Workload([Entry(Video(data=data), QUESTION)], [Pruning(rate)], unique=True)
+    workload = Workload([Entry((Video(data=data), Text(QUESTION)))], unique=True)
     clock = asyncio.get_running_loop().time
     records: list[Record] = []
     began_s = clock()
 
     async def ask(number: int, due_s: float) -> None:
-        records.append(await timed(client, number, workload.question(number), due_s, began_s, OPTIONS))
+        question = workload.question(number, Pruning(rate))
+        records.append(await timed(backend, number, question, due_s, began_s, OPTIONS))
 
     await closed_loop(ask, clients, Extent(requests))
     return records, clock() - began_s

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from common.contract.errors import StartupError
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
+DEMO_MODEL = Path(__file__).parent.parent / "demo" / "framesieve-demo"
 
 _TEXT_FILES = (
     "config.json",

@@ -333,7 +333,7 @@ def _mean(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "framesieve-demo")
     parser.add_argument(
         "--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="where rendered clips are kept"
     )

@@ -43,14 +43,14 @@ class Credentials:
         certificate is checked against one name.
         """
         if self.authorities is None or is_unix(address):
-            self._check_private(address)
+            self.check_private(address)
             return None
         if "," in address:
             raise StartupError(f"with TLS, the replicas must be the addresses of one name, not a list, got {address}")
         key, chain = (self.pair.key, self.pair.chain) if self.pair else (None, None)
         return grpc.ssl_channel_credentials(self.authorities, key, chain)
 
-    def _check_private(self, address: str) -> None:
+    def check_private(self, address: str) -> None:
         if self.token is not None and not self.plaintext_token and not is_local(address):
             raise StartupError(
                 f"the token would be sent to {address} in plain text: enable TLS with --tls-ca (of a service: "

@@ -34,12 +34,6 @@ class _Run(BaseModel):
     began: str
 
 
-class _All(BaseModel):
-    answered: int = Field(ge=1)
-    held_s: _Amount
-    kv_token_s: _Amount
-
-
 class _Service(BaseModel):
     service: str
     busy_s: dict[str, _Amount]
@@ -49,12 +43,21 @@ class _Service(BaseModel):
     workers: int = Field(ge=0)
 
 
+class _Phase(BaseModel):
+    answered: int = Field(ge=1)
+    held_s: _Amount
+    kv_token_s: _Amount
+    services: list[_Service]
+
+
 class Measured(BaseModel):
-    """The part of a bench result that the cost of a request is computed from; other fields are ignored."""
+    """The part of a bench result that the cost of a request is computed from; other fields are ignored.
+
+    by_pruning: one, since the mean of several rates is no request's cost.
+    """
 
     run: _Run
-    all: _All
-    services: list[_Service]
+    by_pruning: list[_Phase] = Field(min_length=1, max_length=1)
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -65,7 +68,7 @@ class Measured(BaseModel):
             first = error.errors()[0]
             at = ".".join(map(str, first["loc"]))
             raise InvalidRequest(f"{path}: {at + ': ' if at else ''}{first['msg']}") from error
-        missing = HOPS.keys() - {each.service for each in measured.services}
+        missing = HOPS.keys() - {each.service for each in measured.load.services}
         if missing:
             names = ", ".join(sorted(missing))
             raise InvalidRequest(
@@ -74,17 +77,21 @@ class Measured(BaseModel):
         return measured
 
     @property
+    def load(self) -> _Phase:
+        return self.by_pruning[0]
+
+    @property
     def request(self) -> Request:
         """The mean cost of an answered request. The cost of failed requests is shared among the answered ones."""
-        by_name = {each.service: each for each in self.services}
+        by_name = {each.service: each for each in self.load.services}
         return Request(
             {service: self._cost(by_name[service]) for service in HOPS},
-            kv_token_s=self.all.kv_token_s,
-            embeds_byte_s=by_name["encoder"].sent_bytes / self.all.answered * self.all.held_s,
+            kv_token_s=self.load.kv_token_s,
+            embeds_byte_s=by_name["encoder"].sent_bytes / self.load.answered * self.load.held_s,
         )
 
     def _cost(self, service: _Service) -> Cost:
-        answered = self.all.answered
+        answered = self.load.answered
         busy_s = {stage: seconds / answered for stage, seconds in service.busy_s.items()}
         # processor_s excludes worker processes. Their busy time is all computing, so it is their processor time.
         workers_s = sum(busy_s.get(stage, 0.0) for stage in _WORKERS_STAGES)
@@ -149,7 +156,7 @@ def capacity(
             }
         )
         return
-    by = f"measured:  {measured.all.answered} requests, {measured.run.began}, {measured.run.command}"
+    by = f"measured:  {measured.load.answered} requests, {measured.run.began}, {measured.run.command}"
     typer.echo("\n".join([by, *_lines(request, load, needed)]))
 
 

@@ -33,8 +33,11 @@ def clips(seed: int) -> list[bytes]:
 def stamped(clip: bytes) -> bytes:
     """The same clip with different bytes: appends a `free` box, which players skip, with 16 random bytes.
 
-    Caches identify media by content, so a stamped clip never hits a cache, in this run or a later one.
+    Caches identify media by content, so a stamped clip never hits a cache, in this run or a later one. Files other
+    than mp4 and its relatives have no boxes and are returned as they are.
     """
+    if clip[4:8] != b"ftyp":
+        return clip
     return clip + struct.pack(">I4s", 8 + _STAMP_BYTES, b"free") + os.urandom(_STAMP_BYTES)
 
 

@@ -64,6 +64,14 @@ def bench(
             "--start", help="Start the three services for this run and stop them afterwards.", rich_help_panel=_SERVER
         ),
     ] = False,
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure HTTP instead: the URL of a gateway, or of another server with OpenAI's "
+            "/v1/chat/completions, such as http://127.0.0.1:8000.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -88,10 +96,16 @@ def bench(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Open loop: requests per second on average, with Poisson arrivals.", rich_help_panel=_LOAD),
+        typer.Option(
+            "--request-rate",
+            "--rate",
+            help="Open loop: requests per second on average, with Poisson arrivals.",
+            rich_help_panel=_LOAD,
+        ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help=f"Number of requests. Default: {_REQUESTS}.", rich_help_panel=_LOAD)
+        int | None,
+        typer.Option(min=1, help=f"Number of requests per rate. Default: {_REQUESTS}.", rich_help_panel=_LOAD),
     ] = None,
     duration_s: Annotated[
         float | None,
@@ -103,8 +117,9 @@ def bench(
     workload: Annotated[
         Path | None,
         typer.Option(
-            help="Questions as JSON Lines: question; video or image (paths relative to the file) or url; optionally "
-            "pruning_rate, method, max_new_tokens, weight. Default: questions about synthetic clips.",
+            help="Questions: a ShareGPT file, whose conversations have video or image (paths relative to the file, or "
+            "URLs), or JSON Lines: question; video or image or url; optionally pruning_rate, method, max_new_tokens, "
+            "weight. Default: questions about synthetic clips.",
             rich_help_panel=_QUESTIONS,
         ),
     ] = None,
@@ -120,14 +135,15 @@ def bench(
         bool | None,
         typer.Option(
             "--unique/--repeat",
-            help="Whether all synthetic clips are different, or a few repeat and hit caches. Default: --unique.",
+            help="Whether every mp4 file that is sent gets other bytes, or files repeat and hit caches. Default: "
+            "--unique, but --repeat for a workload at one pruning rate.",
             rich_help_panel=_QUESTIONS,
         ),
     ] = None,
     pruning_rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Fraction of each video's tokens to drop. Repeat it to alternate between several rates.",
+            help="Fraction of each video's tokens to drop. Repeat it to measure several rates, one after another.",
             rich_help_panel=_QUESTIONS,
         ),
     ] = None,
@@ -173,81 +189,98 @@ def bench(
     Without flags, 8 clients send 100 questions about synthetic clips to the services on this machine. If none run,
     the command starts them with the embedded demo model.
 
-    This client measures the latencies. With --rate they count from when a request was due, not from when it was sent,
-    so they include the backlog of a server that falls behind. Rejected requests count as failed and are not retried.
-    Ctrl-C ends the run early and still prints the report. The exit status is 1 if every request failed.
+    This client measures the latencies. With --request-rate they count from when a request was due, not from when it
+    was sent, so they include the backlog of a server that falls behind. Rejected requests count as failed and are not
+    retried. Ctrl-C ends the run early and still prints the report. The exit status is 1 if every request failed.
 
-    Several pruning rates share the server's batches and affect each other. To measure the throughput of one rate, run
-    only that rate.
+    Several pruning rates are measured one after another, each alone, with the same questions at the same times, and
+    stand side by side in one table. Its figures are those of `vllm bench serve`.
+
+    A ShareGPT file is asked in order, and again from its start if there are more requests. The length of its replies
+    is not used: a completion has at most --max-new-tokens, and exactly so many with --ignore-eos.
 
     Example: framesieve bench --pruning-rate 0 --pruning-rate 0.75
 
-    Example: framesieve bench --server gpu-1:50053 --rate 4 --duration-s 60
+    Example: framesieve bench --server gpu-1:50053 --request-rate 4 --duration-s 60
+
+    Example: framesieve bench --base-url http://gpu-1:8000 --workload sharegpt.json --request-rate 1
 
     Example: framesieve bench --workload questions.jsonl --json > bench.json
     """
-    if (start or model) and source(context, "server") == "environment":  # the variable is that of all commands
+    if (start or model or base_url) and source(
+        context, "server"
+    ) == "environment":  # the variable is that of all commands
         server = context.params["server"] = None
     _check_flags(
-        {"--clients": clients, "--rate": rate},
+        {"--clients": clients, "--request-rate": rate},
         {"--requests": requests, "--duration-s": duration_s},
-        {"--server": server, "--start": start or None},
-        {"--server": server, "--model": model},
+        {"--server": server, "--start": start or None, "--base-url": base_url},
+        {"--server": server, "--model": model, "--base-url": base_url},
         {"--metrics": metrics, "--start": start or None},
         {"--metrics": metrics, "--model": model},
-        {"--workload": workload, "--unique/--repeat": unique},
-        positive={"--rate": rate, "--duration-s": duration_s, "--timeout-s": timeout_s},
+        {"--on-server": on_server or None, "--unique": unique or None},
+        positive={"--request-rate": rate, "--duration-s": duration_s, "--timeout-s": timeout_s},
     )
     if output is not None and not output.parent.is_dir():
         raise typer.BadParameter(f"--plot needs an existing folder, {output.parent} does not exist")
+    if base_url is not None and not base_url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"--base-url must start with http:// or https://, got {base_url}")
     if on_server and workload is None:
         raise typer.BadParameter("--on-server requires --workload")
     if with_records and not as_json:
         raise typer.BadParameter("--records requires --json")
-    with reported_errors(server or DEFAULT_ADDRESS, as_json=as_json):
+    with reported_errors(base_url or server or DEFAULT_ADDRESS, as_json=as_json):
         if output is not None:
             check_plotting()
-        prunings = [pruning_of(each, method) for each in pruning_rate or [0.0]]
-        entries = _entries(workload, on_server) if workload else synthesised(seed)
-        asked = Workload(entries, prunings, unique=workload is None and unique is not False)
+        prunings = tuple(pruning_of(each, method) for each in dict.fromkeys(pruning_rate or [0.0]))
+        if unique is None:
+            unique = not on_server and (workload is None or len(prunings) > 1)
+        asked = Workload(_entries(workload, on_server) if workload else synthesised(seed), unique=unique)
         extent = Extent(None if duration_s else requests or _REQUESTS, duration_s)
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
-        with served(server, start, model, metrics or ()) as target:
+        with served(base_url or server, start, model, metrics or ()) as target:
             loop = clients or (None if rate else _CLIENTS)
-            run = Run(target.address, asked, loop, rate, extent, warmup, seed, options, access, target.metrics)
+            run = Run(
+                target.address, asked, prunings, loop, rate, extent, warmup, seed, options, access, target.metrics
+            )
             outcome = asyncio.run(measure(run))
         if output is not None:
-            plot(outcome.records, outcome.wall_s, f"{_command(context)}  ·  {began}", output)
-    report = Report.of(outcome.records, outcome.wall_s)
+            plot(outcome.phases, f"{_command(context)}  ·  {began}", output)
+    reports = [Report.of(each.pruning, each.records, each.wall_s) for each in outcome.phases]
     about = {
         "command": _command(context),
         "began": began,
         "server": target.description,
         "load": run.load,
+        "pruning": f"by {method}",
         "media": _media_description(workload, unique),
-        "warmup": f"{warmup} requests, not counted, {outcome.warmup_failed} of them failed" if warmup else "none",
+        "warmup": _warmup_description(warmup, outcome.warmup_failed, len(prunings)),
     }
     if as_json:
         result = {
             "run": about,
             "interrupted": outcome.interrupted,
             "abandoned": outcome.abandoned,
-            **report_json(report),
+            "by_pruning": [
+                {
+                    **report_json(report),
+                    "services": [dataclasses.asdict(each) for each in phase.spent],
+                    **({"records": [record_json(each) for each in phase.records]} if with_records else {}),
+                }
+                for report, phase in zip(reports, outcome.phases, strict=True)
+            ],
         }
-        result["services"] = [dataclasses.asdict(each) for each in outcome.spent]
-        if with_records:
-            result["records"] = [record_json(record) for record in outcome.records]
         print_json(result)
     else:
         typer.echo("\n".join([about.pop("command"), *(f"{name + ':':<9}{value}" for name, value in about.items()), ""]))
         if outcome.interrupted:
             typer.echo(f"interrupted: {outcome.abandoned} running requests were abandoned")
-        typer.echo(table(report))
+        typer.echo(table(reports))
     if outcome.interrupted:
         raise typer.Exit(130)
-    if not report.all.answered:
+    if not any(report.answered for report in reports):
         raise typer.Exit(1)
 
 
@@ -292,9 +325,14 @@ def _command(context: typer.Context) -> str:
     return shlex.join(words)
 
 
-def _media_description(workload: Path | None, unique: bool | None) -> str:
-    if workload is not None:
-        return f"{workload}; repeated media may hit caches"
-    if unique is False:
-        return "synthetic clips that repeat and hit caches"
-    return "synthetic clips, all different, so none hits a cache"
+def _media_description(workload: Path | None, unique: bool) -> str:
+    if workload is None:
+        return "synthetic clips, all different, so none hits a cache" if unique else "synthetic clips that hit caches"
+    if unique:
+        return f"{workload}; mp4 files are sent with other bytes each time and hit no cache, other media may"
+    return f"{workload}; repeated media may hit caches"
+
+
+def _warmup_description(warmup: int, failed: int, prunings: int) -> str:
+    each = " at each rate" if prunings > 1 else ""
+    return f"{warmup} requests{each}, not counted, {failed} of them failed" if warmup else "none"

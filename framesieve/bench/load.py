@@ -37,15 +37,20 @@ class Extent:
 def poisson_arrivals(rate: float, seed: int, extent: Extent) -> Iterator[float]:
     """Arrival times in seconds since the start. Gaps are exponential with mean 1 / rate and determined by the seed.
 
+    A number of requests arrives within exactly requests / rate seconds: the gaps are scaled to that sum, as in
+    `vllm bench serve`, so that a short load has the rate that was asked for.
     rate: requests per second, above 0.
     """
     rng = Random(seed)  # noqa: S311  (not used for security)
-    after_s = 0.0
-    for number in itertools.count():
-        after_s += rng.expovariate(rate)
-        if not extent.holds(number, after_s):
-            return
+    if extent.requests is not None:
+        gaps = [rng.expovariate(rate) for _ in range(extent.requests)]
+        scale = extent.requests / rate / sum(gaps)
+        yield from itertools.accumulate(gap * scale for gap in gaps)
+        return
+    after_s = rng.expovariate(rate)
+    while extent.holds(0, after_s):
         yield after_s
+        after_s += rng.expovariate(rate)
 
 
 async def closed_loop(ask: Ask, clients: int, extent: Extent) -> None:

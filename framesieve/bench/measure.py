@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.contract.errors import FramesieveError, PeerContract
+from common.contract.errors import FramesieveError
 from common.contract.retention import Pruning
+from framesieve.bench.backend import Backend, Cost, Refused
 from framesieve.bench.workload import Question
-from framesieve.client.answer import Delta, Finished, Timings, Usage
-from framesieve.client.client import FramesieveClient
+from framesieve.client.answer import Timings, Usage
 from framesieve.client.prompt import Options
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed. status: the gRPC status, or CLIENT if the request was never sent."""
+    """Why a request failed. status: the gRPC status, "HTTP" and its status, or CLIENT if it was never sent."""
 
     status: str
     reason: str
@@ -29,12 +28,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The outcome of one request. Times are seconds.
+    """The outcome of one request. Times are seconds, since the start of the load unless said otherwise.
 
-    due_s, begun_s, done_s: when it was due, was sent, and was answered or failed, since the start of the load.
-    first_token_s: from due_s to the first token.
-    token_gaps_s: one for each token after those of the first message, which mostly has one.
-    usage, timings: as reported by the service. These and the token times are empty if the request failed.
+    due_s, begun_s, done_s: when it was due, was sent, and was answered or failed.
+    arrivals: (time, number of tokens) of each message with tokens.
+    usage, timings: as reported by the server; timings are None if it reports none.
+    A failed request has no arrivals, usage and timings.
     """
 
     number: int
@@ -42,11 +41,33 @@ class Record:
     due_s: float
     begun_s: float
     done_s: float
-    first_token_s: float | None = None
-    token_gaps_s: tuple[float, ...] = ()
+    arrivals: tuple[tuple[float, int], ...] = ()
     usage: Usage | None = None
     timings: Timings | None = None
     failure: Failure | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From due_s to the first token; None without tokens."""
+        return self.arrivals[0][0] - self.due_s if self.arrivals else None
+
+    @property
+    def token_gaps_s(self) -> tuple[float, ...]:
+        """The time between consecutive tokens.
+
+        The tokens of a message share the time since the previous message evenly; those of the first have no gaps.
+        """
+        gaps: list[float] = []
+        for (before_s, _), (now_s, tokens) in itertools.pairwise(self.arrivals):
+            gaps += [(now_s - before_s) / tokens] * tokens
+        return tuple(gaps)
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """From the first token to the end, for each further token; None for a completion of at most one token."""
+        if self.usage is None or self.usage.completion_tokens < 2 or not self.arrivals:
+            return None
+        return (self.done_s - self.arrivals[0][0]) / (self.usage.completion_tokens - 1)
 
     @property
     def total_s(self) -> float:
@@ -55,7 +76,7 @@ class Record:
 
 
 async def timed(
-    client: FramesieveClient, number: int, question: Question, due_s: float, began_s: float, options: Options
+    backend: Backend, number: int, question: Question, due_s: float, began_s: float, options: Options
 ) -> Record:
     """Sends a request and reads its completion. Errors are recorded; only a cancellation is raised.
 
@@ -65,37 +86,21 @@ async def timed(
     clock = asyncio.get_running_loop().time
     begun_s = clock()
     arrivals: list[tuple[float, int]] = []
-    finished: Finished | None = None
+    cost: Cost | None = None
     failure: Failure | None = None
     asked: Options = {**options, "pruning_rate": question.pruning.rate, "pruning_method": question.pruning.method}
     if question.max_new_tokens is not None:
         asked["max_new_tokens"] = question.max_new_tokens
     try:
-        async for event in client.stream(question.media, question.text, **asked):
-            if isinstance(event, Delta) and event.token_ids:
-                arrivals.append((clock(), len(event.token_ids)))
-            elif isinstance(event, Finished):
-                finished = event
-        if finished is None:
-            raise PeerContract(f"the stream from {client.address} ended before all completions were finished")
+        parts = await asyncio.to_thread(question.read) if question.unique else question.parts
+        cost = await backend.answer(parts, asked, lambda tokens: arrivals.append((clock() - began_s, tokens)))
+    except Refused as error:
+        failure = Failure(error.status, error.reason, str(error))
     except FramesieveError as error:
         failure = Failure(error.status, error.reason, ": ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
         failure = Failure("CLIENT", "FILE", f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    done_s = clock()
-    record = (number, question.pruning, due_s - began_s, begun_s - began_s, done_s - began_s)
-    if failure is not None or finished is None:
+    record = (number, question.pruning, due_s - began_s, begun_s - began_s, clock() - began_s)
+    if cost is None:
         return Record(*record, failure=failure)
-    first_s = arrivals[0][0] - due_s if arrivals else None
-    return Record(*record, first_s, token_gaps(arrivals), finished.usage, finished.timings)
-
-
-def token_gaps(arrivals: Sequence[tuple[float, int]]) -> tuple[float, ...]:
-    """Seconds between consecutive tokens. arrivals: (time, number of tokens) of each message.
-
-    The tokens of a message share the time since the previous message evenly; those of the first have no gaps.
-    """
-    gaps: list[float] = []
-    for (before_s, _), (now_s, tokens) in itertools.pairwise(arrivals):
-        gaps += [(now_s - before_s) / tokens] * tokens
-    return tuple(gaps)
+    return Record(*record, tuple(arrivals), cost.usage, cost.timings)

@@ -19,6 +19,8 @@ from framesieve.bench.report import named
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from framesieve.bench.run import Phase
+
 _MAX_BINS = 60
 
 
@@ -28,42 +30,45 @@ def check_plotting() -> None:
         raise StartupError("--plot needs matplotlib, which is not installed: pip install 'framesieve[plot]'")
 
 
-def plot(records: Sequence[Record], wall_s: float, title: str, output: Path) -> None:
+def plot(phases: Sequence[Phase], title: str, output: Path) -> None:
     """Writes a PNG, whatever the suffix of `output`. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     first, total, rate = figure.subplots(1, 3)
     figure.suptitle(title, fontsize=10)
-    answered = [record for record in records if record.failure is None]
-    _distributions(first, answered, "time to first token", lambda record: record.first_token_s)
-    _distributions(total, answered, "end to end", lambda record: record.total_s)
-    _throughput(rate, records, wall_s)
+    _distributions(first, phases, "time to first token", lambda record: record.first_token_s)
+    _distributions(total, phases, "end to end", lambda record: record.total_s)
+    _throughput(rate, phases)
     figure.savefig(output, format="png", dpi=120)
 
 
-def _distributions(axes: Axes, records: Sequence[Record], title: str, read: Callable[[Record], float | None]) -> None:
-    for pruning in sorted({record.pruning for record in records}, key=lambda each: (each.method, each.rate)):
-        values = [read(record) for record in records if record.pruning == pruning]
+def _distributions(axes: Axes, phases: Sequence[Phase], title: str, read: Callable[[Record], float | None]) -> None:
+    for phase in phases:
+        values = [read(record) for record in phase.records if record.failure is None]
         if seen := [value for value in values if value is not None]:
-            axes.ecdf(seen, label=named(pruning))
+            axes.ecdf(seen, label=named(phase.pruning))
     axes.set(title=title, xlabel="seconds", ylabel="fraction of requests", ylim=(0, 1))
     axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    if records:
-        axes.legend(loc="lower right")
+    _finished(axes)
 
 
-def _throughput(axes: Axes, records: Sequence[Record], wall_s: float) -> None:
+def _throughput(axes: Axes, phases: Sequence[Phase]) -> None:
     """Requests per second that ended in each of up to 60 equal intervals."""
-    edges = np.linspace(0, max(wall_s, 1e-9), min(_MAX_BINS, max(1, len(records) // 8)) + 1)
-    for label, failed in (("answered", False), ("failed", True)):
-        done = [record.done_s for record in records if (record.failure is not None) is failed]
-        if done or not failed:
-            counts, _ = np.histogram(done, edges)
-            axes.stairs(counts / np.diff(edges), edges, label=label, fill=not failed, alpha=0.7)
+    for phase in phases:
+        edges = np.linspace(0, max(phase.wall_s, 1e-9), min(_MAX_BINS, max(1, len(phase.records) // 8)) + 1)
+        for words, failed in (("", False), (", failed", True)):
+            done = [record.done_s for record in phase.records if (record.failure is not None) is failed]
+            if done:
+                counts, _ = np.histogram(done, edges)
+                axes.stairs(counts / np.diff(edges), edges, label=f"{named(phase.pruning)}{words}")
     axes.set(title="throughput over time", xlabel="seconds since the load began", ylabel="requests/s")
-    axes.set_xlim(0, edges[-1])
+    axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
+    _finished(axes)
+
+
+def _finished(axes: Axes) -> None:
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")

@@ -1,4 +1,8 @@
-"""A run of the load generator: its target, warm-up and load. Ctrl-C ends the load early and keeps its records."""
+"""A run of the load generator: its target, and for each pruning rate a warm-up and a load.
+
+The rates are measured one after another, each alone, with the same questions at the same times. Ctrl-C ends the run
+early and keeps its records.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from common.contract.errors import Unavailable
+from common.contract.retention import Pruning
+from framesieve.bench.backend import Backend, GrpcBackend
 from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.metrics import Spent, read_metrics, spent
@@ -31,11 +37,15 @@ _WARMUP_CLIENTS = 8
 class Run:
     """What to send, when and to which server. Exactly one of clients and rate (requests per second) is set.
 
+    server: the address of generation, or the URL of a server that speaks OpenAI's HTTP.
+    prunings: at least one; each is measured alone.
+    extent, warmup: of each pruning.
     metrics: host:port of the services' /metrics; if empty, the run reports no costs.
     """
 
     server: str
     workload: Workload
+    prunings: tuple[Pruning, ...]
     clients: int | None
     rate: float | None
     extent: Extent
@@ -57,26 +67,37 @@ class Run:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The results of a run: the records, in order of completion.
+class Phase:
+    """The load at one pruning: its records, in order of completion.
 
-    warmup_failed: failed warm-up requests.
     wall_s: from the start of the load to its last completion, or to its interruption.
-    abandoned: requests that were running when the load was interrupted; they have no record.
     spent: the cost to each service; empty if the load was interrupted.
     """
 
+    pruning: Pruning
     records: list[Record] = field(default_factory=list)
-    warmup_failed: int = 0
     wall_s: float = 0.0
+    spent: tuple[Spent, ...] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The results of a run.
+
+    phases: those that began, in order.
+    warmup_failed: failed warm-up requests, of all phases.
+    abandoned: requests that were running when the load was interrupted; they have no record.
+    """
+
+    phases: list[Phase] = field(default_factory=list)
+    warmup_failed: int = 0
     interrupted: bool = False
     abandoned: int = 0
-    spent: tuple[Spent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address of generation, its description in the report, and the addresses of the services' /metrics."""
+    """The server's address or URL, its description in the report, and the addresses of the services' /metrics."""
 
     address: str
     description: str
@@ -105,6 +126,19 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
         stack.stop()
 
 
+@contextlib.asynccontextmanager
+async def connected(server: str, access: Access) -> AsyncIterator[Backend]:
+    """server: as of `Run`."""
+    if server.startswith(("http://", "https://")):
+        from framesieve.bench.http_backend import HttpBackend  # imported on use: other commands do not need httpx
+
+        async with HttpBackend(server, access) as by_http:
+            yield by_http
+    else:
+        async with FramesieveClient(server, **access) as client:
+            yield GrpcBackend(client)
+
+
 async def measure(run: Run) -> Outcome:
     """Executes a run. Raises Unavailable if no warm-up request reaches the server, or metrics cannot be read."""
     outcome = Outcome()
@@ -123,43 +157,52 @@ async def measure(run: Run) -> Outcome:
 
 
 async def _load(run: Run, outcome: Outcome) -> None:
-    async with FramesieveClient(run.server, **run.access) as client:
-        if run.warmup:
-            with stderr.status(f"warming up: {run.warmup} requests …"):
-                await _warm_up(run, client, outcome)
-        before = await read_metrics(run.metrics)
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
-
-        async def ask(number: int, due_s: float) -> None:
-            outcome.abandoned += 1
-            question = run.workload.question(number)
-            outcome.records.append(await timed(client, number, question, due_s, began_s, run.options))
-            outcome.abandoned -= 1
-            bar.advanced(outcome, clock() - began_s)
-
-        with LoadBar(run.extent) as bar:
-            try:
-                if run.rate is None:
-                    await closed_loop(ask, run.clients or 1, run.extent)
-                else:
-                    await open_loop(ask, poisson_arrivals(run.rate, run.seed, run.extent))
-            finally:
-                outcome.wall_s = clock() - began_s
-        outcome.spent = spent(before, await read_metrics(run.metrics))
+    async with connected(run.server, run.access) as backend:
+        for pruning in run.prunings:
+            await _measure_one(run, pruning, backend, outcome)
 
 
-async def _warm_up(run: Run, client: FramesieveClient, outcome: Outcome) -> None:
+async def _measure_one(run: Run, pruning: Pruning, backend: Backend, outcome: Outcome) -> None:
+    if run.warmup:
+        with stderr.status(f"warming up: {run.warmup} requests …"):
+            outcome.warmup_failed += await _warm_up(run, pruning, backend)
+    before = await read_metrics(run.metrics)
+    phase = Phase(pruning)
+    outcome.phases.append(phase)
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+
+    async def ask(number: int, due_s: float) -> None:
+        outcome.abandoned += 1
+        question = run.workload.question(number, pruning)
+        phase.records.append(await timed(backend, number, question, due_s, began_s, run.options))
+        outcome.abandoned -= 1
+        bar.advanced(phase, clock() - began_s)
+
+    with LoadBar(run.extent) as bar:
+        try:
+            if run.rate is None:
+                await closed_loop(ask, run.clients or 1, run.extent)
+            else:
+                await open_loop(ask, poisson_arrivals(run.rate, run.seed, run.extent))
+        finally:
+            phase.wall_s = clock() - began_s
+    phase.spent = spent(before, await read_metrics(run.metrics))
+
+
+async def _warm_up(run: Run, pruning: Pruning, backend: Backend) -> int:
+    """The number of failed requests."""
     records: list[Record] = []
 
     async def ask(number: int, due_s: float) -> None:
-        records.append(await timed(client, number, run.workload.question(number), due_s, due_s, run.options))
+        question = run.workload.question(number, pruning)
+        records.append(await timed(backend, number, question, due_s, due_s, run.options))
 
     await closed_loop(ask, run.clients or _WARMUP_CLIENTS, Extent(run.warmup))
     failures = [record.failure for record in records if record.failure]
-    outcome.warmup_failed = len(failures)
     if all(record.failure and record.failure.reason == Unavailable.reason for record in records):
         raise Unavailable(failures[0].message, "generation")
+    return len(failures)
 
 
 class LoadBar:
@@ -181,9 +224,9 @@ class LoadBar:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def advanced(self, outcome: Outcome, after_s: float) -> None:
-        """Counts the outcome's last record, which ended `after_s` seconds after the load began."""
-        done = len(outcome.records)
-        self._failed += outcome.records[-1].failure is not None
+    def advanced(self, phase: Phase, after_s: float) -> None:
+        """Counts the last record, which ended `after_s` seconds after the load began."""
+        done = len(phase.records)
+        self._failed += phase.records[-1].failure is not None
         counts = f"{done} done · {self._failed} failed · {done / max(after_s, 1e-9):.1f} requests/s"
         self._bars.update(self._task, completed=done if self._extent.requests else after_s, counts=counts)

@@ -1,8 +1,4 @@
-"""The questions of a load: lines of a file or questions about synthetic clips, at alternating pruning rates.
-
-    number     0        1        2        3            with two rates, each question is asked at both,
-    question   A        A        B        B            one after the other, so that both see the same mix
-    rate       0        0.75     0        0.75
+"""The questions of a load: those of a file (JSON Lines, or ShareGPT), or questions about synthetic clips.
 
 It knows nothing of when requests are sent, or of their results.
 """
@@ -19,28 +15,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.contract.errors import InvalidRequest
 from common.contract.retention import Pruning
 from framesieve.bench.clips import clips, stamped
-from framesieve.client.prompt import Image, Video, is_url, media_of
+from framesieve.bench.sharegpt import file_of, first_error, read_sharegpt
+from framesieve.client.prompt import Image, Part, Video, is_url, media_of, user_turn
 
 QUESTIONS = ("What moves?", "What happens?", "How many objects are there?")
-_MAX_VALUE_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request of the load. max_new_tokens: None: the run's."""
+    """One request of the load.
 
-    media: Image | Video | None
-    text: str
+    parts: the user's turn. max_new_tokens: None: the run's.
+    unique: whether each mp4 file that is sent gets other bytes, so that it never hits a cache.
+    """
+
+    parts: tuple[Part, ...]
     pruning: Pruning
     max_new_tokens: int | None = None
+    unique: bool = False
+
+    def read(self) -> tuple[Part, ...]:
+        """The parts to send; if unique, with the stamped bytes of files. Raises OSError for a file that is gone."""
+        return tuple(_stamped(part) for part in self.parts) if self.unique else self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the workload, asked `weight` times as often as one of weight 1. None: the run's setting."""
+    """A question of the workload, asked `weight` times as often as one of weight 1. None: the run's setting."""
 
-    media: Image | Video | None
-    text: str
+    parts: tuple[Part, ...]
     pruning_rate: float | None = None
     method: str | None = None
     max_new_tokens: int | None = None
@@ -48,32 +51,27 @@ class Entry:
 
 
 class Workload:
-    """An endless sequence of questions: smooth weighted round robin over the entries, each asked at all prunings.
+    """An endless sequence of questions: smooth weighted round robin over the entries.
 
     Entries of equal weight repeat in order, and in any interval every entry has its share.
-    unique: stamp each video's bytes, so that it never hits a cache.
+    unique: that of its questions.
     """
 
-    def __init__(self, entries: Sequence[Entry], prunings: Sequence[Pruning], *, unique: bool = False) -> None:
+    def __init__(self, entries: Sequence[Entry], *, unique: bool = False) -> None:
         assert entries
-        assert prunings
         self._entries = tuple(entries)
-        self._prunings = tuple(prunings)
         self._unique = unique
         self._turns: list[Entry] = []
         self._credits = [0.0] * len(self._entries)
 
-    def question(self, number: int) -> Question:
-        """The question of a number, counted from 0."""
-        turn, at = divmod(number, len(self._prunings))
-        while len(self._turns) <= turn:
+    def question(self, number: int, pruning: Pruning) -> Question:
+        """The question of a number, counted from 0, at the run's pruning."""
+        while len(self._turns) <= number:
             self._turns.append(self._next_turn())
-        entry, pruning = self._turns[turn], self._prunings[at]
-        media = entry.media
-        if self._unique and isinstance(media, Video) and media.data is not None:
-            media = replace(media, data=stamped(media.data))
+        entry = self._turns[number]
         rate = pruning.rate if entry.pruning_rate is None else entry.pruning_rate
-        return Question(media, entry.text, Pruning(rate, entry.method or pruning.method), entry.max_new_tokens)
+        own = Pruning(rate, entry.method or pruning.method)
+        return Question(entry.parts, own, entry.max_new_tokens, self._unique)
 
     def _next_turn(self) -> Entry:
         """Adds each entry's weight to its credit, picks the largest credit and subtracts the sum of weights from it."""
@@ -84,10 +82,17 @@ class Workload:
         return self._entries[richest]
 
 
+def _stamped(part: Part) -> Part:
+    if not isinstance(part, Video) or (part.path is None and part.data is None):
+        return part
+    data = Path(part.path).read_bytes() if part.path is not None else part.data or b""
+    return replace(part, path=None, data=stamped(data))
+
+
 def synthesised(seed: int) -> list[Entry]:
     """Every clip of `clips(seed)` with each of QUESTIONS; consecutive entries have different kinds of clips."""
     films = clips(seed)
-    return [Entry(Video(data=film), text) for text in QUESTIONS for film in films]
+    return [Entry(user_turn(Video(data=film), text).parts) for text in QUESTIONS for film in films]
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -107,29 +112,30 @@ class _Line(BaseModel):
 
 
 def read_workload(path: Path, *, on_server: bool = False) -> list[Entry]:
-    """The entries of a JSON Lines file; blank lines are skipped.
+    """The entries of a file: a ShareGPT file if it begins with `[` (see `read_sharegpt`), else JSON Lines.
 
-    Each line is an object with `question`, at most one of `video`, `image` (paths relative to the file's folder) and
-    `url`, and optionally `pruning_rate`, `method`, `max_new_tokens` and `weight`, which override the run's settings.
+    Of JSON Lines, blank lines are skipped. Each other one is an object with `question`, at most one of `video`,
+    `image` (paths relative to the file's folder) and `url`, and optionally `pruning_rate`, `method`, `max_new_tokens`
+    and `weight`, which override the run's settings.
     on_server: paths are below preprocessing's --media-root.
     Raises InvalidRequest naming line, field, value and limit, and OSError if the file cannot be read.
     """
-    entries = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{path} must be UTF-8 text, byte {error.start} is invalid") from error
-    for number, text in enumerate(lines, start=1):
-        if text.strip():
+    if text.lstrip().startswith("["):
+        return [Entry(parts) for parts in read_sharegpt(text, path, on_server=on_server)]
+    entries = []
+    for number, one in enumerate(text.split("\n"), start=1):
+        if one.strip():
             place = f"{path}, line {number}"
             try:
-                line = _Line.model_validate_json(text)
+                line = _Line.model_validate_json(one)
             except ValidationError as error:
                 raise InvalidRequest(f"{place}: {_first(error)}") from error
-            media = _media(line, place, path.parent, on_server)
-            entries.append(
-                Entry(media, line.question, line.pruning_rate, line.method, line.max_new_tokens, line.weight)
-            )
+            parts = user_turn(_media(line, place, path.parent, on_server), line.question).parts
+            entries.append(Entry(parts, line.pruning_rate, line.method, line.max_new_tokens, line.weight))
     if not entries:
         raise InvalidRequest(f"{path} must have at least 1 line, got 0")
     return entries
@@ -137,14 +143,9 @@ def read_workload(path: Path, *, on_server: bool = False) -> list[Entry]:
 
 def _first(error: ValidationError) -> str:
     found = error.errors()[0]
-    field = ".".join(map(str, found["loc"]))
-    if found["type"] == "missing":
-        return f"{field}: {found['msg']}"
     if found["type"] == "extra_forbidden":
-        return f"{field}: unknown field, must be one of {', '.join(_Line.model_fields)}"
-    value = repr(found["input"])
-    shown = value if len(value) <= _MAX_VALUE_CHARACTERS else f"{value[:_MAX_VALUE_CHARACTERS]}…"
-    return f"{field + ': ' if field else ''}{found['msg']}, got {shown}"
+        return f"{found['loc'][0]}: unknown field, must be one of {', '.join(_Line.model_fields)}"
+    return first_error(error)
 
 
 def _media(line: _Line, place: str, folder: Path, on_server: bool) -> Image | Video | None:
@@ -159,8 +160,4 @@ def _media(line: _Line, place: str, folder: Path, on_server: bool) -> Image | Vi
     if location is None:
         return None
     kind = Video if line.video is not None else Image
-    if on_server:
-        return kind(server_path=location)
-    if not (folder / location).is_file():
-        raise InvalidRequest(f"{place}: {given[0]}: must name a file, got {location!r}, which does not exist")
-    return kind(folder / location)
+    return file_of(kind, location, f"{place}: {given[0]}", folder, on_server)

@@ -36,7 +36,8 @@ class PreprocessingSettings(ServiceSettings):
         1024, ge=1, description="maximum requests that run or wait at a time; further ones are refused; unset: no limit"
     )
     media_root: Path | None = Field(
-        None, description="folder below which requests may read files by path; unset: requests cannot name paths"
+        None,
+        description="folder below which requests may read files by path or file URL; unset: requests cannot name files",
     )
     allow_media_domain: Annotated[tuple[Domain, ...], NoDecode] = Field(
         (),

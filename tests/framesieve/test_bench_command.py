@@ -37,12 +37,15 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
     assert (result.exit_code, result.stderr) == (0, "")
     report = json.loads(result.stdout)
     assert len(services.asked) == 14
-    assert (report["all"]["asked"], report["all"]["answered"], report["all"]["failed"]) == (12, 12, 0)
-    assert report["all"]["retained"] == pytest.approx(8 / 12)
-    assert report["requests_per_s"] == pytest.approx(12 / report["wall_s"])
-    assert report["output_tokens_per_s"] == pytest.approx(24 / report["wall_s"])
-    assert sorted(record["number"] for record in report["records"]) == list(range(12))
-    assert all(len(record["token_gaps_s"]) == 1 for record in report["records"])
+    (load,) = report["by_pruning"]
+    assert (load["asked"], load["answered"], load["failed"]) == (12, 12, 0)
+    assert load["retained"] == pytest.approx(8 / 12)
+    assert load["requests_per_s"] == pytest.approx(12 / load["wall_s"])
+    assert load["output_tokens_per_s"] == pytest.approx(24 / load["wall_s"])
+    assert load["total_tokens_per_s"] == pytest.approx((12 * 8 + 24) / load["wall_s"])
+    assert 1 <= load["peak_concurrent_requests"] <= 3
+    assert sorted(record["number"] for record in load["records"]) == list(range(12))
+    assert all(len(record["token_gaps_s"]) == 1 for record in load["records"])
     assert report["run"]["command"].endswith("--clients 3 --requests 12 --warmup 2 --json --records")
     assert report["run"]["load"] == "3 clients in a closed loop, 12 requests"
     assert "all different" in report["run"]["media"]
@@ -50,27 +53,44 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
 
 def test_pruning_and_sampling_flags_are_sent(bench: Callable[..., Result], services: FakeServices) -> None:
     rates = ["--pruning-rate", "0", "--pruning-rate", "0.75", "--method", "vidcom2"]
-    bench("--clients", "1", "--requests", "4", "--warmup", "0", *rates, "--max-new-tokens", "9", "--ignore-eos")
-    assert [request.pruning.rate for request in services.asked] == [0, 0.75, 0, 0.75]
+    flags = ["--clients", "1", "--requests", "2", "--warmup", "1", *rates, "--max-new-tokens", "9", "--ignore-eos"]
+    told = json.loads(bench(*flags, "--json").stdout)
+    assert [request.pruning.rate for request in services.asked] == [0, 0, 0, 0.75, 0.75, 0.75]
+    assert [(each["pruning_rate"], each["asked"]) for each in told["by_pruning"]] == [(0, 2), (0.75, 2)]
+    assert told["run"]["warmup"] == "1 requests at each rate, not counted, 0 of them failed"
+    questions = [request.prompt.messages[0].parts[1].text for request in services.asked]
+    assert questions[:3] == questions[3:]
     assert {request.pruning.method for request in services.asked} == {"vidcom2"}
     assert {request.sampling.max_new_tokens for request in services.asked} == {9}
     assert {request.sampling.ignore_eos for request in services.asked} == {True}
     films = {request.prompt.messages[0].parts[0].video.data for request in services.asked}
-    assert len(films) == 4
+    assert len(films) == 6
     report = json.loads(bench("--requests", "20", "--warmup", "0", "--repeat", "--json").stdout)
-    assert len({request.prompt.messages[0].parts[0].video.data for request in services.asked[4:]}) == 4
-    assert "repeat and hit caches" in report["run"]["media"]
-    assert not any(request.sampling.ignore_eos for request in services.asked[4:])
+    assert len({request.prompt.messages[0].parts[0].video.data for request in services.asked[6:]}) == 4
+    assert "hit caches" in report["run"]["media"]
+    assert not any(request.sampling.ignore_eos for request in services.asked[6:])
 
 
 def test_arrivals_do_not_wait_for_completions_and_can_be_plotted(
     bench: Callable[..., Result], services: FakeServices, tmp_path: Path
 ) -> None:
     path = workload(tmp_path, {"question": "hang"}, {"question": "?"})
-    flags = ("--rate", "400", "--requests", "4", "--warmup", "0", "--timeout-s", "2", "--workload", path, "--json")
+    flags = (
+        "--request-rate",
+        "400",
+        "--requests",
+        "4",
+        "--warmup",
+        "0",
+        "--timeout-s",
+        "2",
+        "--workload",
+        path,
+        "--json",
+    )
     report = json.loads(bench(*flags, "--plot", str(tmp_path / "load.png")).stdout)
     assert services.most_running > 1
-    assert report["all"]["answered"] == 2
+    assert report["by_pruning"][0]["answered"] == 2
     assert report["run"]["load"] == "400 Poisson arrivals a second, seed 0, 4 requests"
     assert (tmp_path / "load.png").exists()
 
@@ -82,8 +102,10 @@ def test_the_table_shows_the_run_and_its_errors(bench: Callable[..., Result], tm
     lines = result.stdout.splitlines()
     assert lines[0].startswith("framesieve bench --server unix:")
     assert "warmup:  3 requests, not counted, 1 of them failed" in lines
-    assert any(line.startswith("4 answered, 2 failed in ") for line in lines)
-    assert "  2 × INVALID_ARGUMENT MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded" in lines
+    assert "rate 0, evs: 2 × INVALID_ARGUMENT MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded" in lines
+    rows = [line.split() for line in lines]
+    assert ["Successful", "requests:", "4"] in rows
+    assert ["Failed", "requests:", "2"] in rows
 
 
 def test_requests_past_their_deadline_fail(
@@ -93,7 +115,7 @@ def test_requests_past_their_deadline_fail(
     flags = ("--clients", "2", "--requests", "2", "--warmup", "0", "--timeout-s", "2")
     result = bench("--workload", path, *flags, "--json")
     assert result.exit_code == 1
-    (error,) = json.loads(result.stdout)["errors"]
+    (error,) = json.loads(result.stdout)["by_pruning"][0]["failures"]
     assert (error["status"], error["count"]) == ("DEADLINE_EXCEEDED", 2)
     assert services.most_running == 2
 
@@ -109,8 +131,9 @@ def test_ctrl_c_ends_the_run_early_and_still_reports(services: FakeServices, add
         report = json.loads(process.communicate(timeout=60)[0])
         assert process.returncode == 130
     assert report["interrupted"]
-    assert (report["all"]["answered"], report["abandoned"]) == (len(services.asked) - 1, 1)
-    assert report["all"]["answered"] > 0
+    (load,) = report["by_pruning"]
+    assert (load["answered"], report["abandoned"]) == (len(services.asked) - 1, 1)
+    assert load["answered"] > 0
 
 
 def test_a_missing_extra_is_reported_before_any_request(
@@ -125,7 +148,8 @@ def test_a_missing_extra_is_reported_before_any_request(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--clients", "2", "--rate", "3"], "--clients and --rate exclude each other"),
+        (["--clients", "2", "--rate", "3"], "--clients and --request-rate exclude each other"),
+        (["--base-url", "http://127.0.0.1:1"], "--server and --base-url exclude each other"),
         (["--model", "here"], "--server and --model exclude each other"),
         (["--duration-s", "nan"], "--duration-s must be above 0"),
         (["--pruning-rate", "1"], "below 1, got 1.0"),

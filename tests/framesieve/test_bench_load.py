@@ -5,27 +5,34 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import AsyncIterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from common.contract.errors import Overloaded
 from common.contract.retention import Pruning
+from framesieve.bench.backend import Cost
 from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.workload import Question
-from framesieve.client.answer import Accepted, Delta, Event, Finished, FinishReason, Timings, Usage
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options
+from framesieve.client.answer import Timings, Usage
+from framesieve.client.prompt import Options, Part, Text
 from tests.framesieve.instant_loop import run
 
 
 def test_arrivals_are_determined_by_the_seed_and_end_with_the_duration() -> None:
     arrivals = list(poisson_arrivals(100.0, 3, Extent(duration_s=5)))
-    assert arrivals == list(poisson_arrivals(100.0, 3, Extent(1000)))[: len(arrivals)]
-    assert arrivals != list(poisson_arrivals(100.0, 4, Extent(1000)))[: len(arrivals)]
+    assert arrivals == list(poisson_arrivals(100.0, 3, Extent(duration_s=9)))[: len(arrivals)]
+    assert arrivals != list(poisson_arrivals(100.0, 4, Extent(duration_s=9)))[: len(arrivals)]
     assert arrivals[-1] < 5
+
+
+def test_a_number_of_requests_arrives_at_the_rate() -> None:
+    for requests in (1, 7, 50):
+        arrivals = list(poisson_arrivals(2.0, 3, Extent(requests)))
+        assert len(arrivals) == requests
+        assert arrivals[-1] == pytest.approx(requests / 2.0)
 
 
 def test_gaps_between_arrivals_are_exponential() -> None:
@@ -104,83 +111,67 @@ def test_a_stall_of_the_load_generator_counts_as_latency() -> None:
 # --- one request ------------------------------------------------------------------------------------------------
 
 USAGE = Usage(prompt_tokens_full=100, prompt_tokens=40, completion_tokens=3, media=())
-TIMINGS = Timings(0.1, 0, 0.1, 0, 0, 0, 0, 0, 0, 0, 0, generate_s=0.1)
-ANSWER: list[Event | float] = [
-    Accepted("r", USAGE),
-    0.05,
-    Delta(0, "", (), ()),
-    0.1,
-    Delta(0, "A", (1,), ()),
-    0.2,
-    Delta(0, "BC", (2, 3), ()),
-    0.05,
-    Finished(0, FinishReason.STOP, USAGE, TIMINGS),
-]
+COST = Cost(USAGE, Timings(0.1, 0, 0.1, 0, 0, 0, 0, 0, 0, 0, 0, generate_s=0.1))
+ANSWER: list[Cost | int | float] = [0.15, 1, 0.2, 2, 0.05, COST]
 
 
-class FakeClient:
-    """Yields the events of a script, sleeps at a number and raises at an exception."""
-
-    address = "nowhere"
+class FakeBackend:
+    """Sleeps at a float, sends a message of as many tokens at an int, raises at an exception and ends at a cost."""
 
     def __init__(self, script: list[Any]) -> None:
         self.script = script
         self.options: dict[str, Any] = {}
 
-    async def stream(self, media: object, question: str, **options: Any) -> AsyncIterator[Event]:
-        self.options = options
+    async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:
+        self.options = dict(options)
         for step in self.script:
             if isinstance(step, float):
                 await asyncio.sleep(step)
+            elif isinstance(step, int):
+                arrived(step)
             elif isinstance(step, Exception):
                 raise step
-            else:
-                yield step
+        assert isinstance(self.script[-1], Cost)
+        return self.script[-1]
 
 
-async def measured(client: FakeClient, *, late_s: float = 0.0, began_ago_s: float = 10.0, **question: Any) -> Record:
+async def measured(backend: FakeBackend, *, late_s: float = 0.0, began_ago_s: float = 10.0, **question: Any) -> Record:
     """late_s: how long ago the request was due."""
     now_s = asyncio.get_running_loop().time()
-    asked = Question(None, "?", Pruning(0.5, "random"), **question)
+    asked = Question((Text("?"),), Pruning(0.5, "random"), **question)
     options = Options(max_new_tokens=64, timeout_s=9.0)
-    return await timed(cast(FramesieveClient, client), 4, asked, now_s - late_s, now_s - began_ago_s, options)
+    return await timed(backend, 4, asked, now_s - late_s, now_s - began_ago_s, options)
 
 
 def test_latencies_count_from_when_a_request_was_due() -> None:
-    record = run(measured(FakeClient(ANSWER), late_s=2.0))
+    record = run(measured(FakeBackend(ANSWER), late_s=2.0))
     assert (record.number, record.pruning, record.failure) == (4, Pruning(0.5, "random"), None)
     assert (record.due_s, record.begun_s) == pytest.approx((8.0, 10.0), abs=1e-6)
-    # A message without tokens does not count as the first token.
     assert record.first_token_s == pytest.approx(2.15, abs=1e-6)
     assert record.token_gaps_s == pytest.approx((0.1, 0.1), abs=1e-6)
+    assert record.time_per_output_token_s == pytest.approx((0.2 + 0.05) / 2, abs=1e-6)
     assert record.total_s == pytest.approx(2.4, abs=1e-6)
-    assert (record.usage, record.timings) == (USAGE, TIMINGS)
+    assert (record.usage, record.timings) == (COST.usage, COST.timings)
 
 
 def test_settings_of_a_question_override_those_of_the_run() -> None:
-    client = FakeClient(ANSWER[-1:])
+    backend = FakeBackend([COST])
     for own, told in (({}, 64), ({"max_new_tokens": 5}, 5)):
-        run(measured(client, **own))
+        run(measured(backend, **own))
         pruned = {"pruning_rate": 0.5, "pruning_method": "random"}
-        assert client.options == {**pruned, "timeout_s": 9.0, "max_new_tokens": told}
+        assert backend.options == {**pruned, "timeout_s": 9.0, "max_new_tokens": told}
 
 
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ([*ANSWER[:5], Overloaded("the queue is full")], ("RESOURCE_EXHAUSTED", "OVERLOADED", "the queue is full")),
+        ([0.15, 1, Overloaded("the queue is full")], ("RESOURCE_EXHAUSTED", "OVERLOADED", "the queue is full")),
         ([OSError(2, "No such file", "clip.mp4")], ("CLIENT", "FILE", "clip.mp4: No such file")),
-        (
-            ANSWER[:5],
-            ("INTERNAL", "PEER_CONTRACT", "the stream from nowhere ended"),
-        ),
     ],
-    ids=["rejected midway", "missing file", "unfinished stream"],
+    ids=["rejected midway", "missing file"],
 )
 def test_a_failed_request_has_a_reason_and_no_token_times(script: list[Any], told: tuple[str, ...]) -> None:
-    record = run(measured(FakeClient(script)))
+    record = run(measured(FakeBackend(script)))
     assert record.failure is not None
-    status, reason, message = told
-    assert (record.failure.status, record.failure.reason) == (status, reason)
-    assert record.failure.message.startswith(message)
+    assert (record.failure.status, record.failure.reason, record.failure.message) == told
     assert (record.first_token_s, record.token_gaps_s, record.usage, record.timings) == (None, (), None, None)

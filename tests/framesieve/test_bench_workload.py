@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from common.contract.errors import InvalidRequest
 from common.contract.retention import EVS, Pruning
 from framesieve.bench.clips import FPS, KINDS, clips, stamped
-from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
-from framesieve.client.prompt import Image, Video
+from framesieve.bench.workload import Entry, Question, Workload, read_workload, synthesised
+from framesieve.client.prompt import Image, Text, Video
 
 PLAIN = Pruning(0.0)
 PRUNED = Pruning(0.75)
@@ -43,17 +43,17 @@ def test_a_workload_file_has_one_entry_per_line(tmp_path: Path) -> None:
         {"question": "Why?"},
     )
     assert read_workload(path) == [
-        Entry(Video(tmp_path / "clip.mp4"), "What\u2028moves?"),
-        Entry(Image(tmp_path / "photo.bin"), "Who?", pruning_rate=0, max_new_tokens=5, weight=2),
-        Entry(Video(url="https://a.test/photo.png"), "Where?", method="vidcom2"),
-        Entry(Video(url="https://a.test/film"), "When?", pruning_rate=0.5),
-        Entry(None, "Why?"),
+        Entry((Video(tmp_path / "clip.mp4"), Text("What\u2028moves?"))),
+        Entry((Image(tmp_path / "photo.bin"), Text("Who?")), pruning_rate=0, max_new_tokens=5, weight=2),
+        Entry((Video(url="https://a.test/photo.png"), Text("Where?")), method="vidcom2"),
+        Entry((Video(url="https://a.test/film"), Text("When?")), pruning_rate=0.5),
+        Entry((Text("Why?"),)),
     ]
 
 
 def test_paths_on_the_server_need_not_exist_here(tmp_path: Path) -> None:
     path = write(tmp_path, {"video": "far/away.mp4", "question": "?"})
-    assert read_workload(path, on_server=True) == [Entry(Video(server_path="far/away.mp4"), "?")]
+    assert read_workload(path, on_server=True) == [Entry((Video(server_path="far/away.mp4"), Text("?")))]
 
 
 @pytest.mark.parametrize(
@@ -80,28 +80,80 @@ def test_an_invalid_line_is_named_with_field_value_and_limit(
     assert [word for word in words if word not in message] == []
 
 
-def test_every_question_is_asked_at_all_rates_and_settings_of_a_line_override_those_of_the_run() -> None:
-    entries = [Entry(None, "A", pruning_rate=0.25), Entry(None, "B", method="random", max_new_tokens=3)]
-    load = Workload(entries, [PLAIN, PRUNED])
-    asked = [load.question(number) for number in range(6)]
-    assert [each.text for each in asked] == list("AABBAA")
-    assert [each.pruning for each in asked[:2]] == [Pruning(0.25, EVS)] * 2
-    assert [each.pruning for each in asked[2:4]] == [Pruning(0.0, "random"), Pruning(0.75, "random")]
-    assert [each.max_new_tokens for each in asked] == [None, None, 3, 3, None, None]
+def conversation(*values: str, **fields: Any) -> dict[str, Any]:
+    """Turns of a human and of gpt, one after the other."""
+    speakers = ("human", "gpt") * len(values)
+    turns = [{"from": speaker, "value": value} for speaker, value in zip(speakers, values, strict=False)]
+    return {"id": "1", "conversations": turns, **fields}
+
+
+def test_a_sharegpt_file_is_asked_by_its_first_turns_with_media_in_place_of_placeholders(tmp_path: Path) -> None:
+    clip, photo = tmp_path / "clips" / "a.mp4", tmp_path / "b.jpg"
+    clip.parent.mkdir()
+    clip.write_bytes(b"film")
+    photo.write_bytes(b"photo")
+    path = tmp_path / "sharegpt.json"
+    entries = [
+        conversation("<video>\nWhat moves?", "A circle.", "And then?", "Nothing.", video="clips/a.mp4"),
+        conversation("What <image> is <image>?", "Two.", image=["b.jpg", "https://a.test/c.jpg"]),
+        conversation("Where?", "There.", video=f"file://{clip}"),
+        conversation("What does <video> mean in HTML?", "A film."),
+        conversation("Alone"),
+    ]
+    path.write_text("\n" + json.dumps(entries))
+    assert read_workload(path) == [
+        Entry((Video(clip), Text("What moves?"))),
+        Entry((Text("What"), Image(photo), Text("is"), Image(url="https://a.test/c.jpg"), Text("?"))),
+        Entry((Video(clip), Text("Where?"))),
+        Entry((Text("What does <video> mean in HTML?"),)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (conversation("?", "!", video="no.mp4"), ["1.video", "must name a file", "'no.mp4'"]),
+        (conversation("?", "!", video=3), ["1.video", "string", "got 3"]),
+        ({"conversations": [{"from": "human"}]}, ["1.conversations.0.value", "required"]),
+    ],
+)
+def test_an_invalid_conversation_is_named_with_field_value_and_limit(
+    tmp_path: Path, entry: dict[str, Any], words: list[str]
+) -> None:
+    path = write(tmp_path, json.dumps([conversation("Fine?", "Yes."), entry]))
+    with pytest.raises(InvalidRequest) as raised:
+        read_workload(path)
+    message = str(raised.value)
+    assert message.startswith(f"{path}: ")
+    assert [word for word in words if word not in message] == []
+
+
+def test_settings_of_a_line_override_those_of_the_run() -> None:
+    load = Workload(
+        [
+            Entry((Text("A"),), pruning_rate=0.25),
+            Entry((Text("B"),), method="random", max_new_tokens=3),
+        ]
+    )
+    assert [load.question(number, PRUNED) for number in range(3)] == [
+        Question((Text("A"),), Pruning(0.25, EVS)),
+        Question((Text("B"),), Pruning(0.75, "random"), 3),
+        Question((Text("A"),), Pruning(0.25, EVS)),
+    ]
 
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_every_entry_has_its_share_and_a_question_depends_on_its_number_alone(weights: list[int]) -> None:
-    entries = [Entry(None, str(index), weight=float(weight)) for index, weight in enumerate(weights)]
-    load = Workload(entries, [PLAIN])
+    entries = [Entry((Text(str(index)),), weight=float(weight)) for index, weight in enumerate(weights)]
+    load = Workload(entries)
     total = sum(weights)
-    asked = [load.question(number).text for number in range(2 * total)]
+    asked = [load.question(number, PLAIN).parts for number in range(2 * total)]
     for first in (0, total):
         counts = Counter(asked[first : first + total])
-        assert [counts[str(index)] for index in range(len(weights))] == weights
-    backwards = Workload(entries, [PLAIN])
-    assert [backwards.question(number).text for number in reversed(range(2 * total))] == asked[::-1]
+        assert [counts[entry.parts] for entry in entries] == weights
+    backwards = Workload(entries)
+    assert [backwards.question(number, PRUNED).parts for number in reversed(range(2 * total))] == asked[::-1]
 
 
 # --- clips ------------------------------------------------------------------------------------------------------
@@ -126,8 +178,22 @@ def test_synthetic_clips_are_unique_unless_they_repeat() -> None:
     entries = synthesised(0)
 
     def films(unique: bool) -> set[bytes | None]:
-        load = Workload(entries, [PLAIN, PRUNED], unique=unique)
-        media = [load.question(number).media for number in range(2 * len(entries))]
-        return {each.data for each in media if isinstance(each, Video)}
+        load = Workload(entries, unique=unique)
+        parts = [load.question(number, PLAIN).read() for number in range(2 * len(entries))]
+        return {part.data for each in parts for part in each if isinstance(part, Video)}
 
     assert (len(films(True)), len(films(False))) == (2 * len(entries), len(KINDS))
+
+
+def test_mp4_files_of_a_workload_are_made_unique_and_others_are_left(tmp_path: Path) -> None:
+    film = clips(0)[0]
+    (tmp_path / "clip.mp4").write_bytes(film)
+    (tmp_path / "clip.mkv").write_bytes(b"no boxes")
+    parts = (Video(tmp_path / "clip.mp4"), Video(tmp_path / "clip.mkv"), Image(tmp_path / "photo.png"), Text("?"))
+    first, second = (Workload([Entry(parts)], unique=True).question(0, PLAIN).read() for _ in range(2))
+    assert isinstance(first[0], Video)
+    assert isinstance(second[0], Video)
+    assert first[0].data is not None
+    assert first[0].data.startswith(film)
+    assert first[0].data != second[0].data
+    assert first[1:] == second[1:] == (Video(data=b"no boxes"), *parts[2:])

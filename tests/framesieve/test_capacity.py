@@ -25,14 +25,25 @@ def bench_result() -> dict[str, Any]:
     """Of 100 requests."""
     return {
         "run": {"command": "framesieve bench --start --json", "began": "2026-11-21T12:00:00+00:00", "server": "…"},
-        "wall_s": 100.0,
-        "all": {"asked": 101, "answered": 100, "held_s": 2.0, "kv_token_s": 500.0},
-        "services": [
-            service("preprocessing", 4, fetch=900.0, plan=10.0, decode=60.0, resize=10.0),
-            service("encoder", encode=25.0, prune=5.0),
-            service("generation", transfer=500.0, prefill=30.0, step=20.0),
+        "by_pruning": [
+            {
+                "answered": 100,
+                "held_s": 2.0,
+                "kv_token_s": 500.0,
+                "services": [
+                    service("preprocessing", 4, fetch=900.0, plan=10.0, decode=60.0, resize=10.0),
+                    service("encoder", encode=25.0, prune=5.0),
+                    service("generation", transfer=500.0, prefill=30.0, step=20.0),
+                ],
+            }
         ],
     }
+
+
+def with_load(**fields: Any) -> dict[str, Any]:
+    """The bench result with other fields of its only load."""
+    result = bench_result()
+    return {**result, "by_pruning": [{**result["by_pruning"][0], **fields}]}
 
 
 @pytest.fixture
@@ -92,9 +103,10 @@ def test_the_table_has_the_same_numbers(capacity: Callable[..., Result]) -> None
     ("result", "told"),
     [
         ("{", "Invalid JSON"),
-        ({**bench_result(), "all": {"answered": 0, "held_s": 1, "kv_token_s": 1}}, "all.answered: Input should be gr"),
-        ({**bench_result(), "services": bench_result()["services"][:2]}, "no metrics of generation"),
-        ({**bench_result(), "services": [{"service": "encoder"}]}, "services.0.busy_s: Field required"),
+        (with_load(answered=0), "by_pruning.0.answered: Input should be gr"),
+        (with_load(services=bench_result()["by_pruning"][0]["services"][:2]), "no metrics of generation"),
+        (with_load(services=[{"service": "encoder"}]), "by_pruning.0.services.0.busy_s: Field required"),
+        ({**bench_result(), "by_pruning": bench_result()["by_pruning"] * 2}, "by_pruning: List should have at most 1"),
     ],
 )
 def test_an_incomplete_result_is_rejected_by_its_field(capacity: Callable[..., Result], result: Any, told: str) -> None:

@@ -106,7 +106,8 @@ def test_no_step_synchronises_with_the_device(
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_tokens_are_chosen_without_a_wait_and_as_on_the_cpu(top_p: float) -> None:
     how = SamplingParams(9, 0.7, top_p, 50, 0.01, repetition_penalty=1.1, presence_penalty=0.5, logprobs=True)
-    each = (how, SamplingParams(9), replace(how, seed=3, top_logprobs=4))
+    ruled = replace(how, min_new_tokens=3, eos_ids=(7,), logit_bias=((5, 1.5), (6, -100)), bad_words=((9, 11), (12,)))
+    each = (ruled, SamplingParams(9), replace(how, seed=3, top_logprobs=4))
     logits = torch.randn(3, 4096)
     found = []
     for device in (torch.device("cpu"), CUDA):

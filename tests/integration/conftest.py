@@ -21,6 +21,7 @@ from tests.families import load_reference
 from tests.integration.collector import Collector, collecting
 from tests.integration.fleet import Fleet, Service, exported, metric_in, until
 from tests.integration.load import is_answered_soon
+from tests.scripted import write_scripted
 
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
@@ -82,6 +83,13 @@ def stack(
         with running(tiny_checkpoint, media_root=media_root, flags=flags) as stack:
             patch.undo()  # services that start later send no spans and have the name of their folder
             yield stack
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """The three services with a model that calls two tools, whatever it is asked."""
+    with running(write_scripted(tmp_path_factory.mktemp("scripted"))) as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`framesieve bench` and `framesieve capacity` against three real processes."""
+"""`framesieve bench` and `framesieve capacity` against real services, by gRPC and by HTTP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from framesieve.cli.launcher import LocalStack
 from tests import media
+from tests.integration.gateway import gateway
 
 COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()"]
 
@@ -34,26 +35,80 @@ def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(sta
     workload = tmp_path / "load.jsonl"
     workload.write_text("\n".join(map(json.dumps, lines)))
     asked = ["--server", stack.address, "--workload", str(workload), "--pruning-rate", "0", "--pruning-rate", "0.5"]
-    load = ["--clients", "4", "--requests", "16", "--warmup", "2", "--max-new-tokens", "4"]
-    report = json.loads(run("bench", *asked, *load, "--json", "--records"))
-    everything, (plain, pruned) = report["all"], report["by_pruning"]
-    assert (everything["asked"], everything["answered"], everything["failed"]) == (16, 12, 4)
-    (error,) = report["errors"]
-    assert (error["status"], error["reason"], error["count"]) == ("INVALID_ARGUMENT", "MEDIA_REJECTED", 4)
-    assert (plain["answered"], plain["retained"], pruned["answered"]) == (6, 1, 6)
+    load = ["--clients", "4", "--requests", "8", "--warmup", "2", "--max-new-tokens", "4"]
+    plain, pruned = json.loads(run("bench", *asked, *load, "--json", "--records"))["by_pruning"]
+    for each in (plain, pruned):
+        assert (each["asked"], each["answered"], each["failed"]) == (8, 6, 2)
+        (error,) = each["failures"]
+        assert (error["status"], error["reason"], error["count"]) == ("INVALID_ARGUMENT", "MEDIA_REJECTED", 2)
+        for record in (one for one in each["records"] if one["error"] is None):
+            assert len(record["token_gaps_s"]) < record["completion_tokens"] == 4
+            # The client also measures the way there and back.
+            served_s = record["timings"]["time_to_first_token_s"]
+            assert served_s <= record["first_token_s"] <= record["total_s"] <= each["wall_s"]
+    assert plain["retained"] == 1
     assert plain["prompt_tokens_full"] == pruned["prompt_tokens_full"] > pruned["prompt_tokens"]
-    for record in (each for each in report["records"] if each["error"] is None):
-        assert len(record["token_gaps_s"]) < record["completion_tokens"] == 4
-        # The client also measures the way there and back.
-        served_s = record["timings"]["time_to_first_token_s"]
-        assert served_s <= record["first_token_s"] <= record["total_s"] <= report["wall_s"]
+
+
+@pytest.fixture(scope="module")
+def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two clips and a picture."""
+    folder = tmp_path_factory.mktemp("sharegpt")
+    entries = []
+    for index, (field, name, file) in enumerate(
+        (
+            ("video", "still.mp4", media.clip()),
+            ("video", "other.mp4", media.clip(8, seed=1)),
+            ("image", "photo.png", media.picture(112, 112)),
+        )
+    ):
+        (folder / name).write_bytes(file)
+        turns = [{"from": "human", "value": f"<{field}>\nWhat moves?"}, {"from": "gpt", "value": "Nothing."}]
+        entries.append({"id": str(index), "conversations": turns, field: name})
+    path = folder / "sharegpt.json"
+    path.write_text(json.dumps(entries))
+    return path
+
+
+SHAREGPT_LOAD = ["--request-rate", "20", "--requests", "6", "--warmup", "0", "--max-new-tokens", "4", "--ignore-eos"]
+
+
+def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: LocalStack, sharegpt: Path) -> None:
+    asked = ["--workload", str(sharegpt), "--pruning-rate", "0", "--pruning-rate", "0.5", *SHAREGPT_LOAD, "--json"]
+    with gateway(stack.address, sharegpt.parent) as door:
+        http = json.loads(run("bench", "--base-url", door.url, *asked))["by_pruning"]
+    grpc = json.loads(run("bench", "--server", stack.address, *asked))["by_pruning"]
+    for name in ("answered", "prompt_tokens_full", "prompt_tokens", "completion_tokens", "retained"):
+        assert [each[name] for each in http] == [each[name] for each in grpc]
+    for each in http:
+        assert (each["answered"], each["completion_tokens"]) == (6, 6 * 4)
+        assert 0 < each["first_token_s"]["p50"] <= each["total_s"]["p50"] < each["wall_s"]
+        assert sum(each["stages_s"].values()) > 0
+    assert http[0]["prompt_tokens_full"] > http[1]["prompt_tokens"]
+
+
+def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(
+    stack: LocalStack, sharegpt: Path, tmp_path: Path
+) -> None:
+    (sharegpt.parent / "noise.mp4").write_bytes(bytes(range(256)) * 40)
+    workload = sharegpt.parent / "noise.jsonl"
+    workload.write_text(json.dumps({"video": "noise.mp4", "question": "?"}))
+    asked = [*COMMAND, "bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
+    with gateway(stack.address, tmp_path) as door:
+        done = subprocess.run([*asked, "--base-url", f"{door.url}/v1"], capture_output=True, text=True)
+    (error,) = json.loads(done.stdout)["by_pruning"][0]["failures"]
+    assert (error["status"], error["reason"], error["count"]) == ("HTTP 400", "MEDIA_REJECTED", 2)
+    gone = subprocess.run([*asked, "--base-url", door.url], capture_output=True, text=True)
+    told = json.loads(gone.stdout)["error"]
+    assert (gone.returncode, told["reason"]) == (1, "UNAVAILABLE")
+    assert told["message"].startswith(f"no server answers at {door.url}")
 
 
 @pytest.mark.deep
 def test_bench_can_start_the_services_itself() -> None:
     report = run("bench", "--start", "--requests", "4", "--warmup", "0")
     assert "three services started for this run, with the embedded model" in report
-    assert "4 answered, 0 failed" in report
+    assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]
 
 
 def test_capacity_follows_from_the_time_that_services_spent(stack: LocalStack, tmp_path: Path) -> None:
@@ -61,7 +116,7 @@ def test_capacity_follows_from_the_time_that_services_spent(stack: LocalStack, t
     load = ["--clients", "2", "--requests", "8", "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
     result = tmp_path / "bench.json"
     result.write_text(run("bench", "--server", stack.address, *metrics, *load, "--json"))
-    measured = json.loads(result.read_text())
+    (measured,) = json.loads(result.read_text())["by_pruning"]
     services = {each["service"]: each for each in measured["services"]}
     for name, stage in (("preprocessing", "decode"), ("encoder", "encode"), ("generation", "step")):
         # No stage is busy for longer than the run, and none is idle: no clip is cached.
@@ -75,7 +130,6 @@ def test_capacity_follows_from_the_time_that_services_spent(stack: LocalStack, t
     encode_s = sum(services["encoder"]["busy_s"].values()) / 8
     assert plan["working"]["encoder"]["used"] == pytest.approx(100 * encode_s)
     # The number of tokens times how long each is held: at most all of the time that a request runs.
-    everything = measured["all"]
-    tokens = (everything["prompt_tokens"] + everything["completion_tokens"]) / 8
-    assert 0 < plan["kv_cache"]["used"] < 100 * everything["held_s"] * tokens
+    tokens = (measured["prompt_tokens"] + measured["completion_tokens"]) / 8
+    assert 0 < plan["kv_cache"]["used"] < 100 * measured["held_s"] * tokens
     assert all(count >= 1 for count in plan["replicas"].values())

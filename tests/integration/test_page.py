@@ -19,6 +19,7 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
 from tests import media
+from tests.integration.conftest import SERVED_NAME
 from tests.integration.gateway import Gateway, gateway
 
 ANSWER_MS = 60_000
@@ -178,6 +179,7 @@ def test_it_is_usable_by_keyboard_on_a_phone(page: Page) -> None:
     page.get_by_label("Longest answer").fill("4")
     page.get_by_label("Question").fill("What moves?")
     page.get_by_role("button", name="Ask").press("Enter")
+    expect(page.locator("#model")).to_have_text(f"Model: {SERVED_NAME}")
     (article,) = finished(page, 1)
     expect(article.get_by_role("heading")).to_have_text("Pruned by 80 %")
     assert page.evaluate("document.documentElement.scrollWidth") == NARROW_PX

@@ -1,0 +1,159 @@
+"""Tools through three processes: a model of a known script calls them, and grammars hold the calls of any model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from common.contract.errors import InvalidRequest
+from framesieve import FramesieveClient, Message, Text, Tool, ToolCall, Video
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.answer import Answer, Delta, Finished, FinishReason
+from framesieve.client.prompt import Options
+from tests import media
+from tests.scripted import LOOK, SCRIPT
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = Tool("weather", "The weather of a city.", CITY)
+CLOCK = Tool("clock")
+# Bounded, so that any model ends.
+LAMP_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"room": {"enum": ["hall", "attic"]}, "level": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["room", "level"],
+    "additionalProperties": False,
+}
+LAMP = Tool("lamp", None, LAMP_SCHEMA)
+CALLS = [("weather", {"city": "Kyoto"}), ("clock", {})]
+QUESTION = "Is it raining in Kyoto?"
+
+
+@pytest.fixture
+async def client(scripted: LocalStack) -> AsyncIterator[FramesieveClient]:
+    async with FramesieveClient(scripted.address) as connected:
+        yield connected
+
+
+def read(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+async def test_calls_are_read_from_an_answer_with_text_before_them(client: FramesieveClient) -> None:
+    answer = await client.ask(Video(data=media.clip(4)), QUESTION, tools=[WEATHER, CLOCK], n=2)
+    for choice in answer.choices:
+        assert (choice.text, read(choice.tool_calls), choice.reason) == (LOOK, CALLS, FinishReason.TOOL_CALLS)
+        assert len(choice.token_ids) == len(SCRIPT) + 1
+    assert len({call.id for choice in answer.choices for call in choice.tool_calls}) == 4
+
+
+async def test_calls_are_streamed_while_their_arguments_arrive(client: FramesieveClient) -> None:
+    events = [event async for event in client.events([Message("user", (Text(QUESTION),))], Options(tools=[WEATHER]))]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert "".join(delta.text for delta in deltas) == LOOK
+    parts = [part for delta in deltas for part in delta.tool_calls if part.index == 0]
+    assert [bool(part.id) and part.name == "weather" for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert "".join(part.arguments for part in parts) == '{"city": "Kyoto"}'
+    assert len([part for part in parts if part.arguments]) == 2  # the script cuts them
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is FinishReason.TOOL_CALLS
+
+
+async def test_a_result_goes_back_with_the_call(client: FramesieveClient) -> None:
+    asked = (Message("user", (Text(QUESTION),)),)
+    called = await client.answer(asked, Options(tools=[WEATHER]))
+    turn = Message("assistant", (Text(called.text),), tool_calls=called.tool_calls)
+    results = tuple(Message("tool", (Text("{}"),), tool_call_id=call.id) for call in called.tool_calls)
+    answer = await client.answer((*asked, turn, *results), Options(tools=[WEATHER]))
+    longer = tuple(replace(result, parts=(Text("a b c d e f g h"),)) for result in results)
+    more = await client.answer((*asked, turn, *longer), Options(tools=[WEATHER]))
+    tokens = [each.usage.prompt_tokens for each in (called, answer, more)]
+    assert tokens == sorted(set(tokens))
+    assert read(answer.tool_calls) == CALLS
+
+
+async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(client: FramesieveClient) -> None:
+    bare = await client.ask(None, QUESTION)
+    none = await client.ask(None, QUESTION, tools=[WEATHER], tool_choice="none")
+    shown = await client.ask(None, QUESTION, tools=[WEATHER])
+    assert none.text == bare.text == "".join(SCRIPT)
+    assert (none.tool_calls, none.reason) == ((), FinishReason.STOP)
+    assert none.usage.prompt_tokens == bare.usage.prompt_tokens < shown.usage.prompt_tokens
+
+
+async def test_without_parallel_calls_there_is_one(client: FramesieveClient) -> None:
+    answer = await client.ask(None, QUESTION, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
+    assert (answer.text, read(answer.tool_calls)) == (LOOK, CALLS[:1])
+
+
+async def test_an_answer_that_is_cut_off_has_the_beginning_of_its_call(client: FramesieveClient) -> None:
+    answer = await client.ask(None, QUESTION, tools=[WEATHER], max_new_tokens=4)
+    assert answer.reason is FinishReason.LENGTH
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("weather", '{"city": "K')]
+
+
+@pytest.mark.parametrize("choice", ["required", LAMP], ids=["required", "named"])
+async def test_a_required_call_satisfies_its_schema_whatever_the_model(client: FramesieveClient, choice: Any) -> None:
+    other = Tool("bell", None, {"type": "object", "properties": {"twice": {"type": "boolean"}}})
+    options = Options(tools=[other, LAMP], tool_choice=choice, temperature=1.0, seed=1, n=2)
+    answer = await client.ask(None, QUESTION, **options, parallel_tool_calls=False, max_new_tokens=200)
+    for made in answer.choices:
+        assert (made.text, made.reason) == ("", FinishReason.TOOL_CALLS)
+        ((name, arguments),) = read(made.tool_calls)
+        schemas: dict[str, Any] = {"lamp": LAMP_SCHEMA} if choice is LAMP else {"lamp": LAMP_SCHEMA, "bell": {}}
+        jsonschema.validate(arguments, schemas[name])
+
+
+async def test_a_strict_tool_is_called_freely_and_as_its_schema_says(client: FramesieveClient) -> None:
+    """The script's city is not in the schema."""
+    oslo = Tool("weather", None, {"type": "object", "properties": {"city": {"const": "Oslo"}}, "required": ["city"]})
+    answer = await client.ask(
+        None, QUESTION, tools=[replace(oslo, strict=True)], parallel_tool_calls=False, max_new_tokens=100
+    )
+    assert (answer.text, read(answer.tool_calls)) == (LOOK, [("weather", {"city": "Oslo"})])
+    free: Answer = await client.ask(None, QUESTION, tools=[oslo])
+    assert read(free.tool_calls) == CALLS
+
+
+USER = Message("user", (Text(QUESTION),))
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "why"),
+    [
+        ([USER], Options(tools=[CLOCK], tool_choice=WEATHER), r"tool_choice\.name must be one of .*, got 'weather'"),
+        ([USER], Options(tool_choice="required"), r"tool_choice\.mode must not be required without tools"),
+        ([USER], Options(tools=[CLOCK, CLOCK]), r"prompt\.tools\[1\]\.name must be its own, clock is"),
+        ([USER], Options(tools=[Tool("a b")]), r"prompt\.tools\[0\]\.name must be .*, got 'a b'"),
+        (
+            [USER, Message("assistant", (), tool_calls=(ToolCall("1", "clock", "now"),))],
+            Options(),
+            r"prompt\.messages\[1\]\.tool_calls\[0\]\.arguments is not JSON",
+        ),
+        (
+            [USER],
+            Options(tools=[CLOCK, Tool("weather", None, {"type": "array"})], tool_choice=Tool("weather")),
+            r"prompt\.tools\[1\]\.parameters\.type must be object, got array",
+        ),
+        ([USER], Options(template_options={"colour": 1}), r"prompt\.template_options\.colour is not a variable"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    client: FramesieveClient, messages: list[Message], options: Options, why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        await client.answer(messages, options)
+
+
+async def test_tools_are_refused_where_the_template_has_none(stack: LocalStack) -> None:
+    async with FramesieveClient(stack.address) as plain:
+        with pytest.raises(InvalidRequest, match=r"prompt\.tools must be empty: the checkpoint's chat template"):
+            await plain.ask(None, QUESTION, tools=[CLOCK])
+        result = Message("tool", (Text("rain"),), tool_call_id="1")
+        with pytest.raises(InvalidRequest, match=r"prompt\.messages must hold no tool calls and results"):
+            await plain.answer([USER, result], Options())
