@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -18,15 +17,15 @@ from google.protobuf.json_format import MessageToDict
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from demo.checkpoint import CHAT_TEMPLATE
 from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from tests import media
-from tests.integration.conftest import SERVED_NAME, running
+from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import metric_in
 from tests.integration.gateway import Gateway, data_url, gateway
+from tests.scripted import LOOK
 
 CLIP, PICTURE = media.clip(8, fps=4), media.picture(60, 90)
 CLIP_URL, PICTURE_URL = data_url("video/mp4", CLIP), data_url("image/png", PICTURE)
@@ -296,7 +295,7 @@ def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
 CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
 
 
-class Scripted(generation_pb2_grpc.GenerationServiceServicer):
+class Played(generation_pb2_grpc.GenerationServiceServicer):
     """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first."""
 
     def __init__(self) -> None:
@@ -332,15 +331,15 @@ def delta(**fields: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Scripted:
-    return Scripted()
+def played() -> Played:
+    return Played()
 
 
 @pytest.fixture(scope="module")
-def calling(scripted: Scripted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def calling(played: Played, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("scripted")
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(scripted, server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(played, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with gateway(f"127.0.0.1:{port}", folder) as started:
@@ -379,25 +378,25 @@ def test_function_calls_are_items_after_the_text(calling: Gateway, cut_off: bool
             assert "".join(pieces) == done["arguments"] == item["arguments"]
 
 
-def test_openai_clients_send_the_results_of_calls(calling: Gateway, scripted: Scripted) -> None:
+def test_openai_clients_send_the_results_of_calls(calling: Gateway, played: Played) -> None:
     with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="unused") as client:
         choice = {"type": "function", "name": "weather"}
         with client.responses.stream(
             model="scripted", input="Weather?", tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False
         ) as stream:
             first = stream.get_final_response()
-        assert MessageToDict(scripted.asked.tool_choice) == {
+        assert MessageToDict(played.asked.tool_choice) == {
             "mode": "TOOL_CHOICE_MODE_REQUIRED",
             "name": "weather",
             "singleCall": True,
         }
-        (tool,) = scripted.asked.prompt.tools
+        (tool,) = played.asked.prompt.tools
         assert (tool.name, tool.description, tool.strict) == ("weather", WEATHER["description"], False)
         assert json.loads(tool.parameters) == WEATHER["parameters"]
         results = [{"type": "function_call_output", "call_id": call[0], "output": "Rain."} for call in CALLS]
         earlier = [{"role": "user", "content": "Weather?"}, *first.output]
         client.responses.create(model="scripted", input=[*earlier, *results], tools=[WEATHER], tool_choice="none")
-    turns = [MessageToDict(each) for each in scripted.asked.prompt.messages]
+    turns = [MessageToDict(each) for each in played.asked.prompt.messages]
     assert turns == [
         {"role": "ROLE_USER", "parts": [{"text": "Weather?"}]},
         {
@@ -466,14 +465,14 @@ def test_what_clients_send_unasked_is_answered(calling: Gateway, name: str) -> N
         http.post("/v1/responses", json={"model": "scripted"} | SENT_UNASKED[name]).raise_for_status()
 
 
-def test_a_schema_sent_along_with_a_required_call_is_not_asked_for(calling: Gateway, scripted: Scripted) -> None:
+def test_a_schema_sent_along_with_a_required_call_is_not_asked_for(calling: Gateway, played: Played) -> None:
     schema = {"format": {"type": "json_schema", "name": "weather", "schema": WEATHER["parameters"]}}
     body = {"input": "Weather?", "tools": [WEATHER], "text": schema}
     with calling.http() as http:
         http.post("/v1/responses", json=body | {"tool_choice": "required"}).raise_for_status()
-        assert not scripted.asked.sampling.HasField("json_schema")
+        assert not played.asked.sampling.HasField("json_schema")
         http.post("/v1/responses", json=body).raise_for_status()
-        assert json.loads(scripted.asked.sampling.json_schema) == WEATHER["parameters"]
+        assert json.loads(played.asked.sampling.json_schema) == WEATHER["parameters"]
 
 
 def test_a_failure_is_the_last_event(calling: Gateway) -> None:
@@ -491,39 +490,15 @@ def test_a_failure_is_the_last_event(calling: Gateway) -> None:
     assert metric_in(text, "framesieve_requests_total", method="Responses", code="UNAVAILABLE") == 1
 
 
-SHOWS_TOOLS = """\
-{%- if tools -%}
-<|im_start|>system
-{{ tools | tojson }}
-<tool_call>{"name": …, "arguments": …}</tool_call><|im_end|>
-{% endif -%}
-"""
-SHOWS_CALLS = (
-    "{%- for call in message.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}"
-)
-
-
-@pytest.fixture(scope="module")
-def tools_door(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Services of a checkpoint whose template shows tools, which calls them as random weights do: if it must."""
-    model = tmp_path_factory.mktemp("tools") / "caller"
-    shutil.copytree(tiny_checkpoint, model)
-    turns = CHAT_TEMPLATE.replace("<|im_end|>", SHOWS_CALLS + "<|im_end|>").replace(
-        "['content'] -%}", "['content'] or [] -%}"
-    )
-    (model / "chat_template.jinja").write_text(SHOWS_TOOLS + turns)
-    with running(model) as stack, gateway(stack.address, model.parent) as started:
-        yield started
-
-
+CLOCK = {"type": "function", "name": "clock"}
 CITIES = {"type": "object", "properties": {"city": {"enum": ["Kyoto", "Rome"]}}, "required": ["city"]}
 
 
-def test_a_required_call_is_made_and_its_result_answered(tools_door: Gateway) -> None:
+def test_calls_of_real_services_are_made_and_their_results_answered(scripted: LocalStack, tmp_path: Path) -> None:
     asked = {"role": "user", "content": "Weather?"}
     body = {"input": [asked], "tools": [WEATHER | {"parameters": CITIES}], "max_output_tokens": 400}
     must = body | {"tool_choice": "required", "parallel_tool_calls": False}
-    with tools_door.http() as http:
+    with gateway(scripted.address, tmp_path) as door, door.http() as http:
         whole = http.post("/v1/responses", json=must).raise_for_status().json()
         events = events_in(http.post("/v1/responses", json=must | {"stream": True}).raise_for_status().text)
         for response in (whole, events[-1]["response"]):
@@ -537,5 +512,8 @@ def test_a_required_call_is_made_and_its_result_answered(tools_door: Gateway) ->
         assert answer["usage"]["input_tokens"] > events[-1]["response"]["usage"]["input_tokens"]
         broken = http.post("/v1/responses", json=body | {"input": [asked, call | {"arguments": "x"}, result]})
         assert (broken.status_code, broken.json()["error"]["param"]) == (400, "input[1].arguments"), broken.text
+        free = http.post("/v1/responses", json=body | {"tools": [WEATHER, CLOCK]}).raise_for_status().json()
+        assert [item.get("name") for item in free["output"]] == [None, "weather", "clock"]
+        assert free["output"][0]["content"][0]["text"] == LOOK
         named = http.post("/v1/responses", json=body | {"tools": [WEATHER | {"name": "a b"}]})
         assert (named.status_code, named.json()["error"]["param"]) == (400, "tools[0].name"), named.text

@@ -61,7 +61,7 @@ def _name(place: tuple[int | str, ...], value: Any, is_absent: bool) -> str:
             value, is_new = value[step], True
             continue
         fields = value if isinstance(value, dict) else {}
-        if is_new and fields.get("type") == step and (step not in fields or following in (step, *fields)):
+        if is_new and fields.get("type") == step and following and (step not in fields or following in (step, *fields)):
             is_new = False
         elif step in fields or (is_absent and following == ""):
             name += f".{step}" if name else step
