@@ -83,21 +83,24 @@ def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldN
     if message.content is None or isinstance(message.content, str):
         return
     for place, part in enumerate(message.content):
-        if isinstance(part, TextPart):
-            continue
-        here = f"messages[{number}].content[{place}]"
-        sampling: dict[str, str] = {}
-        for of, given in (("", request), (f"{here}.", part)):
-            if reading := given.media_io_kwargs and given.media_io_kwargs.video:
-                for name in reading.model_fields_set:
-                    sampling[_READ_NAMES.get(name, name)] = f"{of}media_io_kwargs.video.{name}"
-                    if name == "num_frames":
-                        sampling["max_frames"] = sampling[name]
-            if choice := given.mm_processor_kwargs:
-                for name in choice.model_fields_set:
-                    sampling[_CHOSEN_NAMES.get(name, name)] = f"{of}mm_processor_kwargs.{name}"
-        location = f"{here}.{_location_of(part)}"
-        names.media[number, place] = MediaNames(location, f"{here}.pruning" if part.pruning else "pruning", sampling)
+        if not isinstance(part, TextPart):
+            here = f"messages[{number}].content[{place}]"
+            names.media[number, place] = media_names(part, request, here, _location_of(part))
+
+
+def media_names(part: MediaOptions, request: MediaOptions, here: str, location: str) -> MediaNames:
+    """The names of a part's fields for errors. here: the part. location: its field that says where its media are."""
+    sampling: dict[str, str] = {}
+    for of, given in (("", request), (f"{here}.", part)):
+        if reading := given.media_io_kwargs and given.media_io_kwargs.video:
+            for name in reading.model_fields_set:
+                sampling[_READ_NAMES.get(name, name)] = f"{of}media_io_kwargs.video.{name}"
+                if name == "num_frames":
+                    sampling["max_frames"] = sampling[name]
+        if choice := given.mm_processor_kwargs:
+            for name in choice.model_fields_set:
+                sampling[_CHOSEN_NAMES.get(name, name)] = f"{of}mm_processor_kwargs.{name}"
+    return MediaNames(f"{here}.{location}", f"{here}.pruning" if part.pruning else "pruning", sampling)
 
 
 def _location_of(part: MediaPart) -> str:

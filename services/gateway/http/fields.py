@@ -61,15 +61,9 @@ def _name(place: tuple[int | str, ...], value: Any, is_absent: bool) -> str:
             value, is_new = value[step], True
             continue
         fields = value if isinstance(value, dict) else {}
-        is_lacking = is_absent and following == ""
-        if (
-            is_new
-            and not is_lacking
-            and fields.get("type") == step
-            and (step not in fields or following in (step, *fields))
-        ):
+        if is_new and fields.get("type") == step and following and (step not in fields or following in (step, *fields)):
             is_new = False
-        elif step in fields or is_lacking:
+        elif step in fields or (is_absent and following == ""):
             name += f".{step}" if name else step
             value, is_new = fields.get(step), True
     return name

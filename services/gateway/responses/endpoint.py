@@ -12,7 +12,7 @@ from services.gateway.questions import Question, Questions
 from services.gateway.responses.options import options_of
 from services.gateway.responses.request import parse
 from services.gateway.responses.response import Told, repeated
-from services.gateway.responses.turns import in_words_of, turns_of
+from services.gateway.responses.turns import turns_of, words_of
 
 
 class Responses:
@@ -33,5 +33,5 @@ def _translated(body: bytearray, uploads: Uploads) -> Question:
         options=options_of(request),
         telling=partial(Told, repeated(request)),
         logged={"user": request.user, "metadata": request.metadata},
-        words=partial(in_words_of, [turn.places for turn in turns]),
+        words=words_of(turns),
     )

@@ -10,13 +10,14 @@ reasoning                           nothing
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Image, Message, Part, Role, Text, Video
 from framesieve.client.tools import ToolCall
-from services.gateway.chat.content import contained, located, media
+from services.gateway.chat.content import contained, located, media, media_names
+from services.gateway.chat.names import FieldNames, MediaNames
 from services.gateway.files import Uploads
 from services.gateway.responses.request import (
     AnyPart,
@@ -31,26 +32,23 @@ from services.gateway.responses.request import (
     ResponsesRequest,
 )
 
-_MESSAGE = re.compile(
-    r"prompt\.messages\[(\d+)\](?:\.(parts|tool_calls)\b(?:\[(\d+)\](?:\.(?:image|video|text)\b)?)?)?"
-)
-_WORDS = (
-    ("prompt.messages", "input"),
-    ("prompt.tools", "tools"),
-    ("tool_call_id", "call_id"),
-    ("sampling.json_schema", "text.format.schema"),
-    ("max_new_tokens", "max_output_tokens"),
-)
+_MESSAGE = re.compile(r"prompt\.messages\[(\d+)\](?:\.(parts|tool_calls)\b(?:\[(\d+)\](?:\.text\b)?)?)?")
+_WORDS = (("prompt.messages", "input"), ("prompt.tools", "tools"), ("tool_call_id", "call_id"))
+_OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The fields that a turn came from: its item, its content, each of its parts and of its calls."""
+    """The fields that a turn came from: its item, its content, each of its parts and of its calls.
+
+    media: by part, those of images and videos.
+    """
 
     item: str
     content: str
     parts: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
+    media: Mapping[int, MediaNames] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ def _turn(item: Item, name: str, request: ResponsesRequest, uploads: Uploads) ->
         case ItemReference():
             raise InvalidRequest(
                 f"{name}.type must not be item_reference: items of earlier answers are not kept, send the item itself "
-                "(clients that send references by themselves do so with store false)"
+                "(a client that sends references unasked sends items with store: false)"
             )
 
 
@@ -113,7 +111,17 @@ def _parts(
         return (Text(content),), Places(item, name, (name,))
     names = tuple(f"{name}[{number}]" for number in range(len(content)))
     parts = tuple(_part(part, place, request, uploads) for part, place in zip(content, names, strict=True))
-    return parts, Places(item, name, names)
+    of_media = {
+        number: media_names(part, request, names[number], _location_of(part))
+        for number, part in enumerate(content)
+        if isinstance(part, InputImage | InputFile)
+    }
+    return parts, Places(item, name, names, media=of_media)
+
+
+def _location_of(part: InputImage | InputFile) -> str:
+    """The field that says where its media are."""
+    return next(name for name in ("file_id", "image_url", "file_data", "file_url") if getattr(part, name, None))
 
 
 def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> Part:
@@ -145,8 +153,12 @@ def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Upload
     return media(source, name, part, request, asks_for_image=False)
 
 
-def in_words_of(places: Sequence[Places], message: str) -> str:
-    """An error's text with the fields of the body in place of those of the gRPC request."""
+def words_of(turns: Sequence[Turn]) -> Callable[[str], str]:
+    """Puts the fields of the body into an error's text, in place of those of the gRPC request."""
+    places, names = [turn.places for turn in turns], FieldNames()
+    names.options.update(_OPTIONS)
+    for index, place in enumerate(places):
+        names.media.update({(index, number): each for number, each in place.media.items()})
 
     def named(found: re.Match[str]) -> str:
         index, kind, number = int(found[1]), found[2], found[3]
@@ -158,7 +170,10 @@ def in_words_of(places: Sequence[Places], message: str) -> str:
             return fields[int(number)] if int(number) < len(fields) else found[0]
         return place.content if kind == "parts" else place.item
 
-    message = _MESSAGE.sub(named, message)
-    for name, word in _WORDS:
-        message = re.sub(rf"\b{re.escape(name)}\b", word, message)
-    return message
+    def words(message: str) -> str:
+        message = _MESSAGE.sub(named, names.renamed(message))
+        for name, word in _WORDS:
+            message = re.sub(rf"\b{re.escape(name)}\b", word, message)
+        return message
+
+    return words
