@@ -220,7 +220,7 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
         ([prompt_of()], r"prompt.messages\[0\].parts must hold at least one part"),
         ([prompt_of(text(""), text(""))], "no media and only empty text"),
         ([prompt_of(prompt_pb2.Part())], r"prompt.messages\[0\].parts\[0\] must hold text, image or video"),
-        ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"messages\[0\].role must be system, user or assistant, got 0"),
+        ([PreprocessRequest(prompt=WITHOUT_ROLE)], r"\[0\].role must be system, user, assistant or tool, got 0"),
         ([prompt_of(text("x"), video())], r"parts\[1\].video must hold data, data_bytes, url, path, frames or embeds"),
         (
             [prompt_of(text("x"), image(url="a.org"))],
