@@ -5,7 +5,7 @@ row, and take positions of the grid's first row. Pictures are packed; none is pa
 4.5 makes as many tokens of a group of frames as of a picture; each frame's time is the nearest tenth of a second.
 Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5,
 `modeling_minicpmv.py` of openbmb/MiniCPM-Llama3-V-2_5;
-`Idefics2VisionTransformer` of transformers 5.23, which places patches alike.
+`Idefics2VisionTransformer` of transformers 5.24, which places patches alike.
 """
 
 from __future__ import annotations

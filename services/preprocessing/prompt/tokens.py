@@ -9,7 +9,7 @@ The template renders random stand-ins instead of the user's text. Text that the 
 beside user text is tokenised together with it, so ordinary text gets the same ids as in transformers. Exception: a
 template that inspects the text (some cut earlier answers at `</think>`) sees only the stand-in, so that text stays
 whole. It knows no model family, and needs only `tokenizers` and jinja2.
-Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23, whose environment it rebuilds.
+Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.24, whose environment it rebuilds.
 """
 
 from __future__ import annotations
