@@ -8,7 +8,7 @@
     └───┴───┘
 
 Sources: LLaVA-OneVision, arXiv 2408.03326; `select_best_resolution`, `get_patch_output_size`, `unpad_image` and
-`pack_image_features` of transformers 5.23, formula for formula.
+`pack_image_features` of transformers 5.24, formula for formula.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a process asks of its system: memory that malloc keeps, an OpenMP runtime, its share of the cores, open files,
-free ports; and the status it exits with.
+free ports, the end of its parent; and the status it exits with.
 
-Sources: mallopt(3), malloc_trim(3), dlopen(3), setpriority(2), sched(7) on autogroups, getrlimit(2); Intel's OpenMP
-runtime, KMP_BLOCKTIME.
+Sources: mallopt(3), malloc_trim(3), dlopen(3), setpriority(2), sched(7) on autogroups, getrlimit(2), pidfd_open(2);
+Intel's OpenMP runtime, KMP_BLOCKTIME.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import ctypes
 import os
 import random
 import resource
+import select
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from itertools import count
@@ -27,6 +30,9 @@ _HOST = "127.0.0.1"
 # Below the range of ephemeral ports: an outgoing connection may hold one of those at any time.
 _PORTS = range(10_000, 32_768)
 _TRIES = 1_000
+
+LAUNCHER = "FRAMESIEVE_LAUNCHER"
+"""The variable that tells a service the pid of the launcher whose end is its own."""
 
 _LIBC = ctypes.CDLL(None)
 _places = count(random.randrange(len(_PORTS)))  # noqa: S311  (no secret)
@@ -103,6 +109,21 @@ def allow_open_files() -> None:
     """Raises the soft limit of open files to the hard limit. The usual 1024 is for programs that use select(2)."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+def when_parent_ends(parent: int, end: Callable[[], object]) -> None:
+    """Calls `end`, from a thread, once the process that started this one has ended; `parent` is the pid that it had."""
+    handle = os.pidfd_open(os.getppid())
+    if os.getppid() != parent:  # it has ended already, and another process has adopted this one
+        end()
+
+    def watch() -> None:
+        ends = select.poll()
+        ends.register(handle, select.POLLIN)
+        ends.poll()
+        end()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def free_port() -> int:

@@ -22,8 +22,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+from common.process import when_parent_ends
 
 _LENGTH = struct.Struct(">Q")
 _EXIT_S = 5.0
@@ -114,10 +117,7 @@ class Orders:
         first = self.receive()
         self.facts: dict[str, Any] = {} if first is None else json.loads(first)
         if self.facts:
-            parent = os.pidfd_open(os.getppid())
-            if os.getppid() != self.facts["service"]:  # the service has ended, and another process has adopted this one
-                os._exit(1)
-            threading.Thread(target=_end_with, args=(parent,), name="service", daemon=True).start()
+            when_parent_ends(self.facts["service"], partial(os._exit, 1))
 
     def receive(self) -> bytes | None:
         """Waits for the next message; None once the connection is closed."""
@@ -201,11 +201,3 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
             return None
         filled += got
     return bytes(data)
-
-
-def _end_with(service: int) -> None:
-    """Ends this process when the process of a pidfd has ended."""
-    ends = select.poll()
-    ends.register(service, select.POLLIN)
-    ends.poll()
-    os._exit(1)

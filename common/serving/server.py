@@ -10,20 +10,21 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from typing import Any, NoReturn
 
 import grpc
 import structlog
-from grpc_reflection.v1alpha import reflection
 
 from common.contract.errors import StartupError
-from common.process import ExitStatus, allow_open_files, at_once, keep_freed_memory
+from common.process import LAUNCHER, ExitStatus, allow_open_files, at_once, keep_freed_memory, when_parent_ends
 from common.security.quotas import ClientQuotas
 from common.serving.guards import guarded_server, listen, serve_metrics
 from common.serving.health import NAME as HEALTH
 from common.serving.health import Health
 from common.serving.interceptors import RequestInterceptor, stage_of
+from common.serving.reflection import enable_reflection
 from common.serving.settings import ServiceSettings
 from common.telemetry.metrics import SERVING
 from common.telemetry.otlp import export_spans
@@ -39,11 +40,14 @@ log = structlog.get_logger()
 def run(main: Callable[[], Coroutine[Any, Any, ExitStatus]]) -> NoReturn:
     """Runs a service's main coroutine and exits with its status. A StartupError is the last line of its output.
 
-    Before `serve` handles signals, and after the first signal, SIGTERM and SIGINT end the process at once.
+    Before `serve` handles signals, and after the first signal, SIGTERM and SIGINT end the process at once. The end of
+    the launcher that started it, if one did, is a SIGTERM.
     """
     keep_freed_memory()
     allow_open_files()
     _end_on_signals()
+    if launcher := os.environ.pop(LAUNCHER, ""):
+        when_parent_ends(int(launcher), partial(os.kill, os.getpid(), signal.SIGTERM))
     try:
         status = asyncio.run(main())
     except StartupError as error:
@@ -104,7 +108,7 @@ async def serve(
     health = Health(("", service, HEALTH), details or {})
     health.add_to(server)
     if settings.reflection:
-        reflection.enable_server_reflection((service, HEALTH, reflection.SERVICE_NAME), server)
+        enable_reflection((service, HEALTH), server)
     tls = listen(server, settings)
     serve_metrics(settings)
 

@@ -5,7 +5,8 @@
                                                              complete
 
 Each child has its own session, so a Ctrl-C in the terminal reaches this process alone, which then drains the children
-(`framesieve.cli.signals`). It knows the services by their module names and flags only.
+(`framesieve.cli.signals`). Children whose launcher is killed drain by themselves, all at the same time. It knows the
+services by their module names and flags only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import grpc
 from common.address import check_address, is_unix
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from common.process import ExitStatus, free_port
+from common.process import LAUNCHER, ExitStatus, free_port
 from common.security.credentials import Credentials
 from common.serving.probe import http_url, is_serving, own_credentials, serves_http
 
@@ -192,7 +193,9 @@ class LocalStack:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment() | (_faster_malloc() if service in ("encoder", "generation") else {}),
+                env=environment()
+                | {LAUNCHER: str(os.getpid())}
+                | (_faster_malloc() if service in ("encoder", "generation") else {}),
                 start_new_session=True,
             )
 

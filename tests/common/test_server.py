@@ -15,7 +15,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from prometheus_client import REGISTRY
 
 from common.channels import error_from_status, open_channel, upstream_errors
@@ -112,6 +114,24 @@ async def test_errors_become_statuses_and_errors_again(tmp_path: Path) -> None:
                 assert len(str(back)) >= min(len(str(error)), 700)
                 assert getattr(back, "retry_after_s", None) == {4: 2.5}.get(index)
                 assert getattr(back, "stage", None) == {5: "preprocessing", 9: "encoder"}.get(index)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_every_service_that_it_lists(tmp_path: Path, version: str) -> None:
+    async with serving(tmp_path) as (channel, _):
+
+        async def ask(**wanted: Any) -> reflection_pb2.ServerReflectionResponse:  # the messages of v1 are the same
+            call = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")()
+            await call.write(reflection_pb2.ServerReflectionRequest(**wanted).SerializeToString())
+            return reflection_pb2.ServerReflectionResponse.FromString(await call.read())
+
+        listed = [each.name for each in (await ask(list_services="")).list_services_response.service]
+        reflecting = [f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha")]
+        assert sorted(listed) == sorted([SERVICE, "grpc.health.v1.Health", *reflecting])
+        for name in listed:
+            answer = await ask(file_containing_symbol=name)
+            described = [*map(FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto)]
+            assert name in [f"{each.package}.{service.name}" for each in described for service in each.service]
 
 
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tmp_path: Path) -> None:

@@ -51,8 +51,7 @@ def test_evs_equals_transformers_unless_counts_or_rounding_differ() -> None:
         grid = Grid(*torch.randint(1, 9, (3,), generator=random).tolist())
         rate = int(torch.randint(0, 100, (1,), generator=random)) / 100
         embeds = torch.randn(grid.tokens, 16, generator=random)
-        sides = torch.LongTensor([grid.t, grid.h, grid.w])
-        mask = compute_retention_mask(video_embeds=embeds, thw=sides, spatial_merge_size=1, q=rate)
+        mask = compute_retention_mask(embeds, grid.t, rate)
         theirs = mask.nonzero().view(-1).int()
         count = exact_count(grid, rate, grid.h * grid.w)
         best = evs_scores(embeds, grid)[0].sort(descending=True).values

@@ -1,6 +1,6 @@
 """InternVL's tower: InternViT, a pixel shuffle of its patches to tokens, and a projector.
 
-Source: `InternVLModel` of transformers 5.23; InternVL 2.5, arXiv 2412.05271.
+Source: `InternVLModel` of transformers 5.24; InternVL 2.5, arXiv 2412.05271.
 """
 
 from __future__ import annotations

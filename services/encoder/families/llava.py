@@ -5,7 +5,7 @@
 
 The outputs of the layers in `vision_feature_layer` are joined along the channels and projected; layers behind the last
 of them are not computed. `default` leaves out the first row of each image: the class token, where there is one.
-Source: `LlavaModel.get_image_features` of transformers 5.23, whose classes these are.
+Source: `LlavaModel.get_image_features` of transformers 5.24, whose classes these are.
 """
 
 from __future__ import annotations

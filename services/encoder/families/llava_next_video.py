@@ -4,7 +4,7 @@
     image       24 × 24 of the whole and of each tile ─▶ projector ─▶ one picture, without its padding
 
 So the tower gives features, and the projector runs for each frame. Newlines are text: generation stores their vector.
-Source: `LlavaNextVideoPooler` and `pack_image_features` of transformers 5.23.
+Source: `LlavaNextVideoPooler` and `pack_image_features` of transformers 5.24.
 """
 
 from __future__ import annotations

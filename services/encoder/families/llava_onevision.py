@@ -4,7 +4,7 @@
     image       27 × 27 tokens of the whole, and 27 × 27 of each tile ─▶ one picture, without its padding, shrunk
 
 Newlines, which stand behind the rows and behind a video, are text: generation stores their vector.
-Source: `apply_pooling` and `pack_image_features` of transformers 5.23; arXiv 2408.03326.
+Source: `apply_pooling` and `pack_image_features` of transformers 5.24; arXiv 2408.03326.
 """
 
 from __future__ import annotations

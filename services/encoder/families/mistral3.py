@@ -1,4 +1,4 @@
-"""Mistral 3's tower: Pixtral, and a projector that merges patches. Source: `Mistral3Model` of transformers 5.23."""
+"""Mistral 3's tower: Pixtral, and a projector that merges patches. Source: `Mistral3Model` of transformers 5.24."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tiles of an image put together to one picture: the whole, then the tokens of its tiles, row by row.
 
-Source: `pack_image_features` of transformers 5.23.
+Source: `pack_image_features` of transformers 5.24.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """InternVL's language model, with one-dimensional positions.
 
-Source: `InternVLForConditionalGeneration` of transformers 5.23; weight names of OpenGVLab/InternVL3-8B-hf.
+Source: `InternVLForConditionalGeneration` of transformers 5.24; weight names of OpenGVLab/InternVL3-8B-hf.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Language models of LLaVA 1.5 and of models in its layout: Llama, Mistral or Qwen2, with one-dimensional positions.
 
-Source: `LlavaForConditionalGeneration` of transformers 5.23; weight names of llava-hf/llava-1.5-7b-hf.
+Source: `LlavaForConditionalGeneration` of transformers 5.24; weight names of llava-hf/llava-1.5-7b-hf.
 """
 
 from __future__ import annotations

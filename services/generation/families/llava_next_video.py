@@ -1,6 +1,6 @@
 """LLaVA-NeXT-Video's language model, and its newline, a stored vector.
 
-Source: `LlavaNextVideoForConditionalGeneration` of transformers 5.23; weight names of llava-hf/LLaVA-NeXT-Video-7B-hf.
+Source: `LlavaNextVideoForConditionalGeneration` of transformers 5.24; weight names of llava-hf/LLaVA-NeXT-Video-7B-hf.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LLaVA-OneVision's language model, and its newline: a stored vector, which prompts name by the id behind the last.
 
-Source: `LlavaOnevisionForConditionalGeneration` of transformers 5.23; weight names of
+Source: `LlavaOnevisionForConditionalGeneration` of transformers 5.24; weight names of
 llava-hf/llava-onevision-qwen2-7b-ov-hf.
 """
 

@@ -1,6 +1,6 @@
 """Mistral 3's language model: Mistral, with one-dimensional positions.
 
-Source: `Mistral3ForConditionalGeneration` of transformers 5.23; weight names of
+Source: `Mistral3ForConditionalGeneration` of transformers 5.24; weight names of
 mistralai/Mistral-Small-3.1-24B-Instruct-2503.
 """
 

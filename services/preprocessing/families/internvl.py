@@ -5,7 +5,7 @@
 
 Positions are one-dimensional. Frames are stretched. The processor does not sample frames unless it is asked: here a
 video has one a second, at most 32, each from the middle of its share, as the processor's own sampling has them.
-Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.23; InternVL 2.5,
+Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.24; InternVL 2.5,
 arXiv 2412.05271.
 """
 

@@ -9,7 +9,7 @@ Positions are one-dimensional. The image processor says how a picture becomes a 
 `LlavaImageProcessor` with do_pad pads it to a square first; that of the others means padding of batches.
 Mistral 3 merges patches to tokens, whose multiples are then the sides. Pixtral's rows end with [IMG_BREAK], the last
 one with [IMG_END].
-Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.23; arXiv 2310.03744 and
+Source: `LlavaProcessor`, `PixtralProcessor` and the image processors of transformers 5.24; arXiv 2310.03744 and
 2410.07073.
 """
 

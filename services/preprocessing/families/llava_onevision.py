@@ -7,7 +7,7 @@
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. Frames are stretched to a square.
 The processor does not sample frames unless it is asked: here a video has one a second, at most 32, which are as many as
 the model was trained with.
-Source: `LlavaOnevisionProcessor` and its image processor in transformers 5.23; arXiv 2408.03326.
+Source: `LlavaOnevisionProcessor` and its image processor in transformers 5.24; arXiv 2408.03326.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: as Qwen2-VL, but the time between slices determines their distance in positions.
 
-Source: `Qwen2_5_VLProcessor` of transformers 5.23; the time base of Qwen2.5-VL, arXiv 2502.13923.
+Source: `Qwen2_5_VLProcessor` of transformers 5.24; the time base of Qwen2.5-VL, arXiv 2502.13923.
 """
 
 from __future__ import annotations

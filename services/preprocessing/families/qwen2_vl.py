@@ -1,6 +1,6 @@
 """Qwen2-VL: a video is one grid, whose slices are one position apart. The pixel budget applies to each frame.
 
-Source: `Qwen2VLVideoProcessor` of transformers 5.23, index for index; Qwen2-VL, arXiv 2409.12191.
+Source: `Qwen2VLVideoProcessor` of transformers 5.24, index for index; Qwen2-VL, arXiv 2409.12191.
 """
 
 from __future__ import annotations

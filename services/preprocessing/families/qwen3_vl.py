@@ -1,9 +1,9 @@
 """Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own behind its timestamp.
 
 A video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat template's
-own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.23; older versions dropped them.
+own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions dropped them.
 All frames of a video share one pixel budget.
-Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.23; Qwen3-VL, arXiv 2511.21631.
+Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.24; Qwen3-VL, arXiv 2511.21631.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The common parts of Qwen's vision-language families: processor settings, sampling bounds, image sizes and grids.
 
 Each family adds how it samples and sizes videos, and the expansion of its placeholders.
-Source: `Qwen2VLImageProcessor` of transformers 5.23, which all of them use, and the files where it reads settings.
+Source: `Qwen2VLImageProcessor` of transformers 5.24, which all of them use, and the files where it reads settings.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def tiled(anyres: AnyRes, newline: int, height_px: int, width_px: int) -> ImageL
 
 
 def evenly(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-    """Evenly spaced indices from the first frame on, as `BaseVideoProcessor.sample_frames` of transformers 5.23 has."""
+    """Evenly spaced indices from the first frame on, as `BaseVideoProcessor.sample_frames` of transformers 5.24 has."""
     wanted = int(total_frames / float(average_rate) * bounds.fps)
     frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames))
     return tuple(int(index * total_frames / frames) for index in range(min(frames, total_frames)))

@@ -7,7 +7,7 @@
 What the template itself writes is marked with a random number; the text of callers is rendered as it is, so templates
 may trim it, split it at `</think>` or look into it, as in transformers. Constants that a template compares with, or
 that its methods and filters look for, keep their spelling. This module knows neither tokenizers nor families.
-Source: `apply_chat_template` of transformers 5.23, whose environment it rebuilds.
+Source: `apply_chat_template` of transformers 5.24, whose environment it rebuilds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 Text that the template or a family puts directly beside a caller's text is tokenised together with it, so text gets the
 same ids as in transformers, unless it spells a control token. It knows no model family, and needs only `tokenizers` and
 jinja2.
-Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.23.
+Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.24.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class View:
 def centre_view(height_px: int, width_px: int, shorter_px: int, sent: tuple[int, int]) -> View:
     """The centre of a frame whose shorter side is resized to `shorter_px`. An odd row or column is left out behind.
 
-    Source: `get_resize_output_image_size` and `center_crop` of transformers 5.23.
+    Source: `get_resize_output_image_size` and `center_crop` of transformers 5.24.
     """
     longer_px = int(shorter_px * max(height_px, width_px) / min(height_px, width_px))
     height, width = (shorter_px, longer_px) if height_px <= width_px else (longer_px, shorter_px)

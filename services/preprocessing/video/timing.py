@@ -1,7 +1,7 @@
 """The time base of a video's temporal slices: the time of each slice, and the exact mean step between slices.
 
 A family uses one of the two. It knows neither pixels nor families.
-Source: the time base of Qwen2.5-VL, arXiv 2502.13923; `Qwen3VLProcessor._calculate_timestamps` of transformers 5.23.
+Source: the time base of Qwen2.5-VL, arXiv 2502.13923; `Qwen3VLProcessor._calculate_timestamps` of transformers 5.24.
 """
 
 from __future__ import annotations
