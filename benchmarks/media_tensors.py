@@ -1,7 +1,7 @@
 """From decoded frames to the tower's input: our uint8 slices against transformers' float patches.
 
 Ours is preprocessing's work: it resizes each frame into its slice and sends the slice. Theirs is what
-Qwen2VLVideoProcessor of transformers 5.23 does on a CPU, with the same operations but without torchvision. Splitting
+Qwen2VLVideoProcessor of transformers 5.24 does on a CPU, with the same operations but without torchvision. Splitting
 uint8 frames into patches is the encoder's work and has its own row.
 """
 
