@@ -29,7 +29,7 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_all_series_of_a_method_exist_from_the_start(tiny_checkpoint: Path) -> None:
-    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), None, "float32", "cpu")
+    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), (), "float32", "cpu")
     codes = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"}
     assert {value("requests_total", method="Unheard", code=code) for code in codes} == {0}
     assert len(OURS) > 8
@@ -69,7 +69,7 @@ async def test_a_refusal_is_counted_once_by_its_reason(
 
 
 def test_metrics_are_at_their_path_alone_and_name_the_model_as_it_is_served(tiny_checkpoint: Path) -> None:
-    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), "traffic-7b")
+    begin("encoder", "Unheard", Checkpoint(tiny_checkpoint), ("traffic-7b",))
     port = free_port()
     serve_metrics(ServiceSettings(listen="127.0.0.1:1", metrics_port=port))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:

@@ -103,7 +103,7 @@ def test_operations_of_a_decode_step_agree_with_torchs_count(tmp_path: Path) -> 
     with torch.inference_mode():
         before = model(input_ids=ids[:, 1:], use_cache=True).past_key_values
         with FlopCounterMode(display=False) as counter:
-            model(input_ids=ids[:, :1], past_key_values=before)
+            model(input_ids=ids[:, :1], cache=before)
     ours = decode_operations(tiny_model(tmp_path), sequences, context)
     assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
 

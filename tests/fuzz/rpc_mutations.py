@@ -64,6 +64,8 @@ def mutate_bytes(data: bytes, random_: random.Random) -> bytes:
 
 def _places(message: Any) -> Iterator[Place]:
     for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue  # changed as bytes alone
         yield message, field
         if field.message_type is None:
             continue

@@ -42,7 +42,7 @@ async def test_tokens_that_arrived_together_are_one_response_of_their_answer() -
         for index, event in enumerate(step):
             events.listener(index)(event)
     events.listener(0)(Finished(FinishReason.STOP, 2))
-    responses = Responses(Mock(cached_tokens=0), 2, Usage(), StageClock(), Mock(decode=Mock(return_value="?")))
+    responses = Responses(Mock(cached_tokens=0), 2, Usage(), StageClock(), Mock(decode=Mock(return_value="?")), {})
     first, second, end = responses.of(await events.next())
     assert (first.delta.choice_index, first.delta.text) == (0, "ab")
     assert (list(first.delta.token_ids), list(first.delta.logprobs)) == ([1, 2], [-0.5, -0.25])

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
-from framesieve.v1.generation_pb2 import Sampling
+from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from services.generation.rpc.messages import sampling_request
 from services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
 from services.generation.sampling.params import SamplingRequest
@@ -150,10 +150,11 @@ def test_every_field_of_the_message_is_read() -> None:
     }
     structured = {"json_object", "json_schema"}  # which must end
     assert set(given) == set(Sampling.DESCRIPTOR.fields_by_name) - structured
-    assert sampling_request(Sampling(**given)) == SamplingRequest(**given)
+    assert sampling_request(GenerateRequest(sampling=Sampling(**given))) == SamplingRequest(**given)
     for fields, schema in (({"json_object": True}, '{"type": "object"}'), ({"json_schema": "{}"}, "{}")):
-        assert sampling_request(Sampling(**fields)) == SamplingRequest(json_schema=schema)
-    assert sampling_request(Sampling()) == SamplingRequest()
+        request = GenerateRequest(sampling=Sampling(**fields))
+        assert sampling_request(request) == SamplingRequest(json_schema=schema)
+    assert sampling_request(GenerateRequest()) == SamplingRequest()
 
 
 @pytest.mark.parametrize(("limit_tokens", "expected"), [(5000, 1024), (10, 10)])

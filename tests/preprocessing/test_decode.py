@@ -162,7 +162,7 @@ def test_times_out_of_range_are_refused() -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"this is no media at all" * 100, "cannot be read as a video"),
+        (b"this is no media at all" * 100, "cannot be read as an image or a video"),
         (sound(), "has no video stream, only audio"),
         (clip(4, container="matroska").replace(b"V_MPEG4/ISO/AVC", b"V_XXXX4/ISO/AVC"), "unsupported codec"),
         (
