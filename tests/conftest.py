@@ -32,8 +32,8 @@ SHARED = {
     "fleet": ("encoder_ranks", "killed", "leaving", "signals"),
     "stack": (
         *("answers", "bench", "families", "gateway", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
-        *("gateway_fields", "logs_and_traces", "metrics", "monitoring", "page", "responses", "slow_callers", "tools"),
-        *("urls", "workers"),
+        *("gateway_fields", "gateway_tools", "logs_and_traces", "metrics", "monitoring", "page", "responses"),
+        *("slow_callers", "tools", "urls", "workers"),
     ),
 }
 GROUPS = {f"tests/integration/test_{name}.py": group for group, names in SHARED.items() for name in names}
