@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 from common.chat_templates import TemplateSource
@@ -147,9 +148,9 @@ class CallReader:
                     self._read_arguments(deltas)
                 case _Place.TAIL:
                     self._read_tail()
-        if self._single:
-            deltas = [delta for delta in deltas if delta.index == 0]
-        return "".join(shown), deltas
+        # Clients read one part of a call at a time.
+        joined = [_joined(list(parts)) for _, parts in groupby(deltas, lambda delta: delta.index)]
+        return "".join(shown), [delta for delta in joined if not (self._single and delta.index)]
 
     def _read_text(self, shown: list[str], last: bool) -> None:
         text, begin, rest = self._unread.partition(_BEGIN)
@@ -205,6 +206,12 @@ class CallReader:
         self.calls += 1
         self._behind_call = True
         return CallDelta(self.calls - 1, f"call_{secrets.token_hex(_ID_BYTES)}", _whole(name))
+
+
+def _joined(parts: Sequence[CallDelta]) -> CallDelta:
+    """Parts of one call that follow each other, as one."""
+    first = parts[0]
+    return CallDelta(first.index, first.id, first.name, "".join(part.arguments for part in parts))
 
 
 class _ObjectEnd:
