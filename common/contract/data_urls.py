@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from common.contract.errors import InvalidRequest
 
-_HEAD = re.compile(r"data:(?P<type>[^,;#]*)[^,#]{0,1024}?(?P<base64>;base64)?,", re.IGNORECASE)
+_HEAD = re.compile(r"data:(?P<type>[^,#]{0,1024}?)(?P<base64>;base64)?,", re.IGNORECASE)
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 
@@ -45,7 +45,7 @@ def parse_data_url(url: str) -> DataUrl:
     if b"%" in body:
         # Decoded as quoted-printable, which differs only in its escape sign: urllib's unquote takes 1.3 GB for 16 MiB.
         body = binascii.a2b_qp(body.replace(b"=", b"=3D").replace(b"%", b"="))
-    return DataUrl(head["type"].strip().lower(), head["base64"] is not None, body)
+    return DataUrl(head["type"].partition(";")[0].strip().lower(), head["base64"] is not None, body)
 
 
 def _decoded(text: bytes) -> bytes:
