@@ -88,8 +88,18 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
             if not streams:
                 sound = ", only audio" if container.streams.audio else ""
                 raise MediaRejected(f"{source.name} has no video stream{sound}")
+            if _reads_one_picture(container.format.name):
+                raise MediaRejected(
+                    f"{source.name} is a picture that is not read ({container.format.name.removesuffix('_pipe')}): "
+                    f"convert it to JPEG, PNG, WebP or AVIF"
+                )
             # An animated AVIF has its first frame as a stream of its own, before the others.
             yield container, max(streams, key=lambda stream: stream.frames > 1)
+
+
+def _reads_one_picture(demuxer: str) -> bool:
+    """Whether a demuxer reads pictures, which are no videos; JPEGs may follow one another."""
+    return demuxer == "ico" or (demuxer.endswith("_pipe") and demuxer != "jpeg_pipe")
 
 
 def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
