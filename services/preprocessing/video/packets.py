@@ -98,7 +98,7 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _reads_one_picture(demuxer: str) -> bool:
-    """Whether a demuxer reads pictures, which are no videos; JPEGs may follow one another, and PNG may be APNG."""
+    """Whether a demuxer reads pictures, which are no videos. JPEGs may follow one another, and PNG may be animated."""
     return demuxer == "ico" or (demuxer.endswith("_pipe") and demuxer not in ("jpeg_pipe", "png_pipe"))
 
 
