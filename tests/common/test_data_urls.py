@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from urllib.parse import quote_from_bytes
 
 import pytest
@@ -49,6 +50,13 @@ def test_a_data_url_is_parsed_as_in_rfc_2397(url: str, data: bytes) -> None:
 def test_a_malformed_data_url_is_refused(url: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         _ = parse_data_url(url).data
+
+
+def test_a_long_malformed_url_is_refused_at_once() -> None:
+    begun = time.process_time()
+    with pytest.raises(InvalidRequest, match="must be data:"):
+        parse_data_url("data:" + "a" * 2**20)
+    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize(
