@@ -43,7 +43,7 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
             if (least := min(sizes, default=0)) < 0:
                 raise InvalidRequest(f"{name}.{field} must be at least 1, got {least}")
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
-    _check_tools(prompt)
+    check_tools(prompt)
     texts = [part.text for message in prompt.messages for part in message.parts]
     texts += [text for message in prompt.messages for text in (message.tool_call_id, message.tool_name)]
     calls = [call for message in prompt.messages for call in message.tool_calls]
@@ -52,7 +52,8 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     _check("bytes of text", sum(len(text.encode()) for text in (*texts, prompt.template_options)), MAX_TEXT_BYTES)
 
 
-def _check_tools(prompt: prompt_pb2.Prompt) -> None:
+def check_tools(prompt: prompt_pb2.Prompt) -> None:
+    """Raises InvalidRequest for too many tools, and for names that are none or not their own."""
     if len(prompt.tools) > MAX_TOOLS:
         raise InvalidRequest(f"prompt.tools must be at most {MAX_TOOLS} tools, got {len(prompt.tools)}")
     names = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.v1.prompt_pb2 import Prompt, Tool
 from services.generation.rpc.messages import sampling_request
 from services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
 from services.generation.sampling.params import SamplingRequest
@@ -157,6 +159,14 @@ def test_every_field_of_the_message_is_read() -> None:
     assert sampling_request(GenerateRequest()) == SamplingRequest()
 
 
+def test_too_many_tools_are_refused_before_they_are_read() -> None:
+    request = GenerateRequest(prompt=Prompt(tools=[Tool(name="a")] * 2**18))
+    begun = time.thread_time()
+    with pytest.raises(InvalidRequest, match=r"^prompt\.tools must be at most 512 tools, got 262144$"):
+        sampling_request(request)
+    assert time.thread_time() - begun < 0.1
+
+
 @pytest.mark.parametrize(("limit_tokens", "expected"), [(5000, 1024), (10, 10)])
 def test_the_default_length_is_what_fits_and_at_most_1024(limit_tokens: int, expected: int) -> None:
     assert SamplingRequest().resolve(SamplingDefaults(VOCABULARY), limit_tokens)[0].max_new_tokens == expected
@@ -226,7 +236,7 @@ def test_values_at_the_limits_are_accepted() -> None:
         ("stop_token_ids", (-1,), f"at least 0 and below {VOCABULARY}, got -1"),
         ("stop_token_ids", (VOCABULARY,), f"at least 0 and below {VOCABULARY}, got {VOCABULARY}"),
         ("min_new_tokens", -1, "at least 0, got -1"),
-        ("min_new_tokens", 11, r"at most 10 \(max_new_tokens\), got 11"),
+        ("min_new_tokens", 11, r"at most 10 \(sampling\.max_new_tokens\), got 11"),
         ("logit_bias", {0: 100.5}, "between -100 and 100, got 100.5"),
         ("logit_bias", {0: math.nan}, "between -100 and 100, got nan"),
         ("logit_bias", {VOCABULARY: 1.0}, f"of tokens at least 0 and below {VOCABULARY}, got {VOCABULARY}"),

@@ -125,6 +125,12 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     assert param(part, media_io_kwargs={"video": {"fps": 2000.0}}) == "media_io_kwargs.video.fps"
     assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"
     assert param({"type": "input_video", "input_video": "data:video/mp4;base64,AAAA"}) == f"{own}.input_video"
+    pictures = {"type": "video_url", "video_url": {"url": data_url("video/jpeg", b"a")}}
+    late = {"video": {"frames_indices": [10**400]}}
+    assert param(pictures, media_io_kwargs=late) == "media_io_kwargs.video.frames_indices[0]"
+    assert "(max_tokens)" in refused(http, question("Why?", min_tokens=9))[1]
+    both = {"json": {}, "json_object": True}
+    assert param(part, structured_outputs=both) == "structured_outputs.json_object"
     schema = {"type": "array", "items": {"type": "strin"}}
     assert param(part, structured_outputs={"json": schema}) == "structured_outputs.json"
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}

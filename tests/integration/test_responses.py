@@ -258,6 +258,8 @@ REFUSED = [
     (with_item(role="user", content=[{"type": "input_audio"}]), 400, "input[1].content[0].type", "input_file"),
     (with_item(role="user", content=[WHY | {"x": 1}]), 400, "input[1].content[0].x", "is not a field"),
     (with_part(type="input_file"), 400, "input[0].content[1]", "exactly one of"),
+    (with_part(type="input_file", file_data=""), 400, "input[0].content[1].file_data", "is empty"),
+    (with_part(type="input_image", file_id=""), 404, "file_id", "names no file"),
     (with_part(type="input_image", image_url="ftp://a/b"), 400, "input[0].content[1].image_url", "https://"),
     (
         with_part(type="input_file", file_data=CLIP_URL, mm_processor_kwargs={"fps": 0.0}),
@@ -311,9 +313,13 @@ class Played(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id="r", usage=usage))
         yield delta(text="Let me ", token_ids=[1])
         yield delta(text="see.", token_ids=[2])
-        for index, (call_id, name, arguments) in enumerate(CALLS):
-            calls = [{"index": index, "id": call_id, "name": name}]
-            yield delta(tool_calls=calls, token_ids=[3])
+        begun = [{"index": index, "id": call_id, "name": name} for index, (call_id, name, _) in enumerate(CALLS)]
+        if told == "at once":
+            rest = [{"index": index, "arguments": arguments} for index, (_, _, arguments) in enumerate(CALLS)]
+            yield delta(tool_calls=begun[:1])
+            yield delta(text="And then?", tool_calls=[rest[0], begun[1], rest[1]])
+        for index, (_, _, arguments) in enumerate(() if told == "at once" else CALLS):
+            yield delta(tool_calls=[begun[index]], token_ids=[3])
             if told == "fail":
                 context.abort(grpc.StatusCode.UNAVAILABLE, "generation is draining")
             for piece in (arguments[:8], arguments[8:]):
@@ -376,6 +382,15 @@ def test_function_calls_are_items_after_the_text(calling: Gateway, cut_off: bool
             pieces = [each["delta"] for each in own if each["type"] == "response.function_call_arguments.delta"]
             (done,) = (each for each in own if each["type"] == "response.function_call_arguments.done")
             assert "".join(pieces) == done["arguments"] == item["arguments"]
+
+
+def test_text_that_arrives_with_the_rest_of_a_call_is_told_after_it(calling: Gateway) -> None:
+    body = {"input": "at once", "tools": [WEATHER], "stream": True}
+    with calling.http() as http:
+        events = events_in(http.post("/v1/responses", json=body).raise_for_status().text)
+    first, one, then, other = without_ids(events[-1]["response"])["output"]
+    assert [each["content"][0]["text"] for each in (first, then)] == ["Let me see.", "And then?"]
+    assert [one, other] == [call_item(0), call_item(1)]
 
 
 def test_openai_clients_send_the_results_of_calls(calling: Gateway, played: Played) -> None:

@@ -60,19 +60,23 @@ def pruning_of(request: MediaOptions) -> Options:
 
 def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:
     other = request.structured_outputs
-    names.options["json_schema"] = "response_format.json_schema.schema"
     match request.response_format:
         case ObjectFormat():
             options["json_object"] = True
+            names.options["json_schema"] = "response_format"
         case SchemaFormat(json_schema=given_schema):
             options["json_schema"] = given_schema.schema_
+            names.options["json_schema"] = "response_format.json_schema.schema"
     if other is None or (other.json_ is None and not other.json_object):
         return
     if "json_object" in options or "json_schema" in options:
         raise InvalidRequest("structured_outputs must not be set with response_format: it is another name of it")
+    if other.json_object and other.json_ is not None:
+        raise InvalidRequest("structured_outputs.json_object must not be set together with structured_outputs.json")
     if other.json_object:
         options["json_object"] = True
-    if other.json_ is not None:
+        names.options["json_schema"] = "structured_outputs.json_object"
+    else:
         options["json_schema"] = other.json_
         names.options["json_schema"] = "structured_outputs.json"
 

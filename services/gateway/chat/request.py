@@ -21,6 +21,7 @@ EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]
 Unused: TypeAlias = str | None
 Zero: TypeAlias = Annotated[int, Field(ge=0, le=0)]
 One: TypeAlias = Annotated[float, Field(ge=1, le=1)]
+Int32: TypeAlias = Annotated[int, Field(lt=2**31)]
 
 
 def _single(value: Any) -> Any:
@@ -58,7 +59,7 @@ class VideoReading(Strict):
 
     fps: float | None = None
     num_frames: int | None = None
-    frames_indices: list[int] | None = None
+    frames_indices: list[Int32] | None = None
     duration: float | None = None
 
 

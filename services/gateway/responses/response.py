@@ -108,9 +108,15 @@ class Told:
                 yield from self._begin_item(_Text(self._next_id("msg"), logprobs=self._early_logprobs))
             yield from self._end_item("incomplete" if self._is_cut_off else "completed")
             return
+        # What arrived together: the rest of the call that is being told, then text, then other calls.
+        told = self._item.index if isinstance(self._item, _Call) else None
+        for part in event.tool_calls:
+            if part.index == told:
+                yield from self._call(part)
         yield from self._text(event)
         for part in event.tool_calls:
-            yield from self._call(part)
+            if part.index != told:
+                yield from self._call(part)
 
     def end(self, usage: Usage, timings: Timings) -> Iterator[ServerSent]:
         yield self._event(self._status(), response=self._object(self._status(), usage=_usage(usage, timings)))

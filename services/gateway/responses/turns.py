@@ -121,7 +121,8 @@ def _parts(
 
 def _location_of(part: InputImage | InputFile) -> str:
     """The field that says where its media are."""
-    return next(name for name in ("file_id", "image_url", "file_data", "file_url") if getattr(part, name, None))
+    names = ("file_id", "image_url", "file_data", "file_url")
+    return next(name for name in names if getattr(part, name, None) is not None)
 
 
 def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> Part:

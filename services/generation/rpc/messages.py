@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from common.contract.errors import InvalidRequest
 from common.contract.plan import Modality, PromptPlan
+from common.contract.requests import check_tools
 from common.contract.retention import EVS, Pruning
 from common.contract.wire import grid_message, modality_message
 from framesieve.v1 import encoder_pb2, generation_pb2
@@ -31,6 +32,7 @@ def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest
     message = request.sampling
     # Before copying what may be millions.
     check_counts(len(message.stop), len(message.stop_token_ids), len(message.logit_bias), len(message.bad_words))
+    check_tools(request.prompt)
     return SamplingRequest(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else None,
