@@ -22,7 +22,8 @@ UNUSED: list[dict[str, Any]] = [
     {"seed": -1, "chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True}},
     {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
     {"stream_options": None, "structured_outputs": None, "tool_choice": None, "pruning": None},
-    {"pruning": {"rate": 0.0, "method": None, "seed": None}, "mm_processor_kwargs": {"do_sample_frames": True}},
+    {"pruning": {"rate": 0.0, "method": None, "seed": None}},
+    {"mm_processor_kwargs": {"do_sample_frames": True, "num_frames": -1}},
 ]
 
 

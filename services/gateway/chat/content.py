@@ -166,6 +166,7 @@ def _chosen(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
         _CHOSEN_NAMES.get(name, name): value
         for choice in given
         for name, value in choice.model_dump(exclude_none=True, exclude={"do_sample_frames"}).items()
+        if (name, value) != ("num_frames", -1)
     }
 
 
