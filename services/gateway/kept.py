@@ -45,7 +45,7 @@ class Kept:
         uploads = partial(self._files.server_path, owner=call.owner)
         messages = await asyncio.to_thread(conversation, chat, uploads, names)
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
-        pruning = chat.pruning.parsed() if chat.pruning else Pruning()
+        pruning = (chat.pruning and chat.pruning.parsed()) or Pruning()
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")

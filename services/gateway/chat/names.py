@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from common.contract.errors import FramesieveError
 
 _MEDIA = re.compile(
-    r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)(?:\.(frame_sampling|pruning)\.(\w+)|\.(\w+))?"
+    r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)"
+    r"(?:\.(frame_sampling|pruning)\.(\w+)|\.frames\.(pictures|timestamps_s)\[(\d+)\]|\.\w+)?"
 )
 _SAMPLING = re.compile(r"\b(?:frame_sampling|FrameSampling)\.(\w+)")
 _OPTION = re.compile(r"\b(?:sampling|Sampling)\.(\w+)")
+_PRUNING = re.compile(r"\bPruning\.(\w+)")
+_OF_FRAME = {"pictures": "frame", "timestamps_s": "the time of frame"}
 _FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end"}
 
 
@@ -49,6 +52,7 @@ class FieldNames:
         place = (int(found[1]), int(found[2])) if found else None
         own = self.media.get(place) if place else None
         message = _MEDIA.sub(self._of_media, message)
+        message = _PRUNING.sub(r"pruning.\1", message)
         message = _SAMPLING.sub(lambda found: self._of_sampling(found[1], own), message)
         return _OPTION.sub(lambda found: self.options.get(found[1], found[1]), message)
 
@@ -59,7 +63,10 @@ class FieldNames:
             return self._of_sampling(found[4], own)
         if found[3] == "pruning":
             return f"{own.pruning if own else 'pruning'}.{found[4]}"
-        return own.location if own else part
+        location = own.location if own else part
+        if found[5]:  # the caller has one field for all frames
+            return f"{location} at {_OF_FRAME[found[5]]} {found[6]}"
+        return location
 
     def _of_sampling(self, name: str, own: MediaNames | None) -> str:
         known = own.sampling.get(name) if own else None

@@ -51,11 +51,10 @@ def options_of(request: ChatRequest, names: FieldNames) -> Options:
 
 def pruning_of(request: MediaOptions) -> Options:
     """The pruning of every video without its own."""
-    if request.pruning is None:
+    pruning = request.pruning and request.pruning.parsed()
+    if pruning is None:
         return Options()
-    return Options(
-        pruning_rate=request.pruning.rate, pruning_method=request.pruning.method, pruning_seed=request.pruning.seed
-    )
+    return Options(pruning_rate=pruning.rate, pruning_method=pruning.method, pruning_seed=pruning.seed)
 
 
 def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from common.contract.errors import InvalidRequest
 from common.contract.retention import Pruning as Rate
 from services.gateway.http.fields import Strict, parsed
 
@@ -32,11 +33,16 @@ def _single(value: Any) -> Any:
 class Pruning(Strict):
     """How the tokens of videos are pruned."""
 
-    rate: float
+    rate: float | None = None
     method: str | None = None
     seed: int | None = None
 
-    def parsed(self) -> Rate:
+    def parsed(self) -> Rate | None:
+        """None where all fields are unset. Raises InvalidRequest for another one without a rate."""
+        if self.rate is None:
+            if self.method is not None or self.seed is not None:
+                raise InvalidRequest("pruning.rate must be set")
+            return None
         return Rate(self.rate, self.method or "evs", self.seed or 0)
 
 
