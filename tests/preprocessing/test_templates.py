@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, StartupError
@@ -248,7 +248,7 @@ def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
     checkpoint = Checkpoint(checkpoints(request.param))
     family = load_family(checkpoint)
     ours = ChatTokens(checkpoint, family.placeholders, family.pads, family.joins_parts, family.template_options)
-    return ours, AutoTokenizer.from_pretrained(checkpoint.folder), family
+    return ours, PreTrainedTokenizerFast.from_pretrained(checkpoint.folder), family
 
 
 @given(turns=conversations(WRITTEN | THOUGHTS).map(without_tools))
