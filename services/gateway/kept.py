@@ -49,7 +49,7 @@ class Kept:
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
-        with names.told():
+        with names.applied():
             encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
         return JSONResponse({"media": [_item(each) for each in encoded]})
 

@@ -1,8 +1,8 @@
-"""What every endpoint that asks generation does: a body becomes a question, whose answer is told whole or as it comes.
+"""The path of a question over HTTP, which all endpoints share: parse the body, ask generation, send the answer.
 
-    body ── translated ──> Question ── generation ──> Answer or Events ── Telling ──> JSON or server-sent events
+    body ── translated ──> Question ── generation ──> Answer or Events ── AnswerWriter ──> JSON or server-sent events
 
-It knows no fields of an API: each has its translation and its `Telling` in a folder of its own.
+It knows no fields of an API. The folder of each API translates bodies to questions and has an AnswerWriter.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ServerSent: TypeAlias = dict[str, str]
 """A server-sent event: its `data` and, where the API names its events, its `event`."""
 
 
-class Telling(Protocol):
-    """One answer in the shapes of an API: `whole`, or as a stream of `begin`, `next`*, and `end` or `failed`."""
+class AnswerWriter(Protocol):
+    """Writes one answer in the format of an API: `whole`, or as a stream: `begin`, `next`*, then `end` or `failed`."""
 
     def whole(self, answer: Answer) -> dict[str, Any]: ...
 
@@ -55,17 +55,17 @@ class Telling(Protocol):
 class Question:
     """A body, translated. options: without the request's id and adapter, which are added.
 
-    telling: for the request's id and the model's name. logged: for the gateway's log.
-    words: an error's text with the fields of the body in place of those of the gRPC request.
+    writer: makes the writer of its answer from the request's id and the model's name. logged: for the gateway's log.
+    renamed: replaces the fields of the gRPC request in an error's text by those of the body.
     """
 
     model: str | None
     is_streamed: bool
     messages: list[Message]
     options: Options
-    telling: Callable[[str, str], Telling]
+    writer: Callable[[str, str], AnswerWriter]
     logged: Mapping[str, object] = field(default_factory=dict)
-    words: Callable[[str], str] = str
+    renamed: Callable[[str], str] = str
 
 
 class Questions:
@@ -86,54 +86,54 @@ class Questions:
         del body
         structlog.contextvars.bind_contextvars(**{name: value for name, value in question.logged.items() if value})
         model = await unless_left(request, self._models.find(question.model, call.metadata))
-        telling = question.telling(call.request_id, model.name)
+        writer = question.writer(call.request_id, model.name)
         options = Options(**question.options, request_id=call.request_id, adapter=model.adapter)
-        with _worded(question.words):
+        with _renaming(question.renamed):
             if not question.is_streamed:
                 asking = self._client.answer(question.messages, options, metadata=call.metadata)
                 answer = await unless_left(request, asking)
                 _count(answer.usage)
-                return JSONResponse(telling.whole(answer))
+                return JSONResponse(writer.whole(answer))
             events = self._client.events(question.messages, options, metadata=call.metadata)
             # Errors up to here, among them all of the prompt, have their HTTP status.
             accepted = await unless_left(request, anext(events))
         assert isinstance(accepted, Accepted)
-        return EventSourceResponse(_sent(telling, accepted, events, question.words, call), ping=_PING_S, sep="\n")
+        return EventSourceResponse(_sent(writer, accepted, events, question.renamed, call), ping=_PING_S, sep="\n")
 
 
 async def _sent(
-    telling: Telling, accepted: Accepted, events: AsyncGenerator[Event], words: Callable[[str], str], call: Call
+    writer: AnswerWriter, accepted: Accepted, events: AsyncGenerator[Event], renamed: Callable[[str], str], call: Call
 ) -> AsyncGenerator[ServerSent]:
     """The server-sent events of a stream whose first event was read. An error is the last of them."""
     finished: list[Finished] = []
     try:
-        for sent in telling.begin(accepted):
+        for sent in writer.begin(accepted):
             yield sent
         async with aclosing(events), aclosing(call.drain.until_over(events)) as limited:
-            with _worded(words):
+            with _renaming(renamed):
                 async for event in limited:
                     if isinstance(event, Finished):
                         finished.append(event)
                     if not isinstance(event, Accepted | Progress):
-                        for sent in telling.next(event):
+                        for sent in writer.next(event):
                             yield sent
         usage, timings = cost_of(finished)
         _count(usage)
-        for sent in telling.end(usage, timings):
+        for sent in writer.end(usage, timings):
             yield sent
     except (asyncio.CancelledError, GeneratorExit):
         call.outcome.code = "CANCELLED"
         raise
     except Exception as error:
-        yield telling.failed(call.outcome.refuse(error, call.method))
+        yield writer.failed(call.outcome.refuse(error, call.method))
 
 
 @contextmanager
-def _worded(words: Callable[[str], str]) -> Iterator[None]:
+def _renaming(renamed: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except FramesieveError as error:
-        error.args = (words(str(error)),)
+        error.args = (renamed(str(error)),)
         raise
 
 

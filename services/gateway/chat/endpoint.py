@@ -36,11 +36,11 @@ def _translated(body: bytearray, uploads: Uploads) -> Question:
         is_streamed=bool(chat.stream),
         messages=conversation(chat, uploads, names),
         options=options_of(chat, names),
-        telling=lambda request_id, model: _Told(
+        writer=lambda request_id, model: _ChunkWriter(
             Completion(request_id, model), RunningUsage(chat.stream_options or StreamOptions())
         ),
         logged={"user": chat.user, "metadata": chat.metadata},
-        words=names.renamed,
+        renamed=names.renamed,
     )
 
 
@@ -66,7 +66,7 @@ class RunningUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _ChunkWriter:
     """begun: the completions whose first chunk was sent."""
 
     completion: Completion

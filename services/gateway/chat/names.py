@@ -38,7 +38,7 @@ class FieldNames:
         self.options: dict[str, str] = {}
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Puts the caller's names into errors."""
         try:
             yield

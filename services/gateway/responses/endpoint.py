@@ -11,8 +11,8 @@ from services.gateway.files import Uploads
 from services.gateway.questions import Question, Questions
 from services.gateway.responses.options import options_of
 from services.gateway.responses.request import parse
-from services.gateway.responses.response import Told, repeated
-from services.gateway.responses.turns import turns_of, words_of
+from services.gateway.responses.response import ResponseWriter, repeated
+from services.gateway.responses.turns import renaming_of, turns_of
 
 
 class Responses:
@@ -31,7 +31,7 @@ def _translated(body: bytearray, uploads: Uploads) -> Question:
         is_streamed=bool(request.stream),
         messages=[turn.message for turn in turns],
         options=options_of(request),
-        telling=partial(Told, repeated(request)),
+        writer=partial(ResponseWriter, repeated(request)),
         logged={"user": request.user, "metadata": request.metadata},
-        words=words_of(turns),
+        renamed=renaming_of(turns),
     )

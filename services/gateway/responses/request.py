@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses: OpenAI's fields, and those that say how media are read and pruned.
+"""The body of POST /v1/responses: OpenAI's fields, and our fields for sampling frames and pruning.
 
 Each field is used or refused, as in a chat request. The service keeps nothing between requests, so that fields which
 need an earlier answer are refused by name. What clients echo of earlier answers and what they send unasked is accepted.

@@ -64,8 +64,8 @@ class _Call:
         }
 
 
-class Told:
-    """One answer: its object, or its events; `questions.Telling`. fields: those of the request that it repeats."""
+class ResponseWriter:
+    """One answer: its object, or its events; an `AnswerWriter`. fields: those of the request that it repeats."""
 
     def __init__(self, fields: dict[str, Any], request_id: str, model: str) -> None:
         self._id = request_id

@@ -154,7 +154,7 @@ def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Upload
     return media(source, name, part, request, asks_for_image=False)
 
 
-def words_of(turns: Sequence[Turn]) -> Callable[[str], str]:
+def renaming_of(turns: Sequence[Turn]) -> Callable[[str], str]:
     """Puts the fields of the body into an error's text, in place of those of the gRPC request."""
     places, names = [turn.places for turn in turns], FieldNames()
     names.options.update(_OPTIONS)
@@ -171,10 +171,10 @@ def words_of(turns: Sequence[Turn]) -> Callable[[str], str]:
             return fields[int(number)] if int(number) < len(fields) else found[0]
         return place.content if kind == "parts" else place.item
 
-    def words(message: str) -> str:
+    def renamed(message: str) -> str:
         message = _MESSAGE.sub(named, names.renamed(message))
         for name, word in _WORDS:
             message = re.sub(rf"\b{re.escape(name)}\b", word, message)
         return message
 
-    return words
+    return renamed

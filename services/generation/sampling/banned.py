@@ -1,9 +1,9 @@
-"""Tokens that an answer must not have next: end tokens before its least length, and those that complete a bad word.
+"""Forbids the next token of an answer: end tokens before its minimum length, and tokens that complete a bad word.
 
     bad word:   [a  b  c]
     answer:   … [a  b]  ?          c is forbidden; where b is unread, c is forbidden if b turns out to be that token
 
-A word is spelt in two ways: as it begins a text, and behind a blank. Spellings are matched within the answer alone.
+A word is spelt in two ways: at the beginning of a text, and after a blank. Spellings are matched within the answer alone.
 Which words are meant, and how they are matched, follows vLLM's `bad_words` and transformers'
 `NoBadWordsLogitsProcessor`; the least length follows transformers' `MinNewTokensLengthLogitsProcessor`. This module
 knows neither requests nor the model.

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template, whose control tokens are told from text that merely spells them.
+"""Renders a checkpoint's chat template and marks the control tokens that the template itself writes.
 
     source:    <|im_start|>{{ message.role }}\\n{{ message.content }}<|im_end|>
     compiled:  ⟨5f0c….0⟩{{ message.role }}\\n{{ message.content }}⟨5f0c….1⟩
