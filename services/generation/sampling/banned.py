@@ -3,7 +3,7 @@
     bad word:   [a  b  c]
     answer:   … [a  b]  ?          c is forbidden; where b is unread, c is forbidden if b turns out to be that token
 
-A word is spelt in two ways: at the beginning of a text, and after a blank. Spellings are matched within the answer alone.
+A word is spelt in two ways: at the beginning of a text, and after a blank. Spellings are matched in the answer alone.
 Which words are meant, and how they are matched, follows vLLM's `bad_words` and transformers'
 `NoBadWordsLogitsProcessor`; the least length follows transformers' `MinNewTokensLengthLogitsProcessor`. This module
 knows neither requests nor the model.
