@@ -18,7 +18,8 @@ from benchmarks.engine_contenders import Clock
 from benchmarks.timing import Timed
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality
-from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
 

@@ -28,7 +28,8 @@ from common.checkpoint import DEMO_MODEL, Checkpoint
 from common.contract.plan import Modality
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Video
-from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
 

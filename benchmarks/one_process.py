@@ -30,7 +30,8 @@ from services.generation.request.request import Event, Failed, Finished, Request
 from services.generation.sampling.defaults import sampling_defaults
 from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from services.generation.sampling.params import SamplingRequest
-from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
 from services.preprocessing.video.slices import PlannedMedia

@@ -3,7 +3,7 @@
     Accepted  Progress*  Delta* Finished             With n > 1, each completion has its own Delta* Finished,
                                                      interleaved with the others' and told apart by choice_index.
 
-It knows nothing of protobuf (see `messages`). Token counts are exact; times are seconds measured by the service.
+It knows nothing of protobuf (see `events`). Token counts are exact; times are seconds measured by the service.
 """
 
 from __future__ import annotations

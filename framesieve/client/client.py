@@ -5,7 +5,7 @@
         async for event in client.stream("clip.mp4", "What moves?", pruning_rate=0.75):
             ...
 
-It owns the gRPC call and the mapping of its errors; `framesieve.client.messages` converts to and from protobuf.
+It owns the gRPC call and the mapping of its errors; `messages` converts to protobuf, and `events` from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from common.contract.errors import PeerContract
 from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Model, choice_of, cost_of
 from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.messages import event_of, generate_request, in_words_of_python
+from framesieve.client.events import event_of
+from framesieve.client.messages import generate_request, in_words_of_python
 from framesieve.client.prompt import Message, Options, PartLike, user_turn
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 

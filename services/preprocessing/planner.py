@@ -9,26 +9,25 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
 from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
+from services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
 from services.preprocessing.families import Family, load_family
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.layout import Expansion, lay_out
-from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, Turn
+from services.preprocessing.prompt.tokens import ChatTokens, Turn
 from services.preprocessing.sources.digests import Digests, digests
 from services.preprocessing.sources.source import Source, bytes_source, path_source
 from services.preprocessing.video.packets import PacketIndex, read_packets
 from services.preprocessing.video.pictures import (
     Picture,
-    PictureFrames,
     PictureIndex,
     is_picture,
     read_picture,
@@ -38,71 +37,6 @@ from services.preprocessing.video.resize import View, shrink_to
 from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from services.preprocessing.video.timing import TimeBase
-
-
-@dataclass(frozen=True, slots=True)
-class MediaUrl:
-    """A URL, which the caller fetches before planning."""
-
-    url: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class FileUrl:
-    """A file URL, by the path in it."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class MediaFile:
-    """A file that follows the prompt, which the caller receives before planning."""
-
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MediaRequest:
-    """One media item of a prompt.
-
-    modality: what the caller takes it for. What it is, its bytes decide, see `Planner.plan`.
-    location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
-        the source of a fetched or received file.
-    frames: of a video whose file is pictures, one after the other.
-    """
-
-    name: str
-    modality: Modality
-    location: bytes | str | Embeds | MediaUrl | FileUrl | MediaFile | Source = field(repr=False)
-    sampling: FrameSampling
-    frames: PictureFrames | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A checked prompt: its turns, its media in the order of the turns, its tools, and variables of the template."""
-
-    turns: tuple[Turn, ...]
-    media: tuple[MediaRequest, ...]
-    tools: tuple[Tool, ...] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def urls(self) -> dict[str, str]:
-        """The URLs to fetch, by the name of the media item."""
-        return {item.name: item.location.url for item in self.media if isinstance(item.location, MediaUrl)}
-
-    @property
-    def is_quick(self) -> bool:
-        """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
-        text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
-        others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
-        return not self.media and text + len(str(others)) <= LARGE_TEXT_CHARS
-
-    def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
-        """The conversation with the sources of fetched and received files, by the name of the media item."""
-        media = (replace(item, location=sources[item.name]) if item.name in sources else item for item in self.media)
-        return replace(self, media=tuple(media))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,3 +61,11 @@ def question(*parts: dict[str, Any] | str, **fields: Any) -> dict[str, Any]:
     """A body: the user's parts, text as strings, answered greedily with at most 8 tokens."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8} | fields
+
+
+def video(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}, **fields}
+
+
+def image(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **fields}

@@ -12,10 +12,11 @@ import pytest
 from framesieve.cli.launcher import LocalStack
 from tests import media
 from tests.integration.conftest import SERVED_NAME
-from tests.integration.gateway import Gateway, data_url, gateway, question
+from tests.integration.gateway import Gateway, data_url, gateway, question, video
 
 CLIP_URL = data_url("video/mp4", media.clip(8, fps=4))
 PICTURE_URL = data_url("image/png", media.picture(64, 48))
+FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 UNUSED: list[dict[str, Any]] = [
     {"reasoning_effort": "low", "verbosity": "low", "prompt_cache_key": "a"},
     {"skip_special_tokens": True, "add_generation_prompt": True, "echo": False, "priority": 0, "length_penalty": 1.0},
@@ -30,7 +31,8 @@ UNUSED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def door(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with gateway(stack.address, tmp_path_factory.mktemp("fields")) as served:
+    folder = tmp_path_factory.mktemp("fields")
+    with gateway(stack.address, folder, "--upload-root", str(folder)) as served:
         yield served
 
 
@@ -145,3 +147,102 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
 
 def test_the_served_name_is_in_every_answer(http: httpx.Client) -> None:
     assert answered(http, question("Why?"))["model"] == SERVED_NAME
+
+
+UNHELD = {"type": "object", "properties": {"seen": {"type": "array", "uniqueItems": True}}}
+
+
+def user_says(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": parts}]
+
+
+REFUSED = [
+    ({"temperature": 101}, 400, "temperature", "must be"),
+    ({"temperature": "hot"}, 400, "temperature", "valid number"),
+    ({"n": 17}, 400, "n", "must be"),
+    ({"max_tokens": 0}, 400, "max_tokens", "must be"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, 400, "max_completion_tokens", "must be"),
+    ({"min_tokens": 9}, 400, "min_tokens", "must be"),
+    ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "must be set"),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "'function'"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "without tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice.function.name", "one of the"),
+    ({"chat_template_kwargs": {"thinking_budget": 9}}, 400, "chat_template_kwargs.thinking_budget", "not a variable"),
+    ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs.regex", "is not a field"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
+    ({"skip_special_tokens": False}, 400, "skip_special_tokens", "True"),
+    ({"length_penalty": 0.5}, 400, "length_penalty", "greater than or equal to 1"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNHELD}}},
+        400,
+        "response_format.json_schema.schema",
+        "/properties/seen",
+    ),
+    ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
+    ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
+    ({"messages": []}, 400, "messages", "at least 1 item"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id", "must be set"),
+    ({"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content", "must be set"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        400,
+        "messages[0].content[0].type",
+        "text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        400,
+        "messages[0].content[0].text",
+        "must be set",
+    ),
+    ({"mm_processor_kwargs": {"do_resize": True}}, 400, "mm_processor_kwargs.do_resize", "is not a field"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "field", "why"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, field: str, why: str) -> None:
+    answer = http.post("/v1/chat/completions", json=question("Why?") | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, field), error
+    assert why in error["message"]
+    assert error["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "why"),
+    [
+        (video("ftp://host/a.mp4"), 400, "messages[0].content[1].video_url.url must start with https://"),
+        (video("data:video/mp4;base64,é"), 400, "messages[0].content[1].video_url.url must be data:[type][;base64],…"),
+        (video(data_url("video/mp4", b"no video")), 400, "messages[0].content[1]"),
+        (video("http://127.0.0.1/a.mp4"), 403, "messages[0].content[1].video_url.url"),
+        (video(CLIP_URL, mm_processor_kwargs={"fps": 0.0}), 400, "messages[0].content[1].mm_processor_kwargs.fps must"),
+        (
+            video(data_url("video/jpeg", *FRAMES), media_io_kwargs={"video": {"frames_indices": [0]}}),
+            400,
+            "messages[0].content[1] holds 4 frames, and frames_indices of media_io_kwargs.video 1",
+        ),
+        (
+            video("file:///etc/passwd"),
+            403,
+            "messages[0].content[1].video_url.url '/etc/passwd' lies outside --media-root",
+        ),
+        (
+            video("file://elsewhere/a.mp4"),
+            403,
+            "messages[0].content[1].video_url.url must name no host, got 'elsewhere'",
+        ),
+        ({"type": "file", "file": {"file_id": "file-1"}}, 404, "file_id 'file-1' names no file"),
+        ({"type": "file", "file": {}}, 400, "messages[0].content[1].file must have exactly one of"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_media_are_named_before_a_stream_begins(
+    http: httpx.Client, part: dict[str, Any], status: int, why: str, stream: bool
+) -> None:
+    answer = http.post("/v1/chat/completions", json=question("What is", part, stream=stream))
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"].startswith(why)

@@ -25,7 +25,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest, MediaRejected, StartupError
 from common.contract.plan import Modality
-from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES, LLAVA

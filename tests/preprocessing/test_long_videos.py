@@ -17,7 +17,8 @@ from av.video.frame import VideoFrame
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality
-from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video import decode
 from services.preprocessing.video.packets import read_packets

@@ -21,8 +21,9 @@ from transformers import AutoTokenizer
 from common.checkpoint import Checkpoint
 from common.contract.errors import InvalidRequest
 from common.contract.plan import Grid, Modality
+from services.preprocessing.conversation import MediaRequest
 from services.preprocessing.families import load_family
-from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample

@@ -21,7 +21,8 @@ from common.checkpoint import Checkpoint
 from common.contract.plan import Modality
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import PlannedPrompt, Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling

@@ -18,7 +18,8 @@ from common.contract import plan
 from common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
 from common.contract.plan import Modality
 from services.preprocessing import planner
-from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import PlannedPrompt, Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video import decode
 from services.preprocessing.video.sampling import FrameSampling

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality, PromptPlan
-from services.preprocessing.planner import Conversation, MediaRequest, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.sampling import FrameSampling
 from tests import media

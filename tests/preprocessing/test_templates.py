@@ -20,9 +20,9 @@ from demo.checkpoint import CHAT_TEMPLATE, TINY, make_tokenizer
 from framesieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
 from framesieve.v1.prompt_pb2 import Tool as ToolMessage
 from framesieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
+from services.preprocessing.conversation import Conversation
 from services.preprocessing.families import load_family
 from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.planner import Conversation
 from services.preprocessing.prompt.layout import MediaTokens
 from services.preprocessing.prompt.positions import LinearSpan
 from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, ToolCall, Turn

@@ -30,7 +30,8 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from common.anyres import AnyRes
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality, PromptPlan
-from services.preprocessing.planner import MediaRequest, Planner
+from services.preprocessing.conversation import MediaRequest
+from services.preprocessing.planner import Planner
 from services.preprocessing.video.sampling import FrameSampling
 from tests.families import NEWLINE_ID, NEXT_VIDEO_PX, ONEVISION_PATCH, ONEVISION_PX
 from tests.media import picture

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from common.checkpoint import Checkpoint
 from common.contract.plan import Modality
-from services.preprocessing.planner import Conversation, MediaRequest, PlannedPrompt, Planner
+from services.preprocessing.conversation import Conversation, MediaRequest
+from services.preprocessing.planner import PlannedPrompt, Planner
 from services.preprocessing.prompt.tokens import Turn
 from services.preprocessing.video.pictures import PictureFrames
 from services.preprocessing.video.sampling import FrameSampling

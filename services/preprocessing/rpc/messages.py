@@ -19,8 +19,8 @@ from common.contract.requests import check_inline_bytes, check_prompt
 from common.contract.tensors import DType, pieces
 from common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
+from services.preprocessing.conversation import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.fetch.urls import file_path
-from services.preprocessing.planner import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
 from services.preprocessing.prompt.embeds import Embeds
 from services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
 from services.preprocessing.video.pictures import PictureFrames

@@ -22,8 +22,9 @@ from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from common.telemetry.tracing import span
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from services.preprocessing.conversation import Conversation
 from services.preprocessing.fetch.fetcher import Fetcher
-from services.preprocessing.planner import Conversation, PlannedPrompt, Planner, Readers
+from services.preprocessing.planner import PlannedPrompt, Planner, Readers
 from services.preprocessing.rpc.decode_stats import recording_decode
 from services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from services.preprocessing.rpc.metrics import count_frames

@@ -1,0 +1,104 @@
+"""Converts protobuf responses to the events of a request."""
+
+from __future__ import annotations
+
+from common.contract.errors import PeerContract
+from common.contract.plan import Grid
+from common.contract.wire import modality_of
+from framesieve.client.answer import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    MediaUsage,
+    Progress,
+    Timings,
+    Usage,
+)
+from framesieve.client.tools import ToolCallDelta
+from framesieve.v1 import generation_pb2
+
+_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+}
+
+
+def event_of(response: generation_pb2.GenerateResponse) -> Event:
+    """The event in a response. Raises PeerContract for a kind of event that this client does not know."""
+    match response.WhichOneof("response"):
+        case "accepted":
+            return Accepted(response.accepted.request_id, _usage(response.accepted.usage))
+        case "progress":
+            progress = response.progress
+            return Progress(progress.media_index, progress.decoded_slices, progress.encoded_slices)
+        case "delta":
+            return _delta(response.delta)
+        case "finished":
+            return _finished(response.finished)
+        case _:
+            raise PeerContract("the service sent an unknown kind of event")
+
+
+def _delta(delta: generation_pb2.Delta) -> Delta:
+    for top in delta.top_logprobs:
+        if len(top.token_ids) != len(top.logprobs):
+            raise PeerContract(f"the service sent {len(top.logprobs)} log-probabilities of {len(top.token_ids)} tokens")
+    return Delta(
+        delta.choice_index,
+        delta.text,
+        tuple(delta.token_ids),
+        tuple(delta.logprobs),
+        tuple(tuple(zip(top.token_ids, top.logprobs, strict=True)) for top in delta.top_logprobs),
+        dict(delta.token_texts),
+        dict(delta.token_bytes),
+        tuple(ToolCallDelta(each.index, each.id, each.name, each.arguments) for each in delta.tool_calls),
+    )
+
+
+def _finished(finished: generation_pb2.Finished) -> Finished:
+    if finished.reason not in _REASONS:
+        raise PeerContract(f"the service sent the unknown finish reason {finished.reason}")
+    return Finished(
+        finished.choice_index, _REASONS[finished.reason], _usage(finished.usage), _timings(finished.timings)
+    )
+
+
+def _usage(usage: generation_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens_full=usage.prompt_tokens_full,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        media=tuple(
+            MediaUsage(
+                modality=modality_of(item.modality),
+                grid=Grid(item.grid.t, item.grid.h, item.grid.w),
+                kept_tokens=item.kept_tokens,
+                repaired_frames=item.repaired_frames,
+                first_slice_only=item.first_slice_only,
+                missing_frames=item.missing_frames,
+                dropped_frames=item.dropped_frames,
+            )
+            for item in usage.media
+        ),
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+    )
+
+
+def _timings(timings: generation_pb2.Timings) -> Timings:
+    return Timings(
+        time_to_first_token_s=timings.time_to_first_token_s,
+        fetch_s=timings.fetch_s,
+        plan_s=timings.plan_s,
+        decode_s=timings.decode_s,
+        resize_s=timings.resize_s,
+        wait_for_encoder_s=timings.wait_for_encoder_s,
+        encode_s=timings.encode_s,
+        prune_s=timings.prune_s,
+        transfer_s=timings.transfer_s,
+        wait_for_prefill_s=timings.wait_for_prefill_s,
+        prefill_s=timings.prefill_s,
+        generate_s=timings.generate_s,
+    )

@@ -1,0 +1,82 @@
+"""A checked prompt: its turns, its tools, and its media with the place that each comes from.
+
+It knows neither protobuf nor how media are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.contract.plan import Modality
+from services.preprocessing.prompt.embeds import Embeds
+from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, Tool, Turn
+from services.preprocessing.sources.source import Source
+from services.preprocessing.video.pictures import PictureFrames
+from services.preprocessing.video.sampling import FrameSampling
+
+
+@dataclass(frozen=True, slots=True)
+class MediaUrl:
+    """A URL, which the caller fetches before planning."""
+
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FileUrl:
+    """A file URL, by the path in it."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFile:
+    """A file that follows the prompt, which the caller receives before planning."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRequest:
+    """One media item of a prompt.
+
+    modality: what the caller takes it for. What it is, its bytes decide, see `Planner.plan`.
+    location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
+        the source of a fetched or received file.
+    frames: of a video whose file is pictures, one after the other.
+    """
+
+    name: str
+    modality: Modality
+    location: bytes | str | Embeds | MediaUrl | FileUrl | MediaFile | Source = field(repr=False)
+    sampling: FrameSampling
+    frames: PictureFrames | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A checked prompt: its turns, its media in the order of the turns, its tools, and variables of the template."""
+
+    turns: tuple[Turn, ...]
+    media: tuple[MediaRequest, ...]
+    tools: tuple[Tool, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The URLs to fetch, by the name of the media item."""
+        return {item.name: item.location.url for item in self.media if isinstance(item.location, MediaUrl)}
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
+        text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
+        others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
+        return not self.media and text + len(str(others)) <= LARGE_TEXT_CHARS
+
+    def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
+        """The conversation with the sources of fetched and received files, by the name of the media item."""
+        media = (replace(item, location=sources[item.name]) if item.name in sources else item for item in self.media)
+        return replace(self, media=tuple(media))
