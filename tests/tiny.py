@@ -94,7 +94,7 @@ class RecordingRunner(Runner):
 
     def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
         self._logits = self.logits
-        logits = super().forward(windows, unread)
+        logits = super().forward(windows, unread).clone()  # a graph overwrites its own
         rows = iter(logits)
         for window in windows:
             if window.samples:

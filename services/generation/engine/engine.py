@@ -286,7 +286,7 @@ class Engine:
         preemptions = self._scheduler.preemptions - self._totals.preemptions
         began_ns, self._read_ns = max(launched.began_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9
-        step = Step.of(launched.windows, accepted, preemptions, seconds, launched.num_replayed)
+        step = Step.of(launched.windows, accepted, preemptions, seconds, launched.replayed)
         self._totals = self._totals.plus(step)
         self._on_step(step)
 

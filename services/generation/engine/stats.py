@@ -12,8 +12,8 @@ from services.generation.request.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step computed and how long it took. answer_tokens: draft tokens included. replayed: its sequences that a
-    graph computed."""
+    """What one step computed and how long it took. answer_tokens: draft tokens included. replayed: whether a graph
+    computed it."""
 
     seconds: float
     sequences: int
@@ -22,11 +22,11 @@ class Step:
     preemptions: int
     draft_tokens: int
     accepted_draft_tokens: int
-    replayed: int
+    replayed: bool
 
     @classmethod
     def of(
-        cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: int = 0
+        cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: bool
     ) -> Step:
         """The step that computed `windows`."""
         prompt_tokens = sum(map(_prompt_tokens, windows))

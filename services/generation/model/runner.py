@@ -19,16 +19,7 @@ from services.generation.model.attention import attending, make_cache
 from services.generation.model.attention.cache import CacheSizes, CapturedCache
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import (
-    BoolArray,
-    Context,
-    MediaRows,
-    Packed,
-    Window,
-    decodes_first,
-    pack,
-    slots_of,
-)
+from services.generation.request.batch import Context, MediaRows, Packed, Window, decodes_first, pack, slots_of
 from services.generation.request.request import Request
 from services.generation.sampling.sampler import Choice, SampledToken, sample_and_verify
 from services.generation.to_device import pinned_for, to_device
@@ -53,8 +44,8 @@ class Workers(Protocol):
 class Launched:
     """A step that the device may still be computing.
 
-    windows: in packed order. began_ns: when its launch began, on the monotonic clock. num_replayed: sequences whose row
-    was a graph's.
+    windows: in packed order. began_ns: when its launch began, on the monotonic clock. replayed: whether a graph
+    computed it.
     """
 
     def __init__(
@@ -63,10 +54,10 @@ class Launched:
         logits: Tensor,
         unread: Mapping[int, Tensor],
         began_ns: int,
-        num_replayed: int,
+        replayed: bool,
     ) -> None:
         """logits: as `Runner.forward` returns them. unread: as `Choice` takes it."""
-        self.windows, self.began_ns, self.num_replayed = windows, began_ns, num_replayed
+        self.windows, self.began_ns, self.replayed = windows, began_ns, replayed
         self._sampling = [window for window in windows if window.samples]
         states = [window.request.sampling_state for window in self._sampling]
         drafts = [window.draft_tokens for window in self._sampling]
@@ -107,7 +98,7 @@ class Runner:
         )
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
-        self.num_replayed = 0  # sequences whose row of the last step was a graph's
+        self.replayed = False  # whether a graph computed the last step
         self._compiled: Callable[..., Any] | None = None
 
     def compile(self) -> bool:
@@ -129,8 +120,8 @@ class Runner:
         return self._compiled is not None
 
     @torch.inference_mode()
-    def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> bool:
-        """Captures decode steps of up to `most_requests` requests of up to `most_tokens` tokens as graphs.
+    def capture_decoding(self, most_rows: int, most_tokens: int, capture: Capture) -> bool:
+        """Captures decode steps of up to `most_rows` rows, of requests of up to `most_tokens` tokens, as graphs.
 
         Returns False, and leaves decoding eager, if the model does something that no graph can hold, or if attention
         does not read the cache's blocks in place.
@@ -140,7 +131,7 @@ class Runner:
         start = time.perf_counter()
         blocks = -(-most_tokens // self._cache.sizes.block_tokens)
         try:
-            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), most_requests, blocks, capture)
+            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), most_rows, blocks, capture)
         except RuntimeError as error:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
@@ -164,7 +155,7 @@ class Runner:
         logits = self.forward(windows, torch.stack(late) if late else None)
         sampling = [window.request for window in windows if window.samples]
         unread = {row: tokens[request] for row, request in enumerate(sampling) if request.num_unread}
-        return Launched(windows, logits, unread, began_ns, self.num_replayed)
+        return Launched(windows, logits, unread, began_ns, self.replayed)
 
     @torch.inference_mode()
     def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
@@ -193,28 +184,14 @@ class Runner:
         features: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
         unread: int64 [U], the tokens of `packed.unread_rows`; None if there are none.
         """
-        self.num_replayed = 0
+        self.model.adapters.rows = packed.adapted
         ids = to_device(packed.ids, self.model.device)
         if unread is not None:
             ids = ids.index_copy(0, to_device(packed.unread_rows, self.model.device), unread)
-        plain = packed.plain_decodes if self._graphs else np.zeros(0, np.bool_)
-        sampled = packed.rows_of(plain)[packed.last_rows] if plain.any() else plain
-        if not sampled.any():
-            return self._forward(packed, ids, features)
-        decodes = packed if plain.all() else packed.only(plain)
-        assert self._graphs is not None
-        self.model.adapters.rows = ()
-        replayed = self._graphs.replay(decodes, self._ids_of(packed, ids, plain))
-        if replayed is None:
-            return self._forward(packed, ids, features)
-        self.num_replayed = len(decodes.contexts)
-        logits = replayed[to_device(decodes.last_rows, self.model.device)]
-        if plain.all():
-            return logits
-        # Rows that no graph holds run beside it; then the order of all is restored.
-        others = self._forward(packed.only(~plain), self._ids_of(packed, ids, ~plain), features)
-        order = np.argsort(np.argsort(~sampled, kind="stable"))
-        return torch.cat([logits, others])[to_device(order, self.model.device)]
+        # A step is one forward, a graph's or an eager one: two would read all weights twice.
+        logits = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
+        self.replayed = logits is not None
+        return self._forward(packed, ids, features) if logits is None else logits
 
     def _uploaded(self, media: Sequence[MediaRows]) -> Tensor:
         """The embeddings of media rows on the model's device: [1 + embed_levels, M, D]."""
@@ -229,14 +206,9 @@ class Runner:
             at += each.rows
         return features
 
-    def _ids_of(self, packed: Packed, ids: Tensor, chosen: BoolArray) -> Tensor:
-        """The ids of the rows of some contexts."""
-        return ids if chosen.all() else ids[to_device(np.flatnonzero(packed.rows_of(chosen)), ids.device)]
-
     def _forward(self, packed: Packed, ids: Tensor, features: Tensor | None) -> Tensor:
         """ids: int64 [T], on the device, with those of unread rows."""
         rows = to_device(packed.last_rows, self.model.device)
-        self.model.adapters.rows = packed.adapted
         embeds: Tensor = self.model.embed_tokens(ids)
         levels = {} if features is None else self._put_media(packed, embeds, features)
         embeds = embeds[None]  # [1, T, D]

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from services.generation.request.request import Request
 
 Int64Array: TypeAlias = NDArray[np.int64]
-BoolArray: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,37 +111,18 @@ class Packed:
     unread_rows: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
-    def plain_decodes(self) -> BoolArray:
-        """Which contexts are a single token of text without an adapter: bool [contexts]."""
-        plain = np.arange(len(self.contexts)) < self.num_decodes
-        plain[self.media_rows[self.media_rows < self.num_decodes]] = False
-        for each in self.adapted:
-            plain[each.start : min(each.end, self.num_decodes)] = False
-        return plain
+    def decodes_only(self) -> bool:
+        """Whether every row is text without an adapter, and sampled: answers' last tokens and their draft tokens."""
+        return len(self.last_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
 
-    def rows_of(self, chosen: BoolArray) -> BoolArray:
-        """The rows of some contexts: bool [T]."""
-        return np.repeat(chosen, [context.tokens for context in self.contexts])
-
-    def only(self, chosen: BoolArray) -> Packed:
-        """Some of the contexts, in the same order. chosen: bool [contexts], of an adapter all or none."""
-        rows = self.rows_of(chosen)
-        place = np.cumsum(rows) - 1
-        return Packed(
-            contexts=tuple(context for context, wanted in zip(self.contexts, chosen, strict=True) if wanted),
-            num_decodes=int(chosen[: self.num_decodes].sum()),
-            ids=self.ids[rows],
-            positions=self.positions[:, rows],
-            slots=self.slots[rows],
-            media_rows=place[self.media_rows[rows[self.media_rows]]],
-            unread_rows=place[self.unread_rows[rows[self.unread_rows]]],
-            last_rows=place[self.last_rows[rows[self.last_rows]]],
-            adapted=tuple(
-                AdaptedRows(each.digest, int(place[each.start]), int(place[each.end - 1]) + 1)
-                for each in self.adapted
-                if rows[each.start]
-            ),
-        )
+    @property
+    def row_contexts(self) -> list[Context]:
+        """A context for each row, which ends with it."""
+        return [
+            context if context.tokens == 1 else Context(end - 1, end, context.blocks)
+            for context in self.contexts
+            for end in range(context.start + 1, context.end + 1)
+        ]
 
 
 def decodes_first(windows: Sequence[Window]) -> list[Window]:

@@ -166,7 +166,8 @@ def fitting_tokens(
 
 
 def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
-    return runner.capture_decoding(settings.max_num_seqs, most_tokens, CudaCapture(runner.model.device))
+    rows = settings.max_num_seqs * (1 + settings.speculative_tokens)
+    return runner.capture_decoding(rows, most_tokens, CudaCapture(runner.model.device))
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:
