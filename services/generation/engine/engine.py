@@ -196,7 +196,7 @@ class Engine:
                 self._fail(self._scheduler.requests(), _as_failure(error))
                 return []
             for request in (window.request for window in windows):
-                if request.rope.complete and not request.prefill_announced:
+                if not request.prefill_announced and request.rope.complete:
                     request.prefill_announced = True
                     self._send(request, PrefillStarted())
         return windows
@@ -235,7 +235,8 @@ class Engine:
                 self._scheduler.mark_computed(window.request, window.end - window.num_draft_tokens)
                 if window.samples:
                     window.request.num_unread += 1
-                    self._scheduler.start_siblings(window.request)
+                    if window.request.siblings:
+                        self._scheduler.start_siblings(window.request)
 
     def _read(self) -> None:
         """Reads the tokens of the unread step, if there is one."""
@@ -264,7 +265,7 @@ class Engine:
 
     def _append(self, window: Window, sampled: Sequence[SampledToken] | Exception) -> int:
         """Appends the tokens of one window. Returns its accepted draft tokens."""
-        request, num_computed = window.request, window.end - window.num_draft_tokens
+        request = window.request
         if request.status is Status.DONE or not sampled:  # it ended or was cancelled meanwhile
             return 0
         if isinstance(sampled, Exception):
@@ -272,7 +273,7 @@ class Engine:
         request.num_unread -= 1
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token: its keys and values are in the cache
-                self._scheduler.mark_computed(request, num_computed + accepted)
+                self._scheduler.mark_computed(request, window.end - window.num_draft_tokens + accepted)
             tokens, reason = request.append(token)
             self._send(request, tokens)
             if reason:

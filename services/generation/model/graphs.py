@@ -98,8 +98,8 @@ class _Graph:
         rows = host.numpy()
         rows[:filled, POSITIONS] = decodes.positions.T
         rows[:filled, TOKENS] = [context.end for context in contexts]
-        for row, context in zip(rows, contexts, strict=False):
-            row[FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
+        for row, context in enumerate(contexts):
+            rows[row, FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
         rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding.blocks[0]
         self._plan(contexts)
         self.inputs.copy_(host, non_blocking=True)
