@@ -22,7 +22,7 @@ from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Launched, Runner, Workers
+from services.generation.model.runner import Launched, Runner, Sampled, Workers
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
@@ -89,7 +89,7 @@ class RecordingRunner(Runner):
         sizes = {name: len(each.output_ids) + each.num_unread for name, each in self._requests.items()}
         return {name: rows[: sizes[name]] for name, rows in self._logits.items()}
 
-    def launch(self, windows: Sequence[Window], before: Launched | None = None) -> Launched:
+    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
         self.steps.append([(window.request.id, window.start, window.end) for window in windows])
         return super().launch(windows, before)
 
