@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc soak demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc soak demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ format: setup  ## Format the code
 
 bench: setup  ## Measure against transformers' generate, and the cost of three processes
 	$(BIN)/python -m benchmarks.run
+
+bench-ceiling: setup  ## Measure the path around the model with one that takes no time: a step's Python, tokens/s of 64 and 256 streams
+	$(BIN)/python -m benchmarks.ceiling
 
 bench-engine: setup  ## Measure the engine against transformers' generate, with and without pruning
 	$(BIN)/python -m benchmarks.engine
