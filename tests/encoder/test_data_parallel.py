@@ -197,13 +197,13 @@ def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(to
     assert forwards_of(towers, others) == [[[first], [first]], [rest]]
 
 
-@pytest.mark.parametrize("largest", [Size(100, 2, 500), None])
+@pytest.mark.parametrize("largest", [Size(100, 2, 500, 100), None])
 def test_each_rank_keeps_to_the_limit_of_one_forward(tower: Tower, make: MakeRanks, largest: Size | None) -> None:
     """Of two slices, or of their eight tokens."""
-    packing = PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2)) if largest else None
+    packing = PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2, 4)) if largest else None
     towers, others = make(3, replace(tower, packing=packing), rank_tokens=8)
     assert towers.budget_tokens == 24
-    assert towers.packing.largest == (Size(300, 6, 1500) if largest else Size(24, 24, 24))
+    assert towers.packing.largest == (Size(300, 6, 1500, 300) if largest else Size(24, 24, 24, 24))
     towers.encode(slices_of(tower, *[(2, 2, 2)] * 9))
     assert [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)] == [[2, 1]] * 3
 

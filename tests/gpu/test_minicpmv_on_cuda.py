@@ -30,7 +30,7 @@ def test_replayed_groups_equal_the_eager_forward_and_the_oracle(tmp_path: Path) 
     frames = [torch.randint(0, 255, (*shape, 3), dtype=torch.uint8, generator=random) for shape in GROUPS]
     groups = [TimedFrames(each, tuple(range(7, 7 + 3 * len(each), 3))) for each in frames]
     tower = load_tower(Checkpoint(tmp_path), "bfloat16", torch.device("cuda"), "varlen")
-    graphed = with_graphs(tower, 640)
+    graphed = with_graphs(tower, 2304)  # up to 18 frames
     assert isinstance(graphed.forward, TowerGraphs)
     with patch.object(graphs, "pays", return_value=True):
         replayed = graphed.encode(groups)

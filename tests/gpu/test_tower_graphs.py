@@ -62,7 +62,7 @@ def graphed(tower: Tower) -> Iterator[Tower]:
     """The tower with graphs, which it replays even where that is slower."""
     graphed = with_graphs(tower, MOST_TOKENS)
     assert isinstance(graphed.forward, TowerGraphs)
-    assert [each.tokens for each in graphed.forward.buckets] == [64, 128, 256, 512]
+    assert sorted(each.tokens for each in graphed.forward.buckets) == [64, 128, 256, 512, 512]
     with patch.object(graphs, "pays", return_value=True):
         yield graphed
 
@@ -111,6 +111,13 @@ def test_replays_equal_the_eager_forward_with_pruning(
     kept = keep_tokens(replayed[0], Grid(3, *sides[-1]), Pruning(0.5, "evs"))
     assert len(kept) == max(sides[-1][0] * sides[-1][1], int(Fraction(3, 2) * sides[-1][0] * sides[-1][1]))
     torch.testing.assert_close(replayed[:, kept.long()], eager[:, kept.long()], atol=tolerance, rtol=tolerance)
+
+
+def test_slices_of_more_than_256_tokens_are_replayed(tower: Tower, graphed: Tower, shape: FamilyUnderTest) -> None:
+    slices, tolerance = slices_of([(16, 17), (3, 4), (10, 20)], shape, 0), TOLERANCE[tower.dtype]
+    with replays(1):
+        replayed = graphed.encode(slices)
+    torch.testing.assert_close(replayed, tower.encode(slices), atol=tolerance, rtol=tolerance)
 
 
 def test_a_later_replay_does_not_overwrite_returned_embeddings(graphed: Tower, shape: FamilyUnderTest) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -79,8 +79,7 @@ class DataParallelTower:
     @property
     def packing(self) -> PackingLimit:
         """What fills a forward of every rank."""
-        one = self._packing.largest
-        largest = Size(one.tokens * self._count, one.slices * self._count, one.windows * self._count)
+        largest = Size(*(each * self._count for each in astuple(self._packing.largest)))
         return PackingLimit(largest, self._packing.size_of)
 
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
@@ -148,7 +147,7 @@ class DataParallelTower:
 def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
     """What one forward of the tower may hold, at most `most_tokens` tokens."""
     return tower.packing or PackingLimit(
-        token_limit(most_tokens), lambda frames: Size(tower.patches.load(frames), 1, 0)
+        token_limit(most_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
     )
 
 
