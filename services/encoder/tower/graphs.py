@@ -81,6 +81,7 @@ class TowerGraphs:
         self, forward: ModelForward, graphs: Mapping[Size, _Graph], ranges: Sequence[Sequence[Measured]]
     ) -> None:
         """graphs: by bucket. ranges: for each range of lengths of slices, its buckets' times, ascending."""
+        self.shape = forward.shape
         self._forward = forward
         self._graphs = graphs
         self._range_of = {each.bucket: measured for measured in reversed(ranges) for each in measured}
@@ -88,7 +89,7 @@ class TowerGraphs:
 
     def __call__(self, patches: Tensor, sides: Sequence[Side]) -> Tensor:
         """See `Tower.forward`."""
-        load = sum((size_of(side, self._forward.shape) for side in sides), NOTHING)
+        load = sum((size_of(side, self.shape) for side in sides), NOTHING)
         chosen = choose(load, self.buckets)
         if isinstance(chosen, Size) and not pays(load, chosen, self._range_of[chosen]):
             chosen = Eager.PADDING
