@@ -61,15 +61,18 @@ class LateStream:
 
 
 class LateDevice:
-    """current: the stream on which work is queued. reuses: whether freed memory is overwritten, as early as it may."""
+    """current: the stream on which work is queued. reuses: whether freed memory is overwritten, as early as it may.
+    waits: how often the host has waited."""
 
     def __init__(self, reuses: bool) -> None:
         self.current = LateStream()
+        self.waits = 0
         self._reuses = reuses
         self._freed: list[tuple[LateStream, int]] = []
 
     def wait(self, stream: LateStream, end: int | None = None) -> None:
         """The host waits for what a stream has, up to `end`."""
+        self.waits += 1
         freed, self._freed = self._freed, []
         with torch.inference_mode():
             for owner, overwritten in reversed(freed):

@@ -1,4 +1,5 @@
-"""Work that is passed from stream to stream waits for what it reads, and memory is not reused while it is read.
+"""Work that is passed from stream to stream waits for what it reads, and the host waits for none of it; memory is not
+reused while it is read.
 
 On a stand-in for CUDA whose streams run late; `tests/gpu` runs them on a device.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +21,13 @@ from common.byte_semaphore import ByteSemaphore
 from common.contract.plan import Grid, MediaPlan, Modality, Run
 from services.encoder.items.cache_entry import CacheEntry
 from services.encoder.startup.rank import run_shares
-from services.encoder.tower.packing import Side
+from services.encoder.tower.graphs import Captured, with_graphs
+from services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from services.encoder.tower.parallel.exchange import Exchange, announced, unpacked
 from services.encoder.tower.parallel.rank_failure import RankFailure
 from services.encoder.tower.parallel.tower import DONE, DataParallelTower
 from services.encoder.tower.patches import PatchShape, patchify
-from services.encoder.tower.tower import Tower, TowerSizes
+from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
 from services.encoder.tower.transfers import Computed, Readback, beside
 from tests.encoder.late_streams import CUDA, LateDevice, LateGroup, late_streams
 
@@ -72,11 +75,46 @@ def check_read(readings: Sequence[Readback], slices: Sequence[Sequence[Tensor]])
 def test_forwards_that_are_launched_before_the_last_is_computed_read_their_own_frames(device: LateDevice) -> None:
     batches = [slices_of((2, 3), (1, 4)), slices_of((2, 3), (1, 4), (5, 1))]
     launched = [(TOWER.encode(slices), Computed(CUDA)) for slices in batches]
+    assert device.waits == 0
     readings = []
     for embeds, computed in launched:
         computed.wait()
         readings.append(begin_reading(embeds))
     check_read(readings, batches)
+
+
+class LateGraphs:
+    """A `Device` whose replays queue what was captured."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+
+    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+        output = compute()
+        return Captured(lambda: output.copy_(compute()), output)
+
+    def measure_s(self, run: Callable[[], object]) -> float:
+        run()
+        self._device.wait(self._device.current)
+        return 1.0
+
+
+def test_replays_that_are_launched_before_the_last_is_computed_read_their_own_frames_and_layouts(
+    device: LateDevice,
+) -> None:
+    def embed_with_places(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        return embed(patches) + layout.positions.sum(1)[:, None]
+
+    forward = ModelForward(embed_with_places, TowerShape(1), CUDA, varlen=True)
+    tower = with_graphs(replace(TOWER, forward=forward), MOST_TOKENS, LateGraphs(device))
+    batches, waited = [slices_of((2, 3), (1, 4)), slices_of((5, 1), (2, 3), (1, 4))], device.waits
+    embeds = [each for slices in batches for each in tower.encode(slices)]
+    assert device.waits == waited
+    reading = Readback(*embeds)
+    for found, frames in zip(reading.wait(), batches[0] + batches[1], strict=True):
+        _, rows, columns, _ = frames.shape
+        places = torch.arange(rows // 2)[:, None] + torch.arange(columns // 2)
+        assert torch.equal(found, embeds_of([frames]) + places.flatten()[:, None])
 
 
 def test_frames_that_arrive_late_on_the_current_stream_are_encoded(device: LateDevice) -> None:
@@ -86,6 +124,7 @@ def test_frames_that_arrive_late_on_the_current_stream_are_encoded(device: LateD
     orders, answers = iter([*map(announced, shares), None]), list[bytes]()
     service: Any = SimpleNamespace(receive=lambda: next(orders), answer=answers.append)
     run_shares(service, TOWER, Exchange(group), MOST_TOKENS)
+    assert device.waits == 0
     device.wait(group.stream)
     assert answers == [DONE] * 3
     for found, share in zip(group.sent, shares, strict=True):
@@ -103,8 +142,9 @@ def test_embeddings_that_arrive_late_from_a_rank_are_read(device: LateDevice) ->
     group = LateGroup(device, encoded_by_the_rank())
     others: Any = SimpleNamespace(send=lambda rank, order: told.append(order), receive=lambda *_: DONE)
     towers = DataParallelTower(TOWER, others, 2, Exchange(group), MOST_TOKENS, RankFailure())
-    readings = []
     launched = [(towers.encode(slices), Computed(CUDA)) for slices in batches]
+    assert device.waits == 0
+    readings = []
     for embeds, computed in launched:
         computed.wait()
         readings.append(begin_reading(embeds))

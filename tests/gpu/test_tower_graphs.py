@@ -144,6 +144,18 @@ def test_frames_that_are_already_on_the_device_are_encoded_alike(graphed: Tower,
         assert torch.equal(sent, there)
 
 
+def test_frames_that_the_current_stream_is_still_making_are_encoded(graphed: Tower, shape: FamilyUnderTest) -> None:
+    slices = slices_of([(3, 4), (7, 2)], shape, 0)
+    there = [each.to(CUDA) for each in slices]
+    arriving = [torch.zeros_like(each) for each in there]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)  # about a quarter of a second
+    for target, frames in zip(arriving, there, strict=True):
+        target.copy_(frames)
+    for late, sent in zip(graphed.encode(arriving), graphed.encode(slices), strict=True):
+        assert torch.equal(late, sent)
+
+
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
