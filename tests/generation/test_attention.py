@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
+from services.generation.model import attention
 from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.model.attention.cache import CacheSizes
 from services.generation.model.attention.flash_infer import FlashInferCache, workspace_bytes
@@ -271,6 +274,33 @@ def test_torchs_kernels_are_not_tried_with_a_cache_in_fp8() -> None:
     with capture_logs() as logs:
         assert find_kernel(IN_FP8, cast(Tensor, on_cuda)) is None
     assert [each["error"] for each in logs] == ["no keys in fp8 with queries in torch.bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim", "capability", "said"),
+    [
+        (torch.float32, 8, 2, 128, (9, 0), "no kernel computes in float32, set --dtype bfloat16"),
+        (torch.bfloat16, 8, 2, 80, (9, 0), "FlashInfer has kernels for heads of 64, 128, 256, this model's have 80"),
+        (torch.float16, 8, 2, 64, (7, 5), "FlashInfer is used from compute capability 8.0 on, this device has 7.5"),
+        *((torch.bfloat16, 2 * group, 2, size, (8, 6), None) for group, size in ((1, 64), (3, 256), (5, 128))),
+    ],
+)
+def test_what_flash_infer_has_no_kernels_for_is_refused_before_it_compiles(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, capability: tuple[int, int], said: str | None
+) -> None:
+    on_cuda = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, new_zeros=torch.zeros(()).new_zeros)
+    with (
+        patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        patch.object(torch.cuda, "get_device_properties"),
+        patch.object(attention, "find_kernel", return_value=None),
+        patch.object(importlib.util, "find_spec"),
+        patch.object(importlib, "import_module", side_effect=ImportError("nvcc")) as imported,
+        capture_logs() as logs,
+    ):
+        make_cache(CacheSizes(1, 4, 16, heads, kv_heads, head_dim), cast(Tensor, on_cuda))
+    warning = [each["event"] for each in logs if each["log_level"] == "warning"][-1]
+    assert warning.endswith(said or "see why FlashInfer does not work above")
+    assert bool(imported.call_count) == (said is None)
 
 
 def test_cudnn_attention_is_turned_off_on_cuda() -> None:
