@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from services.generation.model import attention
 from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferCache, workspace_bytes
+from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, workspace_bytes
 from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.sdpa import SdpaCache
 from services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
@@ -257,6 +258,26 @@ def test_flash_infer_is_planned_with_the_dtype_of_the_cache(sizes: CacheSizes, s
     cache = FlashInferCache(sizes, like, Kernels(sizes, like, library))
     assert [each.dtypes for each in library.made[:2]] == [(like.dtype, stored)] * 2
     assert cache.keys[0].dtype == stored
+
+
+def test_a_step_waits_for_the_copies_of_the_step_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same kernel, whose pinned memory it writes again; steps take two kernels by turns."""
+    done: list[str] = []
+
+    def event() -> Mock:
+        number = sum(each.startswith("made") for each in done)
+        done.append(f"made {number}")
+        waiting, copying = (lambda what=what: done.append(f"{what} {number}") for what in ("wait", "copied"))
+        return Mock(synchronize=waiting, record=copying)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(PlainKernel, "plan", lambda *_: done.append("plan"))
+    kernels = FlashInferKernels(FakeFlashInfer(), SIZES, torch.zeros(()), num_multiprocessors=1)
+    cache = FlashInferCache(SIZES, torch.zeros(()), kernels)
+    for _ in range(3):
+        cache.batch(cast(Packed, SimpleNamespace(contexts=[Context(0, 1, (0,))], slots=np.array([0]))))
+    first, second = (["wait 0", "plan", "copied 0"], ["wait 1", "plan", "copied 1"])
+    assert done == ["made 0", "made 1", *first, *second, *first]
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([64, 128, 256]), st.integers(1, 300))
