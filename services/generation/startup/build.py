@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import structlog
 import torch
@@ -70,9 +71,7 @@ def build(
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
-        captured = _capture(runner, settings, limit_tokens)
-        if group and not group.least(int(captured)):  # all ranks replay a step, or none does
-            runner.decode_eagerly()
+        _capture(runner, settings, limit_tokens, group)
     return Built(runner, blocks, limit_tokens)
 
 
@@ -111,7 +110,7 @@ def _cache_tokens(settings: GenerationSettings, model: LanguageModel, group: Gro
         return settings.kv_cache_tokens
     if model.device.type != "cuda":
         return CPU_CACHE_TOKENS
-    return fitting_tokens(settings, model, group, CudaMemory(model.device), _capture)
+    return fitting_tokens(settings, model, group, CudaMemory(model.device), partial(_capture, group=group))
 
 
 def fitting_tokens(
@@ -165,8 +164,14 @@ def fitting_tokens(
     return tokens
 
 
-def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
-    return runner.capture_decoding(settings.max_num_seqs, most_tokens, CudaCapture(runner.model.device))
+def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int, group: Group | None) -> None:
+    """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step."""
+    if group and not group.least(int(runner.captures)):
+        return
+    captured = runner.capture_decoding(settings.max_num_seqs, most_tokens, CudaCapture(runner.model.device))
+    if group:
+        remedy = "if memory is short on its device, lower --max-num-seqs or --gpu-memory-fraction"
+        group.end_unless_alike(captured, "capturing decode steps as graphs", remedy)
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:
