@@ -26,7 +26,8 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.generation.test_decode_graphs import Recorder, use_paged
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
 from tests.tiny import PAD_ID, Models, TinyEngine, load_models, random_item

@@ -5,60 +5,28 @@ Runs without CUDA: a fake capture recomputes at every replay, over buffers that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.generation.engine.stats import Step
 from services.generation.model import graphs
-from services.generation.model.graphs import Captured
 from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams
 from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law, question
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 UNUSED = 2**30
-
-
-class NoSynchronisation(TorchDispatchMode):
-    """Fails at operators that make the host wait for a value from the device."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        name = function.name()
-        assert not any(each in name for each in ("_local_scalar_dense", "nonzero", "masked_select")), name
-        return function(*arguments, **named or {})
-
-
-class Recorder:
-    """A fake capture: its output is NaN until a replay, which recomputes it. It fails if the host would wait for the
-    device."""
-
-    def __init__(self) -> None:
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        self.captured.append(len(inputs))
-        with NoSynchronisation():
-            output = compute().fill_(torch.nan)
-
-        def replay() -> None:
-            self.replayed.append(len(inputs))
-            output.copy_(compute())
-
-        return Captured(replay, output)
 
 
 @pytest.fixture

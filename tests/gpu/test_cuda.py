@@ -24,7 +24,6 @@ from services.generation.request.batch import Context
 from services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES
 from tests.generation.paged_kernels import read_in_place
-from tests.gpu.capturing import can_capture
 from tests.oracle import Text, kept_tokens
 from tests.tiny import TinyEngine, random_item
 
@@ -67,7 +66,7 @@ def test_replayed_decode_steps_equal_eager_ones(family: str, family_checkpoint: 
         tiny = TinyEngine(model)
         if graphs:
             read_in_place(tiny.runner)
-            assert tiny.runner.capture_decoding(8, 256, CudaCapture(DEVICES[1])) == can_capture(family, dtype)
+            assert tiny.runner.capture_decoding(8, 256, CudaCapture(DEVICES[1]))
         asked = []
         for number in range(5):
             video = random_item(FAMILIES[family], (4, 2, 3), Fraction(1), seed=number, rate=0.75)
