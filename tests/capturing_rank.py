@@ -23,7 +23,6 @@ from services.generation.model.graphs import Captured
 from services.generation.model.runner import Runner
 from services.generation.parallel import group as group_module
 from services.generation.parallel.group import Group, WorkerRanks
-from services.generation.settings import GenerationSettings
 from services.generation.startup import build
 from services.generation.startup.rank import run_steps
 from tests.generation.paged_kernels import read_in_place
@@ -64,12 +63,11 @@ def capture(runner: Runner, group: Group, failing: str, where: str) -> None:
     makes = FailingCapture(runner, where == "inside")
     if str(group.rank) not in failing:
         makes = lambda inputs, compute: Captured(lambda: None, compute())  # type: ignore[assignment]  # noqa: E731
-    settings = GenerationSettings.load(["--max-num-seqs", "2"])
     with (
         patch.object(build, "CudaCapture", lambda _: makes),
         patch.object(group_module, "_ANSWER", timedelta(seconds=3)),
     ):
-        build._capture(runner, settings, 64, group)
+        build._capture(runner, build.StepLimits(64, 2), 64, group)
 
 
 def main() -> None:
