@@ -21,6 +21,7 @@ from services.cpu import packed_linear
 from services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
 from services.encoder.families import load_tower
 from services.generation.families import load_language_model
+from services.generation.model import norms
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.sampler import SamplingParams
 from tests import law
@@ -227,16 +228,19 @@ def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
     assert [name.split(".")[-1] for name in joined] == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
-def test_linear_layers_of_the_same_rows_are_joined_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "minicpmv_4_5", "mistral3"])
+def test_the_law_holds_with_layers_joined_and_norms_fused_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
         patch.object(packed_linear, "_can_pack", return_value=False),
+        patch.object(norms, "FUSING_DEVICES", ("cpu",)),
     ):
         models = load_models(family, tmp_path)
-    kinds = {name.split(".")[-1]: type(each) for name, each in models.engine.text.named_modules() if ".0." in name}
+    modules = dict(models.engine.text.named_modules())
+    kinds = {name.split(".")[-1]: type(each) for name, each in modules.items() if ".0." in name}
     assert all(kinds[name] is JoinedLinear for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
     assert kinds["o_proj"] is nn.Linear
+    assert all(type(each) is norms.FusedNorm for name, each in modules.items() if name.endswith("norm"))
     engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
     video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
     questions = [law.Question((Text((20 + number, 21)), video, Text((30,))), 7 + number) for number in range(3)]
