@@ -67,7 +67,7 @@ def capture(runner: Runner, group: Group, failing: str, where: str) -> None:
         patch.object(build, "CudaCapture", lambda _: makes),
         patch.object(group_module, "_ANSWER", timedelta(seconds=3)),
     ):
-        build._capture(runner, build.StepLimits(64, 2), 64, group)
+        build._capture(runner, 2, 64, group)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from services.generation.model.attention import sdpa
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
 from services.generation.settings import GenerationSettings
-from services.generation.startup.build import BLOCK_TOKENS, StepLimits, build, fitting_tokens, step_limits
+from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
 
 MIB, GIB = 2**20, 2**30
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ class FakeMemory:
         cache = -(-rows // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
         self._most = max(self._most, self.weights + self.step + cache * self.model.token_bytes)
 
-    def capture(self, runner: Runner, limits: StepLimits, most_tokens: int) -> bool:
+    def capture(self, runner: Runner, most_rows: int, most_tokens: int) -> bool:
         self.captured.append(most_tokens)
         return True
 

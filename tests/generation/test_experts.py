@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from services.generation.families import text_model
 from services.generation.model import experts
-from services.generation.model.experts import EXPERTS, MOST_ROWS, compute_experts, waits
+from services.generation.model.experts import EXPERTS, MOST_ROWS, compute_experts, rows_without_wait, waits
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import NoSynchronisation, Recorder
 from tests.law import Question, answer, assert_law
@@ -53,6 +53,7 @@ def test_the_law_holds_and_decode_steps_are_captured_where_torch_would_wait(tmp_
         models = load_models("qwen3_vl_moe", tmp_path)
     config = cast(Any, models.engine.text.config)
     assert config._experts_implementation == EXPERTS
+    assert rows_without_wait(models.engine.text, 1000) == MOST_ROWS
     engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
     video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
     questions = [Question((Text((20 + number, 21)), video, Text((30,) * number)), 7 + number) for number in range(4)]

@@ -19,7 +19,7 @@ import torch
 from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
-from services.generation.model.runner import Launched, Runner
+from services.generation.model.runner import Launched, Runner, Sampled
 from services.generation.parallel.group import WorkerRanks
 from services.generation.request.batch import Window
 from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
@@ -87,7 +87,7 @@ def test_no_step_synchronises_with_the_device(
     answer(engine, questions(family))  # a first run, which allocates
     launch, watched = Runner.launch, []
 
-    def without_waiting(runner: Runner, windows: Sequence[Window], before: Launched | None) -> Launched:
+    def without_waiting(runner: Runner, windows: Sequence[Window], before: Sampled | None) -> Launched:
         watched.append(before is not None)
         torch.cuda.set_sync_debug_mode("error")
         try:

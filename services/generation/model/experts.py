@@ -42,6 +42,11 @@ def waits(weight: Tensor) -> bool:
     return weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability(weight.device)[0] not in (9, 10)
 
 
+def rows_without_wait(text: Any, rows: int) -> int:
+    """Of so many rows, those that a text model computes without a wait: all, or as many as all experts compute."""
+    return min(rows, MOST_ROWS) if text.config._experts_implementation == EXPERTS else rows
+
+
 def compute_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """The function registered with transformers, for experts with a gate and without biases.
 

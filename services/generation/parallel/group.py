@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, chain, count
+from itertools import accumulate, count
 from pathlib import Path
 
 import numpy as np
@@ -173,7 +173,7 @@ def to_bytes(packed: Packed) -> bytes:
         np.array([each.start for each in contexts], np.int64),
         np.array([each.end for each in contexts], np.int64),
         np.array([len(each.blocks) for each in contexts], np.int64),
-        np.fromiter(chain.from_iterable(each.blocks for each in contexts), np.int64),
+        np.concatenate([np.asarray(each.blocks, np.int64) for each in contexts]),
         np.array([each.start for each in adapted], np.int64),
         np.array([each.end for each in adapted], np.int64),
         np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
@@ -192,10 +192,9 @@ def from_bytes(data: bytes) -> Packed:
         numbers[_HEADER + end - size : _HEADER + end].copy()
         for size, end in zip(sizes, accumulate(sizes), strict=True)
     )
-    tables = blocks.tolist()
     each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
     return Packed(
-        contexts=tuple(Context(start, end, tables[last - count : last]) for start, end, count, last in each),
+        contexts=tuple(Context(start, end, blocks[last - count : last]) for start, end, count, last in each),
         num_decodes=num_decodes,
         ids=ids,
         positions=positions.reshape(3, -1),

@@ -14,6 +14,7 @@ from common.contract.errors import StartupError
 from services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
 from services.generation.families import load_language_model
 from services.generation.families.quantised import is_quantised
+from services.generation.model.experts import rows_without_wait
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner, Workers
@@ -81,7 +82,7 @@ def build(
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
-        _capture(runner, limits, limit_tokens, group)
+        _capture(runner, limits.max_num_seqs * (1 + settings.speculative_tokens), limit_tokens, group)
     return Built(runner, blocks, limit_tokens, limits)
 
 
@@ -150,17 +151,19 @@ def fitting_tokens(
     model: LanguageModel,
     group: Group | None,
     memory: Memory,
-    capture: Callable[[Runner, StepLimits, int], object],
+    capture: Callable[[Runner, int, int], object],
 ) -> int:
     """The number of tokens, in whole blocks, whose keys and values fit on the device of every rank.
 
-    capture: captures a runner's decode steps for sequences of up to the given number of tokens.
+    capture: captures a runner's decode steps of up to the given number of rows, for sequences of up to the given number
+        of tokens.
     Raises StartupError, with the measured sizes, if not even one prompt fits.
     """
     longest = min(model.context_tokens, settings.max_model_len or model.context_tokens)
     context = min(longest, settings.max_model_len or UNLIMITED_CONTEXT_TOKENS)
     rows, requests = limits.max_num_batched_tokens, limits.max_num_seqs
-    sampled = min(rows, requests * (1 + settings.speculative_tokens))
+    decoded = requests * (1 + settings.speculative_tokens)
+    sampled = min(rows, decoded)
     sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
     try:
         needs = measure(
@@ -168,7 +171,7 @@ def fitting_tokens(
             BLOCK_TOKENS,
             sizes,
             memory,
-            lambda each: capture(each, limits, longest),
+            lambda each: capture(each, decoded, longest),
         )
     except torch.OutOfMemoryError as error:
         raise StartupError(
@@ -196,11 +199,12 @@ def fitting_tokens(
     return tokens
 
 
-def _capture(runner: Runner, limits: StepLimits, most_tokens: int, group: Group | None) -> None:
+def _capture(runner: Runner, most_rows: int, most_tokens: int, group: Group | None) -> None:
     """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step."""
     if group and not group.least(int(runner.captures)):
         return
-    captured = runner.capture_decoding(limits.max_num_seqs, most_tokens, CudaCapture(runner.model.device))
+    rows = rows_without_wait(runner.model.text, most_rows)
+    captured = runner.capture_decoding(rows, most_tokens, CudaCapture(runner.model.device))
     if group:
         remedy = "if memory is short on its device, lower --max-num-seqs or --gpu-memory-fraction"
         group.end_unless_alike(captured, "capturing decode steps as graphs", remedy)
