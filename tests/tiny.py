@@ -49,8 +49,9 @@ class Models:
     reference: Any
 
 
-def load_models(family: str, folder: Path) -> Models:
-    FAMILIES[family].write(folder, 7)
+def load_models(family: str, folder: Path, write: Callable[[Path, int], object] | None = None) -> Models:
+    """write: makes the checkpoint of the family; None: its own."""
+    (write or FAMILIES[family].write)(folder, 7)
     engine = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
     reference = load_reference(family, folder)
     if FAMILIES[family].newline_id is not None:

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.cpu import packed_linear
 from services.generation.families import load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.generation.test_decode_graphs import Recorder, use_paged
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
 from tests.tiny import PAD_ID, Models, TinyEngine, load_models, random_item
@@ -112,6 +115,22 @@ def rewrite(mine: AdapterFolder, change: Callable[[dict[str, Tensor]], object]) 
 
 
 # --- what adapters compute ------------------------------------------------------------------------------------------
+
+
+def test_adapters_add_to_layers_that_are_joined_as_on_cuda(adapted: Adapted) -> None:
+    with (
+        patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
+        patch.object(packed_linear, "_can_pack", return_value=False),
+    ):
+        joined = without_adapters(adapted)
+    assert any(isinstance(each, packed_linear.JoinedLinear) for each in joined.text.modules())
+    load_adapters([AdapterFolder(name, adapted.folder / name) for name in CONFIGS], joined)
+    questions = [
+        Question((Text((20, 21, 22 + number)),), 5, adapter=name) for number, name in enumerate([*CONFIGS, None])
+    ]
+    engine = TinyEngine(joined)
+    asked = answer(engine, questions)
+    assert_law(replace(adapted.models, engine=joined), engine, questions, asked, adapted=adapted.text)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

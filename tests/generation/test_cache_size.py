@@ -32,11 +32,12 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
 from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
 from services.generation.settings import GenerationSettings
-from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens
+from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
 from services.generation.startup.cache_size import _SAMPLING
 from tests.generation.distant_device import DistantDevice
 
 MIB, GIB = 2**20, 2**30
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -73,7 +74,7 @@ class FakeMemory:
         cache = -(-rows // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
         self._most = max(self._most, self.weights + self.step + cache * self.model.token_bytes)
 
-    def capture(self, runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
+    def capture(self, runner: Runner, most_rows: int, most_tokens: int) -> bool:
         self.captured.append(most_tokens)
         return True
 
@@ -92,7 +93,7 @@ def limits(*flags: str) -> GenerationSettings:
 
 def fitting(memory: FakeMemory, *flags: str, group: Any = None) -> int:
     small = limits("--max-num-batched-tokens", "64", "--max-model-len", "512", *flags)
-    return fitting_tokens(small, memory.model, group, memory, memory.capture)
+    return fitting_tokens(small, step_limits(small, CPU), memory.model, group, memory, memory.capture)
 
 
 def test_the_cache_gets_what_the_largest_step_leaves(memory: FakeMemory) -> None:
@@ -100,7 +101,7 @@ def test_the_cache_gets_what_the_largest_step_leaves(memory: FakeMemory) -> None
     memory.model.lm_head.register_forward_pre_hook(lambda _, rows: sampled.append(len(rows[0])))
     steps = ("--max-num-batched-tokens", "100", "--max-num-seqs", "9", "--speculative-tokens", "2")
     flags = limits(*steps, "--gpu-memory-fraction", "0.8")
-    tokens = fitting_tokens(flags, memory.model, None, memory, memory.capture)
+    tokens = fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)
     left = int(Fraction(8, 10) * memory.total) - (300 + 2048 + 700 + 50) * MIB
     # Three layers, two KV heads of sixteen float32, keys and values.
     assert memory.model.token_bytes == 3 * 2 * 16 * 4 * 2
@@ -122,7 +123,7 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     monkeypatch.setattr(sdpa, "_read", count)
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
     flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
-    fitting_tokens(flags, memory.model, None, memory, memory.capture)
+    fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)
     assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
 
 

@@ -5,61 +5,28 @@ Runs without CUDA: a fake capture recomputes at every replay, over buffers that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.generation.engine.stats import Step
 from services.generation.model import graphs
-from services.generation.model.attention.flash_infer import FlashInferCache
-from services.generation.model.attention.varlen import VarlenCache
-from services.generation.model.graphs import Captured
 from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams
-from tests.generation.paged_kernels import Kernels, varlen_attn
-from tests.law import LOGPROB_TOLERANCE, Question, answer
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
+from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law, question
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 UNUSED = 2**30
-
-
-class NoSynchronisation(TorchDispatchMode):
-    """Fails at operators that make the host wait for a value from the device."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        name = function.name()
-        assert not any(each in name for each in ("_local_scalar_dense", "nonzero", "masked_select")), name
-        return function(*arguments, **named or {})
-
-
-class Recorder:
-    """A fake capture: its output is NaN until a replay, which recomputes it. It fails if the host would wait for the
-    device."""
-
-    def __init__(self) -> None:
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        self.captured.append(len(inputs))
-        with NoSynchronisation():
-            output = compute().fill_(torch.nan)
-
-        def replay() -> None:
-            self.replayed.append(len(inputs))
-            output.copy_(compute())
-
-        return Captured(replay, output)
 
 
 @pytest.fixture
@@ -76,16 +43,6 @@ def rows_overwritten() -> Iterator[None]:
 
     with patch.object(graphs._Graph, "replay", replay_and_overwrite):
         yield
-
-
-def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
-    """Gives an engine a cache that reads blocks in place."""
-    sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
-    varlen = name == "varlen"
-    tiny.runner._cache = (
-        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, Kernels(sizes, like))
-    )
-    return tiny
 
 
 DEEP = ("llava", "llava_pixtral", "qwen3_vl")
@@ -146,6 +103,29 @@ def test_replays_compute_what_eager_steps_compute(
     for name, rows in logits_without.items():
         for one, other in zip(rows, logits_with[name], strict=True):
             assert (one.log_softmax(-1) - other.log_softmax(-1)).abs().max() < LOGPROB_TOLERANCE
+
+
+@pytest.mark.usefixtures("rows_overwritten")
+@settings(max_examples=8)
+@given(data=st.data(), chunk_tokens=st.sampled_from([3, 8, 64]), most_drafts=st.sampled_from([0, 0, 2]))
+def test_the_law_holds_over_flash_infer(
+    models: Models, data: st.DataObject, chunk_tokens: int, most_drafts: int
+) -> None:
+    """Chunks, replayed steps, drafts, prefix hits and preemption, over kernels that read what they are planned with."""
+    questions = [data.draw(question(models.family)) for _ in range(data.draw(st.integers(1, 3)))]
+    questions += [replace(each, parts=(*each.parts, Text((30, 31)))) for each in questions]
+    tiny = TinyEngine(
+        models.engine,
+        blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 3, 16))),
+        max_num_batched_tokens=chunk_tokens,
+        max_num_seqs=4,
+        max_draft_tokens=most_drafts,
+        overlap=data.draw(st.booleans()),
+    )
+    assert use_paged(tiny, "flash_infer").runner.capture_decoding(8, 1024, Recorder())
+    assert_law(
+        models, tiny, questions, answer(tiny, questions, arrivals=data.draw(st.permutations(range(len(questions)))))
+    )
 
 
 @pytest.mark.usefixtures("rows_overwritten")

@@ -26,7 +26,8 @@ from services.generation.request.request import Failed, FinishReason
 from services.generation.sampling import sampler
 from services.generation.sampling.sampler import SamplingParams, SamplingState
 from services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
-from tests.generation.test_decode_graphs import Recorder, use_paged
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.oracle import Text
 from tests.tiny import Asked, Models, TinyEngine, load_models
 

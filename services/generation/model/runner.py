@@ -137,6 +137,11 @@ class Runner:
             self._compiled = None
         return self._compiled is not None
 
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps can be captured, as far as attention is concerned."""
+        return self._cache.captures
+
     @torch.inference_mode()
     def capture_decoding(self, most_rows: int, most_tokens: int, capture: Capture) -> bool:
         """Captures decode steps of up to `most_rows` rows, of requests of up to `most_tokens` tokens, as graphs.
@@ -144,7 +149,7 @@ class Runner:
         Returns False, and leaves decoding eager, if the model does something that no graph can hold, or if attention
         does not read the cache's blocks in place.
         """
-        if not self._cache.captures:
+        if not self.captures:
             return False
         start = time.perf_counter()
         blocks = -(-most_tokens // self._cache.sizes.block_tokens)
@@ -156,10 +161,6 @@ class Runner:
             return False
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True
-
-    def decode_eagerly(self) -> None:
-        """Drops captured graphs."""
-        self._graphs = None
 
     @torch.inference_mode()
     def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
