@@ -19,6 +19,7 @@ import argparse
 import faulthandler
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from common.telemetry.logs import configure_logging
 
 CALLS = ("correctness", "engine", "tower", "stack")
 MINUTES = 8.0
+STDERR = 2
 
 
 def main() -> int:
@@ -46,20 +48,20 @@ def main() -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device on this machine; --target tiny --device cpu tries the benchmark itself")
-    faulthandler.dump_traceback_later(60 * args.minutes, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(60 * args.minutes, exit=True, file=STDERR)
     try:
         configure_logging("benchmarks", "auto", "warning")  # to stderr
         # Each call imports what it needs alone: the stack needs PyAV.
         parts_of: Callable[[Call], Mapping[str, Part]] = import_module(f"benchmarks.gpu.{args.call}").parts
-        call = Call(args.call, TARGETS[args.target], args.target, device, 60 * args.minutes, args.out)
-        parts = parts_of(call)
-        if unknown := set(args.only or ()) - parts.keys():
-            parser.error(f"--only {unknown.pop()}: {args.call} has the parts {', '.join(parts)}")
-        for name in args.only or parts:
-            call.run(name, parts[name])
-        print(call.markdown())
-        missed = args.call == "correctness" and any(row.met is False for row in call.rows)
-        return int(missed or bool(call.failures))
+        with closing(Call(args.call, TARGETS[args.target], args.target, device, 60 * args.minutes, args.out)) as call:
+            parts = parts_of(call)
+            if unknown := set(args.only or ()) - parts.keys():
+                parser.error(f"--only {unknown.pop()}: {args.call} has the parts {', '.join(parts)}")
+            for name in args.only or parts:
+                call.run(name, parts[name])
+            print(call.markdown())
+            missed = args.call == "correctness" and any(row.met is False for row in call.rows)
+            return int(missed or bool(call.failures))
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +22,19 @@ from benchmarks.gpu.models import Target
 from benchmarks.report import Beginning, markdown
 from benchmarks.table import Row
 
+# A part is not begun in the last seconds.
+PART_S = 20
+
 ROOFLINE, GENERATE = "the roofline", "`generate`"
 
 Part: TypeAlias = Callable[[], Iterator[Row]]
 
 
 class Call:
-    """One call. rows: measured so far. failures: of parts that raised. It ends `limit_s` after it was made."""
+    """One call. It ends `limit_s` after it was made.
+
+    rows: measured so far. failures: of parts that raised. made: what `close` undoes.
+    """
 
     def __init__(
         self, name: str, target: Target, target_name: str, device: torch.device, limit_s: float, folder: Path
@@ -36,6 +43,7 @@ class Call:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.rows: list[Row] = []
         self.failures: list[str] = []
+        self.made = ExitStack()
         self._skipped: list[str] = []
         self._part = ""
         self._began_s, self._limit_s = time.monotonic(), limit_s
@@ -47,8 +55,11 @@ class Call:
         }
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / f"gpu-{name}-{of_device.card(device)}"
-        self._lines = self.file.with_suffix(".jsonl").open("w", encoding="utf-8")
+        self._lines = self.made.enter_context(self.file.with_suffix(".jsonl").open("w", encoding="utf-8"))
         self._write(**asdict(self._beginning), **self._about)
+
+    def close(self) -> None:
+        self.made.close()
 
     @cached_property
     def peaks(self) -> Peaks:
@@ -79,6 +90,8 @@ class Call:
     def run(self, name: str, part: Part) -> None:
         """Writes each row of a part as it comes. An exception ends the part alone."""
         self._part = name
+        if not self.fits(name, PART_S):
+            return
         self._write(part=name, began_s=self._limit_s - self.left_s)
         of_device.give_back(self.device)
         try:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from transformers import AttentionInterface, Qwen2_5_VLForConditionalGeneration
 
 from benchmarks.engine_models import Question, question, text_question
 from benchmarks.gpu.call import Call, Part
+from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import Answer, SteppedEngine, TimedRunner, no_waits
 from benchmarks.table import Row
 from common.checkpoint import Checkpoint
@@ -41,7 +42,6 @@ from services.generation.families import load_language_model
 from services.generation.model import attention
 from services.generation.model.attention import flash_infer
 from services.generation.model.attention.cache import FP8, CacheSizes
-from services.generation.model.graphs import Capture, Captured, CudaCapture
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.detokenizer import load_tokenizer
 from services.generation.sampling.sampler import SamplingParams
@@ -76,8 +76,6 @@ PUBLISHED_SAMPLING: Mapping[str, SamplingParams] = {
     ),
 }
 
-Find = Callable[[CacheSizes, Tensor], flash_infer.Kernels | None]
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -108,12 +106,11 @@ class Law:
 
     def __init__(self, call: Call) -> None:
         self._call, self._device = call, call.device
-        self._made = ExitStack()
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         """In bfloat16, so that float32 and bfloat16 begin with equal weights."""
-        folder = Path(self._made.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(self._call.made.enter_context(tempfile.TemporaryDirectory()))
         return Checkpoint(write_checkpoint(folder, self._call.target.law, dtype=torch.bfloat16))
 
     @cached_property
@@ -175,17 +172,18 @@ class Law:
         return Row(what, against, float(off.max()), float(rounded.max()), "nats off", at_most=AT_MOST, note=note)
 
     def _runner(self, way: Way, graphs: bool) -> TimedRunner:
-        find = partial(by_backend, way.backend) if self._device.type == "cuda" else stand_in()
-        with patch.object(attention, "find_kernels", find):
+        find = partial(by_backend, way.backend)
+        with patch.object(attention, "find_kernels", find), plain_kernels(self._device):
             runner = TimedRunner(replace(self._model, fp8_cache=way.fp8), BLOCKS)
-        capture: Capture = CudaCapture(self._device) if self._device.type == "cuda" else computed_again
         if graphs:
-            assert runner.capture_decoding(MOST_RUNNING, MOST_TOKENS, capture), "decode steps were not captured"
+            captured = runner.capture_decoding(MOST_RUNNING, MOST_TOKENS, capture_on(self._device))
+            assert captured, "decode steps were not captured: see the warning above"
         return runner
 
     def _engine(self, runner: TimedRunner) -> SteppedEngine:
         chunk_tokens = self._call.target.law_chunk
-        return SteppedEngine(runner, load_tokenizer(self._checkpoint.folder), chunk_tokens, MOST_RUNNING)
+        tokenizer = load_tokenizer(self._checkpoint.folder)
+        return SteppedEngine(runner, tokenizer, chunk_tokens, MOST_RUNNING, overlap=True)
 
     def waits(self) -> Iterator[Row]:
         """Launches of steps in which the host does not wait for the device, with the sampling of every family."""
@@ -290,19 +288,6 @@ def by_backend(backend: str, sizes: CacheSizes, like: Tensor) -> flash_infer.Ker
         kernels = flash_infer.find_kernels(sizes, like)
     assert kernels is not None, f"FlashInfer does not work here with {backend}: see the warning above"
     return kernels
-
-
-def stand_in() -> Find:
-    """What stands in for `find_kernels` on the CPU."""
-    from tests.generation.paged_kernels import Kernels
-
-    return Kernels
-
-
-def computed_again(inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-    """Stands in for a graph."""
-    output = compute().clone()
-    return Captured(lambda: output.copy_(compute()), output)
 
 
 # --- the tests --------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Moment:
     def until(self, later: Moment) -> float:
         """Seconds to a later moment, which the device must have reached."""
         if self._event is not None and later._event is not None:
-            return self._event.elapsed_time(later._event) / 1e3
+            return float(self._event.elapsed_time(later._event)) / 1e3
         return later._now_s - self._now_s
 
 

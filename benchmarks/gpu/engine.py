@@ -21,11 +21,11 @@ from benchmarks.gpu.call import GENERATE, ROOFLINE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.gpu.generate import generate
 from benchmarks.gpu.models import drawn, language_model
+from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
 from benchmarks.operations import decode_operations, prefill_operations, weights
 from benchmarks.table import Row
 from demo.checkpoint import make_tokenizer
-from services.generation.model.graphs import CudaCapture
 from services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
@@ -77,14 +77,15 @@ class DrawnEngine:
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
             blocks = int(CACHE_FRACTION * free / (model.token_bytes * BLOCK_TOKENS))
-        runner = TimedRunner(model, blocks)
-        if self._device.type == "cuda":
-            tokens = max(*self._target.contexts, *self._target.prompts) + ROOM_TOKENS
-            runner.capture_decoding(most, tokens, CudaCapture(self._device))  # rows say how many steps are replayed
+        with plain_kernels(self._device):
+            runner = TimedRunner(model, blocks)
+        tokens = max(*self._target.contexts, *self._target.prompts) + ROOM_TOKENS
+        runner.capture_decoding(most, tokens, capture_on(self._device))  # rows say how many steps are replayed
         return runner
 
     def _engine(self, chunk_tokens: int) -> SteppedEngine:
-        return SteppedEngine(self.runner, self._tokenizer, chunk_tokens, max(self._target.sequences))
+        overlap, most = self._device.type != "cpu", max(self._target.sequences)
+        return SteppedEngine(self.runner, self._tokenizer, chunk_tokens, most, overlap)
 
     def _ask(self, engine: SteppedEngine, tokens: int, params: SamplingParams) -> Answer:
         return engine.ask(text_question(tokens, self._random), params)

@@ -112,7 +112,9 @@ class Steps:
 class SteppedEngine:
     """An engine over a runner, which may have had others; greedy unless asked otherwise, end tokens ignored."""
 
-    def __init__(self, runner: TimedRunner, tokenizer: Tokenizer, chunk_tokens: int, most_running: int) -> None:
+    def __init__(
+        self, runner: TimedRunner, tokenizer: Tokenizer, chunk_tokens: int, most_running: int, overlap: bool
+    ) -> None:
         self.runner, self.steps = runner, list[Step]()
         self._answers: list[Answer] = []
         self._tokenizer = tokenizer
@@ -123,7 +125,7 @@ class SteppedEngine:
             most_running,
             MOST_WAITING,
             on_step=self.steps.append,
-            overlap=runner.model.device.type != "cpu",
+            overlap=overlap,
         )
 
     def ask(self, question: Question, params: SamplingParams) -> Answer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from unittest.mock import patch
@@ -56,14 +55,13 @@ class DrawnTower:
 
     def __init__(self, call: Call) -> None:
         self._call, self._target, self._device = call, call.target, call.device
-        self._made = ExitStack()
 
     @cached_property
     def _tower(self) -> Tower:
         small = replace(self._target.shape, layers=1, intermediate=64)
         target = replace(self._target, shape=small, vocabulary=None)
         whole = drawn(target, self._device, self._call.dtype)
-        folder = self._made.enter_context(written(whole, small))
+        folder = self._call.made.enter_context(written(whole, small))
         return load_tower(Checkpoint(folder), "auto", self._device)
 
     def graphs(self) -> Iterator[Row]:
