@@ -5,7 +5,7 @@
     tower          forwards and graphs of the vision tower, its attention, pruning, and the way to generation
     stack          the three services, from a video's bytes to the tokens; needs PyAV and room for a checkpoint
 
-Rows are written as they are measured, to gpu-CALL-CARD.jsonl and gpu-CALL-CARD.md: a call that is killed leaves what it
+Without a CALL the first three, one after another, each in a process of its own. Rows are written as they are measured, to gpu-CALL-CARD.jsonl and gpu-CALL-CARD.md: a call that is killed leaves what it
 measured. What does not fit into the time is skipped, and named there. A call that hangs is ended at its limit with the
 threads' tracebacks. Exit status 1: a part failed, or something was computed wrongly.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -29,7 +30,8 @@ from benchmarks.gpu.call import Call, Part
 from benchmarks.gpu.models import PUBLISHED, TARGETS
 from common.telemetry.logs import configure_logging
 
-CALLS = ("correctness", "engine", "tower", "stack")
+DEFAULT_CALLS = ("correctness", "engine", "tower")
+CALLS = (*DEFAULT_CALLS, "stack")
 MINUTES = 8.0
 STDERR = 2
 
@@ -38,16 +40,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", choices=CALLS)
+    parser.add_argument("call", choices=CALLS, nargs="?", help=f"default {', '.join(DEFAULT_CALLS)}")
     parser.add_argument("--only", action="append", metavar="PART", help="measure this part; may be repeated")
     parser.add_argument("--target", choices=list(TARGETS), default=PUBLISHED[0], help="sizes; default %(default)s")
     parser.add_argument("--device", default="cuda", help="default %(default)s")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="when it ends; default %(default)g")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the two files; default the current one")
     args = parser.parse_args()
+    if args.call is None and args.only:
+        parser.error("--only needs a CALL, whose parts it names")
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device on this machine; --target tiny --device cpu tries the benchmark itself")
+    if args.call is None:
+        command = [sys.executable, "-m", "benchmarks.gpu"]
+        return max(subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS)
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True, file=STDERR)
     try:
         configure_logging("benchmarks", "auto", "warning")  # to stderr

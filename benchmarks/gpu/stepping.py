@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from statistics import median
 from traceback import extract_tb
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from services.generation.engine.engine import Engine
 from services.generation.engine.stats import Step
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Launched, Runner
+from services.generation.model.runner import Runner
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
@@ -34,7 +34,7 @@ SETTLING_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The launch of a step. host_s: until it returned. began, ended: of what it gave the device."""
+    """What the device was given. host_s: until that was done. began, ended: on the device."""
 
     host_s: float
     began: Moment
@@ -46,7 +46,10 @@ class Launch:
 
 
 class TimedRunner(Runner):
-    """Notes its launches. watch: what each of them runs in. failures: of launches, with the line of each."""
+    """Notes its launches, of forwards and of sampling.
+
+    watch: what each of them runs in. failures: of launches, with the line of each.
+    """
 
     def __init__(self, model: LanguageModel, blocks: int) -> None:
         super().__init__(model, blocks, BLOCK_TOKENS)
@@ -55,19 +58,33 @@ class TimedRunner(Runner):
         self.failures: list[str] = []
         self.watch: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def launch(self, windows: Sequence[Window], before: Launched | None = None) -> Launched:
+    def launch(self, windows: Sequence[Window], before: Any = None) -> Any:
+        return _Launched(self, self.timed(lambda: super(TimedRunner, self).launch(windows, before)))
+
+    def timed(self, work: Callable[[], Any]) -> Any:
         began, start_s = Moment(self.model.device), time.perf_counter()
         try:
             with self.watch():
-                launched = super().launch(windows, before)
+                done = work()
         except RuntimeError as error:
-            frame = next(
-                each for each in reversed(extract_tb(error.__traceback__)) if "site-packages" not in each.filename
-            )
-            self.failures.append(f"{error}, at {frame.filename}:{frame.lineno}")
+            frames = [each for each in extract_tb(error.__traceback__) if "site-packages" not in each.filename]
+            self.failures.append(f"{error}, at {frames[-1].filename}:{frames[-1].lineno}")
             raise
         self.launches.append(Launch(time.perf_counter() - start_s, began, Moment(self.model.device)))
-        return launched
+        return done
+
+
+class _Launched:
+    """A launched step, whose sampling is timed, too."""
+
+    def __init__(self, runner: TimedRunner, launched: Any) -> None:
+        self._runner, self._launched = runner, launched
+
+    def sample(self) -> Any:
+        return self._runner.timed(self._launched.sample)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._launched, name)
 
 
 @dataclass(eq=False, slots=True)
@@ -96,10 +113,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Medians and means of equal steps, in seconds.
+    """Means of equal steps, in seconds.
 
-    seconds: from one to the next. launch_s: of the host's launch. device_s: between its beginning and its end on the
-    device. idle: the share of the time in which the device has nothing to do. replayed: the share of steps with graphs.
+    seconds: from one to the next. launch_s: of the host's launches. device_s: between the beginning and the end of what
+    was launched, on the device. idle: the share of the time in which the device has nothing to do. replayed: the share
+    of steps with graphs.
     """
 
     seconds: float
@@ -173,12 +191,12 @@ class SteppedEngine:
             self.step()
         seconds = (time.perf_counter() - start_s) / steps
         wait(self.runner.model.device)
-        device_s = [each.device_s for each in self.runner.launches]
+        device_s = sum(each.device_s for each in self.runner.launches) / steps
         return Steps(
             seconds=seconds,
-            launch_s=median(each.host_s for each in self.runner.launches),
-            device_s=median(device_s),
-            idle=max(0.0, 1 - sum(device_s) / len(device_s) / seconds),
+            launch_s=sum(each.host_s for each in self.runner.launches) / steps,
+            device_s=device_s,
+            idle=max(0.0, 1 - device_s / seconds),
             replayed=sum(each.replayed > 0 for each in self.steps) / len(self.steps),
         )
 
