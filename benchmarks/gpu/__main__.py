@@ -5,9 +5,10 @@
     tower          forwards and graphs of the vision tower, its attention, pruning, and the way to generation
     stack          the three services, from a video's bytes to the tokens; needs PyAV and room for a checkpoint
 
-Without a CALL the first three, one after another, each in a process of its own. Rows are written as they are measured, to gpu-CALL-CARD.jsonl and gpu-CALL-CARD.md: a call that is killed leaves what it
-measured. What does not fit into the time is skipped, and named there. A call that hangs is ended at its limit with the
-threads' tracebacks. Exit status 1: a part failed, or something was computed wrongly.
+Without a CALL the first three, one after another, each in a process of its own. Rows are written as they are measured,
+to gpu-CALL-CARD.jsonl and gpu-CALL-CARD.md: a call that is killed leaves what it measured. What does not fit into the
+time is skipped, and named there. A call that hangs is ended at its limit, with the threads' tracebacks. Exit status 1: a
+part failed, or something was computed wrongly.
 
     python -m benchmarks.gpu engine --target qwen3-vl-8b --minutes 8 --out results
     python -m benchmarks.gpu engine --target tiny --device cpu          tries the benchmark itself, on any machine
@@ -45,7 +46,9 @@ def main() -> int:
     parser.add_argument("--target", choices=list(TARGETS), default=PUBLISHED[0], help="sizes; default %(default)s")
     parser.add_argument("--device", default="cuda", help="default %(default)s")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="when it ends; default %(default)g")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of the two files; default the current one")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the files; default on CUDA benchmarks/, else the current one"
+    )
     args = parser.parse_args()
     if args.call is None and args.only:
         parser.error("--only needs a CALL, whose parts it names")
@@ -55,12 +58,13 @@ def main() -> int:
     if args.call is None:
         command = [sys.executable, "-m", "benchmarks.gpu"]
         return max(subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS)
+    folder = args.out or (Path(__file__).parents[1] if device.type == "cuda" else Path())
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True, file=STDERR)
     try:
         configure_logging("benchmarks", "auto", "warning")  # to stderr
         # Each call imports what it needs alone: the stack needs PyAV.
         parts_of: Callable[[Call], Mapping[str, Part]] = import_module(f"benchmarks.gpu.{args.call}").parts
-        with closing(Call(args.call, TARGETS[args.target], args.target, device, 60 * args.minutes, args.out)) as call:
+        with closing(Call(args.call, TARGETS[args.target], args.target, device, 60 * args.minutes, folder)) as call:
             parts = parts_of(call)
             if unknown := set(args.only or ()) - parts.keys():
                 parser.error(f"--only {unknown.pop()}: {args.call} has the parts {', '.join(parts)}")
