@@ -7,8 +7,8 @@
 
 Without a CALL the first three, one after another, each in a process of its own. Rows are written as they are measured,
 to gpu-CALL-CARD.jsonl and gpu-CALL-CARD.md: a call that is killed leaves what it measured. What does not fit into the
-time is skipped, and named there. A call that hangs is ended at its limit, with the threads' tracebacks. Exit status 1: a
-part failed, or something was computed wrongly.
+time is skipped, and named there. A call that hangs is ended at its limit, with the threads' tracebacks. Exit status 1:
+a part failed, or something was computed wrongly.
 
     python -m benchmarks.gpu engine --target qwen3-vl-8b --minutes 8 --out results
     python -m benchmarks.gpu engine --target tiny --device cpu          tries the benchmark itself, on any machine
@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="PART", help="measure this part; may be repeated")
     parser.add_argument("--target", choices=list(TARGETS), default=PUBLISHED[0], help="sizes; default %(default)s")
     parser.add_argument("--device", default="cuda", help="default %(default)s")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="when it ends; default %(default)g")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="when it ends, after its imports; default %(default)g"
+    )
     parser.add_argument(
         "--out", type=Path, help="folder of the files; default on CUDA benchmarks/, else the current one"
     )

@@ -216,7 +216,7 @@ class DrawnEngine:
         yield Row(f"{what}: all kernels", "a profiled step", total_s, wall_s / PROFILED_STEPS, "s")
         for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST_KERNELS]:
             if seconds:
-                yield Row(f"{what}: `{name.replace('|', '/')[:100]}`", "all kernels", seconds, total_s, "s")
+                yield Row(f"{what}: `{name.replace('|', '/')[:160]}`", "all kernels", seconds, total_s, "s")
 
     def arrivals(self) -> Iterator[Row]:
         """Requests that arrive at random, so that most steps compute prompts beside answers."""
