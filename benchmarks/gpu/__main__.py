@@ -57,6 +57,7 @@ def main() -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device on this machine; --target tiny --device cpu tries the benchmark itself")
+    device = torch.zeros(1, device=device).device  # `cuda` has no index, and would not equal its tensors' device
     if args.call is None:
         command = [sys.executable, "-m", "benchmarks.gpu"]
         return max(subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS)

@@ -63,6 +63,7 @@ class DrawnEngine:
 
     def __init__(self, call: Call) -> None:
         self._call, self._target, self._device = call, call.target, call.device
+        self._peaks = call.peaks  # measured before the cache fills the memory
         self._random = np.random.default_rng(0)
         self._tokenizer: Any = make_tokenizer(call.target.shape).backend_tokenizer
         self._whole: Any = None
@@ -146,7 +147,7 @@ class DrawnEngine:
     def _rows(self, what: str, count: int, context: int, steps: Steps) -> Iterator[Row]:
         model = self.runner.model
         size_bytes = weights(model) * self._call.dtype.itemsize + count * context * model.token_bytes
-        least_s = self._call.peaks.least_s(decode_operations(model, count, context), size_bytes)
+        least_s = self._peaks.least_s(decode_operations(model, count, context), size_bytes)
         note = f"idle {steps.idle:.1%} of the time, {steps.replayed:.0%} of steps replayed"
         yield Row(what, ROOFLINE, count / steps.seconds, count / least_s, "tokens/s", note=note)
         yield Row(f"{what}: on the device", "the step", steps.device_s, steps.seconds, "s")
@@ -172,7 +173,7 @@ class DrawnEngine:
                     launch_s.append(sum(each.host_s for each in self.runner.launches))
                 seconds, computed_s, launched_s = (median(each[1:]) for each in (taken_s, device_s, launch_s))
                 size_bytes = weights(model) * self._call.dtype.itemsize + tokens * model.token_bytes
-                least_s = self._call.peaks.least_s(prefill_operations(model, tokens), size_bytes)
+                least_s = self._peaks.least_s(prefill_operations(model, tokens), size_bytes)
                 idle = f"idle {max(0, 1 - computed_s / seconds):.1%} of the time"
                 yield Row(what, ROOFLINE, tokens / seconds, tokens / least_s, "tokens/s", note=idle)
                 yield Row(f"{what}: on the device", "the prompt", computed_s, seconds, "s")
@@ -181,7 +182,7 @@ class DrawnEngine:
     def kernels(self) -> Iterator[Row]:
         """The longest kernels of steps that decode, and of steps that compute a prompt beside; and what drawing tokens
         costs a step."""
-        chunk, context = max(self._target.chunks), min(self._target.contexts)
+        chunk, context = min(self._target.chunks), min(self._target.contexts)
         count = min(64, max(self._target.sequences))
         if not self._call.fits("kernels", 2 * count * context / PREFILL_TOKENS_PER_S + 8 * STEPS * STEP_S):
             return
@@ -189,7 +190,7 @@ class DrawnEngine:
         running = self._prefilled(engine, count, context, SamplingParams(ROOM_TOKENS))
         greedy = engine.measure(STEPS)
         yield from self._profiled(engine, f"decode of {count} × {context}")
-        self._ask(engine, PROFILED_STEPS * chunk, SamplingParams(1))
+        self._ask(engine, (PROFILED_STEPS + 2) * chunk, SamplingParams(1))
         yield from self._profiled(engine, f"decode of {count} × {context} beside a prompt")
         engine.cancel(running)
         running = self._prefilled(engine, count, context, SAMPLED)
@@ -253,7 +254,7 @@ class DrawnEngine:
             f"{len(engine.steps)} steps compute prompts beside answers, {replayed} replay a graph"
         )
         tokens = sum(each for _, each in arrivals)
-        least_s = self._call.peaks.least_s(2.0 * weights(self.runner.model) * tokens, 0)
+        least_s = self._peaks.least_s(2.0 * weights(self.runner.model) * tokens, 0)
         yield Row(
             f"{what}: tokens", f"prompts by {ROOFLINE}", computed / wall_s, tokens / least_s, "tokens/s", note=note
         )

@@ -223,7 +223,7 @@ def drawn(target: Target, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def language_model(whole: Any) -> LanguageModel:
-    """The engine's model with the weights of transformers', which both keep where the engine does not rearrange them."""
+    """The engine's model with the weights of transformers', of which it keeps copies only where it rearranges them."""
     theirs, config = whole.model.language_model, deepcopy(whole.config)
     text = make_text(type(theirs), type(theirs.rotary_emb), config.text_config, whole.device)
     fill(text, theirs.state_dict(), "")
