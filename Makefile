@@ -74,7 +74,7 @@ bench-peers: setup  ## Measure against vLLM, in an environment of its own, and t
 bench-gateway: setup  ## Measure what the HTTP gateway costs over gRPC, many streams at once, and its memory
 	$(BIN)/python -m benchmarks.gateway
 
-bench-gpu: setup  ## Measure a CUDA device against its limits and transformers' generate (about 20 minutes)
+bench-gpu: setup  ## Check and measure a CUDA device in three calls of at most 8 minutes: correctness, engine, tower
 	$(BIN)/python -m benchmarks.gpu
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
