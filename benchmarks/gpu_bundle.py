@@ -8,8 +8,8 @@
 
 Packages are those of this environment, in the same versions, built for Python 3.12; torch and what comes with it are
 left out. FlashInfer comes without its sources and with its kernels, which `deploy/flash_infer_kernels.py` compiles
-here, with the compiler of CUDA_HOME, or else pip's. The first time that takes an hour on one core. `--media` adds PyAV, for
-measurements that decode videos there.
+here, with the compiler of CUDA_HOME, or else pip's. The first time that takes an hour on one core. `--media` adds PyAV,
+for measurements that decode videos there.
 """
 
 from __future__ import annotations
