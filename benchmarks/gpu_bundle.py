@@ -8,8 +8,9 @@
 
 Packages are those of this environment, in the same versions, built for Python 3.12; torch and what comes with it are
 left out. FlashInfer comes without its sources and with its kernels, which `deploy/flash_infer_kernels.py` compiles
-here, with the compiler of CUDA_HOME, or else pip's. The first time that takes an hour on one core. `--media` adds PyAV,
-for measurements that decode videos there.
+here, with the compiler of CUDA_HOME, or else pip's. That takes an hour on one core; what is compiled is kept in the
+user's cache ($XDG_CACHE_HOME/framesieve/gpu-bundle), and an interrupted run goes on there. `--media` adds PyAV, for
+measurements that decode videos.
 """
 
 from __future__ import annotations
@@ -34,15 +35,8 @@ SITE = ".gpu"
 ARCHITECTURES = "9.0a"
 GENERATED = "framesieve/v1"
 # What the tests, the benchmark and the services import.
-ROOTS = (
-    "framesieve[preprocessing,encoder,generation,gateway,client,lora]",
-    "pytest",
-    "pytest-asyncio",
-    "pytest-timeout",
-    "pytest-xdist",
-    "hypothesis",
-    "setuptools",
-)
+SERVICES = "framesieve[preprocessing,encoder,generation,client]"
+ROOTS = (SERVICES, "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
 # What comes with torch, computes on CPUs alone, or is not imported by FlashInfer's attention.
 LEFT_OUT = {
     "torch",
@@ -50,7 +44,8 @@ LEFT_OUT = {
     *("cuda-python", "cuda-tile", "nccl-extensions", "nccl4py", "ninja", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
 }
 PYAV = "av"
-FLASH_INFER = "flashinfer-python==0.7.2"
+FLASH_INFER_VERSION = "0.7.2"
+FLASH_INFER = f"flashinfer-python=={FLASH_INFER_VERSION}"
 # Of FlashInfer's folder `data`: its kernels, and the templates that name them.
 KEPT_DATA = ("aot/*/*.so", "csrc/batch_*")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35)]
@@ -61,10 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Packs what a machine with a card and without an index needs.")
     parser.add_argument("--media", action="store_true", help="with PyAV, for measurements that decode videos")
     media = parser.parse_args().media
-    work = BUNDLE.with_name("gpu-bundle")
-    tools, site = work / "tools", work / "site"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "framesieve" / "gpu-bundle"
+    tools, site = cache / FLASH_INFER_VERSION / "tools", BUNDLE.with_name("gpu-bundle")
     install_flash_infer(tools)
-    compile_kernels(tools, cuda_home(work / "cuda"))
+    compile_kernels(tools, cuda_home(cache / "cuda"))
     install(site, versions(tools, LEFT_OUT if media else {*LEFT_OUT, PYAV}))
     strip_flash_infer(site, tools)
     name_framesieve(site)
@@ -80,7 +75,7 @@ def main() -> None:
 
 def install_flash_infer(tools: Path) -> None:
     """Into a folder, for this interpreter: FlashInfer with its sources, and what it imports."""
-    if not tools.exists():
+    if not (tools / "tvm_ffi").exists():
         pip("--target", tools, "--no-deps", FLASH_INFER)
         here = installed(tools)
         needed = (each for each in requirements(here["flashinfer-python"]) if canonical(each.name) not in LEFT_OUT)
@@ -92,12 +87,12 @@ def cuda_home(folder: Path) -> Path:
     if given := os.environ.get("CUDA_HOME"):
         return Path(given)
     home = folder / "nvidia" / "cu13"
-    if not home.exists():
+    stub = home / "lib64" / "stubs" / "libcuda.so"
+    if not stub.exists():
         pip("--target", folder, "cuda-toolkit[nvcc,crt,cccl,cudart,curand]==13.0.*")
-        (home / "lib64" / "stubs").mkdir(parents=True)
+        stub.parent.mkdir(parents=True)
         (home / "lib64" / "libcudart.so").symlink_to(home / "lib" / "libcudart.so.13")
         # Only a host with a card has the driver's library: an empty one of its name stands in for it.
-        stub = home / "lib64" / "stubs" / "libcuda.so"
         run("cc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", stub)
     return home
 
