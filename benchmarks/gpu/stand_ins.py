@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,9 +19,8 @@ def plain_kernels(device: torch.device) -> AbstractContextManager[object]:
     """Runners that are made inside read their cache in place; on CUDA they do so by themselves."""
     if device.type == "cuda":
         return nullcontext()
-    from tests.generation.paged_kernels import Kernels
-
-    return patch.object(attention, "find_kernels", Kernels)
+    kernels: Any = importlib.import_module("tests.generation.paged_kernels")
+    return patch.object(attention, "find_kernels", kernels.Kernels)
 
 
 def capture_on(device: torch.device) -> Capture:
