@@ -37,7 +37,7 @@ _PREFIX = b"\0framesieve-"
 # Connections that wait for `take`: the sender's, and those of strangers.
 _BACKLOG = 8
 # What is handed over and not yet taken, in one call: about as much as gRPC buffers. A single array may be larger.
-_UNTAKEN_BYTES = 4 * 2**20
+_UNTAKEN_BYTES = 8 * 2**20
 _PEER = struct.Struct("=iII")  # process, user and group
 _TAKEN = b"\1"
 

@@ -213,7 +213,7 @@ class Item:
             if prunes:
                 with entry.scoring:
                     kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
-            memory = _in_shared_memory(embeds, kept) if self._shares else None
+            memory = in_shared_memory(embeds, kept) if self._shares else None
             if memory is not None:
                 data = memory.mapped(self._size_bytes).data
             else:
@@ -225,7 +225,7 @@ class Item:
         return Embeds(entry.encoding, indices, _DTYPES[embeds.dtype], shape, data, memory)
 
 
-def _in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory | None:
+def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory | None:
     """The kept tokens of embeddings (1 + levels, tokens, D); None where the machine has no more descriptors or memory.
 
     On the CPU they are gathered in blocks that stay in its cache until they are written.
