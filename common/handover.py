@@ -195,24 +195,34 @@ def _received(connection: socket.socket, address: bytes) -> SealedMemory:
     """The memory of the next datagram. Raises PeerContract for none, or one of a stranger; Overloaded."""
     if _user(connection) != os.geteuid():
         raise PeerContract("shared memory was sent by another user")
-    room = socket.CMSG_SPACE(array.array("i").itemsize)
-    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     try:
-        data, ancillary, received, _ = connection.recvmsg(_ADDRESS_BYTES, room, flags)
-    except OSError:
-        raise PeerContract("a message announces shared memory that was not sent") from None
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    memory = [SealedMemory(each) for each in descriptors]  # closed with the list
+        data, memory, complete = _datagram(connection)
+    except ConnectionResetError:  # the sender has ended without reading what it was told; what it sent follows
+        data, memory, complete = _datagram(connection)
+    if not data:
+        raise PeerContract("a message announces shared memory that was not sent")
     if not hmac.compare_digest(data, _secret(address)):
         raise PeerContract("shared memory was sent without the secret of its call")
-    if received & socket.MSG_CTRUNC and not memory:
+    if not complete and not memory:
         raise Overloaded("this process has no descriptor left for shared memory")
     if len(memory) != 1:
         raise PeerContract(f"a message announces one array, {len(memory)} were sent")
     return memory[0]
+
+
+def _datagram(connection: socket.socket) -> tuple[bytes, list[SealedMemory], bool]:
+    """The next datagram: data, which is empty if there is none; memory; and whether the latter is complete."""
+    descriptors = array.array("i")
+    room = socket.CMSG_SPACE(descriptors.itemsize)
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    try:
+        data, ancillary, received, _ = connection.recvmsg(_ADDRESS_BYTES, room, flags)
+    except BlockingIOError:
+        return b"", [], True
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return data, [SealedMemory(each) for each in descriptors], not received & socket.MSG_CTRUNC
 
 
 def _socket() -> socket.socket:
