@@ -180,17 +180,17 @@ async def serve(address: str) -> None:
     slices = [_slice(number) for number in range(SLICES)]
 
     async def send_all(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
-        with sender_to(request) as sender:
+        with sender_to(request, "Encode") as sender:
             async for response in _embeds_responses(half, None, sender):
                 yield response
 
     async def send_kept(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
-        with sender_to(request) as sender:
+        with sender_to(request, "Encode") as sender:
             async for response in _embeds_responses(embeds, kept, sender):
                 yield response
 
     async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
-        with sender_to(request) as sender:
+        with sender_to(request, "Encode") as sender:
             for each in slices:
                 shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                 for response in frames_responses(0, each, shared):
@@ -198,7 +198,7 @@ async def serve(address: str) -> None:
 
     sends: dict[str, Any] = {"All": (send_all, EncodeResponse), "Kept": (send_kept, EncodeResponse)}
     sends["Frames"] = (send_frames, PreprocessResponse)
-    handlers = {
+    handlers: dict[str, Any] = {
         name: grpc.unary_stream_rpc_method_handler(send, response_serializer=kind.SerializeToString)
         for name, (send, kind) in sends.items()
     }

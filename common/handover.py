@@ -28,6 +28,8 @@ from contextlib import contextmanager, suppress
 from common.address import is_local
 from common.contract.errors import InvalidRequest, Overloaded, PeerContract
 from common.sealed_memory import SealedMemory, UInt8Array
+from common.telemetry.logs import add_request_stats
+from common.telemetry.metrics import MESSAGE_BYTES
 
 # An address: what a socket's name ends with, then the secret.
 _NAME_BYTES = 16
@@ -98,8 +100,9 @@ class Receiver:
 class Sender:
     """Hands over arrays in one call. It belongs to an event loop."""
 
-    def __init__(self, connection: socket.socket, address: bytes) -> None:
+    def __init__(self, connection: socket.socket, address: bytes, method: str) -> None:
         self._connection = connection
+        self._method = method
         self._address = address
         self._untaken: deque[int] = deque()  # sizes in bytes
         self._changed = asyncio.Event()
@@ -119,6 +122,8 @@ class Sender:
         except OSError:  # no receiver, or too many descriptors in flight, which Linux counts per user
             return False
         self._untaken.append(size_bytes)
+        MESSAGE_BYTES.labels(self._method, "sent").inc(size_bytes)
+        add_request_stats(handed_over_bytes=size_bytes)
         return True
 
     async def taken(self) -> None:
@@ -159,9 +164,10 @@ def receiver_of(target: str) -> Receiver | None:
 
 
 @contextmanager
-def sender_to(address: bytes) -> Iterator[Sender | None]:
+def sender_to(address: bytes, method: str) -> Iterator[Sender | None]:
     """The sender to the receiver with this address, within; None if there is none that it can reach.
 
+    method: of the call, for the metric of bytes sent.
     Raises InvalidRequest for an address of another length; an empty one has no receiver.
     """
     if len(address) not in (0, _ADDRESS_BYTES):
@@ -170,7 +176,7 @@ def sender_to(address: bytes) -> Iterator[Sender | None]:
     if connection is None:
         yield None
         return
-    sender = Sender(connection, address)
+    sender = Sender(connection, address, method)
     try:
         yield sender
     finally:

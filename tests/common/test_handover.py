@@ -47,7 +47,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 @pytest.fixture
 async def sender(receiver: Receiver) -> AsyncIterator[Sender]:
-    with sender_to(receiver.address) as made:
+    with sender_to(receiver.address, "Encode") as made:
         assert made is not None
         yield made
 
@@ -69,7 +69,7 @@ def connected(address: bytes) -> socket.socket:
 
 async def test_arrays_arrive_in_order_and_outlive_both_sides() -> None:
     receiver = Receiver()
-    with sender_to(receiver.address) as sender:
+    with sender_to(receiver.address, "Encode") as sender:
         assert sender is not None
         for content in (BYTES, b"1"):
             await hand_over(sender, content)
@@ -101,7 +101,7 @@ async def test_only_little_is_sent_before_it_is_taken(receiver: Receiver, sender
 @pytest.mark.parametrize("waits", ["for room", "until everything is taken"])
 async def test_a_receiver_that_ends_keeps_no_sender_waiting(waits: str) -> None:
     receiver = Receiver()
-    with sender_to(receiver.address) as sender, memory_of(BYTES) as memory:
+    with sender_to(receiver.address, "Encode") as sender, memory_of(BYTES) as memory:
         assert sender is not None
         assert await sender.send(memory, handover._UNTAKEN_BYTES)
         waiting = asyncio.create_task(sender.send(memory, 1) if waits == "for room" else sender.taken())
@@ -113,14 +113,14 @@ async def test_a_receiver_that_ends_keeps_no_sender_waiting(waits: str) -> None:
 
 
 async def test_nobody_is_reached_at_an_unknown_name_or_at_a_full_socket(receiver: Receiver) -> None:
-    with sender_to(secrets.token_bytes(32)) as unknown, sender_to(b"") as none:
+    with sender_to(secrets.token_bytes(32), "Encode") as unknown, sender_to(b"", "Encode") as none:
         assert unknown is none is None
     crowd = [connected(receiver.address) for _ in range(handover._BACKLOG + 1)]
-    with sender_to(receiver.address) as late:
+    with sender_to(receiver.address, "Encode") as late:
         assert late is None
     for each in crowd:
         each.close()
-    with pytest.raises(InvalidRequest, match="handover must have 32 bytes, got 31"), sender_to(bytes(31)):
+    with pytest.raises(InvalidRequest, match="handover must have 32 bytes, got 31"), sender_to(bytes(31), "Encode"):
         pass
     assert receiver_of("127.0.0.1:1,10.0.0.1:1") is None
 
@@ -137,7 +137,7 @@ def another_user() -> Iterator[None]:
 
 @as_root
 async def test_nothing_is_taken_from_another_user_nor_sent_to_one(receiver: Receiver) -> None:
-    with another_user(), sender_to(receiver.address) as none:
+    with another_user(), sender_to(receiver.address, "Encode") as none:
         assert none is None
     with another_user():
         stranger = connected(receiver.address)
@@ -145,7 +145,7 @@ async def test_nothing_is_taken_from_another_user_nor_sent_to_one(receiver: Rece
         socket.send_fds(stranger, [receiver.address[16:]], [theirs.descriptor])
         with pytest.raises(PeerContract, match="not sent"):
             receiver.take(len(BYTES))
-    with sender_to(receiver.address) as sender:
+    with sender_to(receiver.address, "Encode") as sender:
         assert sender is not None
         await hand_over(sender, BYTES)
         assert receiver.take(len(BYTES)).tobytes() == BYTES
@@ -156,7 +156,7 @@ async def test_strangers_of_the_same_user_are_passed_over(receiver: Receiver) ->
         silent, gone, forging = (connected(receiver.address) for _ in range(3))
         gone.close()
         socket.send_fds(forging, [bytes(16)], [theirs.descriptor])
-        with sender_to(receiver.address) as sender:
+        with sender_to(receiver.address, "Encode") as sender:
             assert sender is not None
             await hand_over(sender, BYTES)
             assert receiver.take(len(BYTES)).tobytes() == BYTES
@@ -215,7 +215,7 @@ async def test_what_was_not_sent_is_refused_at_once(receiver: Receiver, sender: 
 
 async def test_without_a_descriptor_left_calls_go_on_without_shared_memory_or_are_refused(receiver: Receiver) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with sender_to(receiver.address) as sender:
+    with sender_to(receiver.address, "Encode") as sender:
         assert sender is not None
         for _ in range(2):
             await hand_over(sender, b"1")
@@ -223,7 +223,7 @@ async def test_without_a_descriptor_left_calls_go_on_without_shared_memory_or_ar
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
         try:
             assert receiver_of("127.0.0.1:1") is None
-            with sender_to(receiver.address) as none:
+            with sender_to(receiver.address, "Encode") as none:
                 assert none is None
             with pytest.raises(Overloaded):
                 receiver.take(1)

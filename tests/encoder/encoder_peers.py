@@ -191,7 +191,7 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
         media = media_of(first.prompt)
         for plan in plan_messages(self.bend_plan(plan_of(media, self.patches, self.embed_levels))):
             yield PreprocessResponse(plan=plan, fetched_ago_s=self.fetched_ago_s)
-        with sender_to(first.handover if self.hand_over else b"") as sender:
+        with sender_to(first.handover if self.hand_over else b"", "Preprocess") as sender:
             async for request in requests:
                 index = request.select.media_index
                 self.selected.append(index)

@@ -125,7 +125,7 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
                 await self.hold.wait()
             if self.fault:
                 raise self.fault
-            with sender_to(first.handover if self.hand_over else b"") as sender:
+            with sender_to(first.handover if self.hand_over else b"", "Encode") as sender:
                 for item in self.items:
                     yield await _handed_over(item, sender, self.hand_over) if sender and self.hand_over else item
         except asyncio.CancelledError:

@@ -102,7 +102,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             handover = first.handover
             del first  # its media may be large
             await responses.put_plan(plan, stream.fetched_ns)
-            with sender_to(handover) as responses.sender:
+            with sender_to(handover, "Encode") as responses.sender:
                 await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)
         except torch.OutOfMemoryError as error:
             log.warning("out of memory on the device", error=str(error))

@@ -80,7 +80,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         with span("plan"):
             planned = await self._plan(conversation)
         add_request_stats(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
-        with planned.files, sender_to(first.handover) as sender:
+        with planned.files, sender_to(first.handover, "Preprocess") as sender:
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
             async for media_index in selections(requests, len(planned.media)):
