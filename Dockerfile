@@ -51,9 +51,9 @@ ENTRYPOINT ["python", "-m", "services.encoder"]
 CMD ["--listen", "0.0.0.0:50052"]
 
 FROM torch-dependencies AS generation
-# For GPUs, --build-arg CUDA=,cuda adds FlashInfer, and the compiler with which it makes kernels for the card at the first
-# start. It links with libcudart by a name that the package lacks, and with the driver, which only the host has: an empty
-# library of its name stands in for it.
+# For GPUs, --build-arg CUDA=,cuda adds FlashInfer and a compiler, which needs headers that come with PyPI's torch. It links
+# with libcudart by a name that the package lacks, and with the driver, which only the host has: an empty library of its
+# name stands in for it.
 ARG CUDA=
 RUN pip install ".[lora$CUDA]"
 ENV CUDA_HOME=${CUDA:+/venv/lib/python3.11/site-packages/nvidia/cu13}
@@ -61,6 +61,12 @@ RUN if [ -n "$CUDA" ]; then \
     pip install 'cuda-toolkit[nvcc,crt,cccl,cudart]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
     ln --symbolic ../lib/libcudart.so.13 $CUDA_HOME/lib64/libcudart.so && \
     echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o $CUDA_HOME/lib64/stubs/libcuda.so; fi
+# Kernels for bfloat16 and heads of 128, for Ampere, Ada and Hopper. Others are compiled at a service's first start.
+ARG FLASHINFER_CUDA_ARCH_LIST="8.0 8.9 9.0a"
+ARG MAX_JOBS=2
+COPY deploy/flash_infer_kernels.py /tmp/
+RUN if [ -n "$CUDA" ]; then \
+    FLASHINFER_WORKSPACE_BASE=/tmp/compiled python /tmp/flash_infer_kernels.py && rm -r /tmp/compiled; fi
 COPY common common
 COPY services/__init__.py services/
 COPY services/cpu services/cpu

@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc soak demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,12 +16,13 @@ help:  ## List the targets
 setup: .venv/.installed framesieve/v1/.generated  ## Create .venv with all dependencies and generate code from protos/
 
 # torch is installed first and pinned. Where pip's build carries CUDA (gigabytes) that is not needed, set
-# PIP_EXTRA_INDEX_URL to PyTorch's CPU index. With a GPU: make setup TORCH=torch
+# PIP_EXTRA_INDEX_URL to PyTorch's CPU index. With a GPU: make setup TORCH=torch EXTRAS=dev,cuda
 TORCH ?= torch==2.13.0
+EXTRAS ?= dev
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) "$(TORCH)"
-	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@ framesieve/v1/.generated
 
 protos: framesieve/v1/.generated  ## Generate Python code from protos/
@@ -43,8 +44,21 @@ test-deep: setup  ## Run the slow variations of tests, both fuzzers and the soak
 	$(BIN)/python -m tests.fuzz.run
 	$(BIN)/python -m tests.soak.run
 
-test-gpu: setup  ## Run the checks that need a CUDA device
-	$(PYTEST) tests/gpu
+# Where the bundle is unpacked, packages come from it and torch from $(PYTHON); nothing is installed, compiled or fetched.
+# Elsewhere without an index: make test-gpu GPU_SETUP= GPU_PYTHON=python3
+ifeq ($(wildcard .gpu),)
+GPU_SETUP := setup
+GPU_PYTHON := $(BIN)/python
+else
+GPU_SETUP :=
+GPU_PYTHON := PYTHONPATH=$(CURDIR)/.gpu FLASHINFER_DISABLE_JIT=1 $(PYTHON)
+endif
+
+test-gpu: $(GPU_SETUP)  ## Run the checks that need a CUDA device
+	$(GPU_PYTHON) -m pytest tests/gpu
+
+gpu-bundle: setup  ## Pack all that test-gpu and bench-gpu need on a machine without an index (an hour the first time)
+	$(BIN)/python -m benchmarks.gpu_bundle
 
 lint: setup  ## Check style, types, import layers and protos
 	$(BIN)/ruff check
@@ -62,6 +76,9 @@ format: setup  ## Format the code
 bench: setup  ## Measure against transformers' generate, and the cost of three processes
 	$(BIN)/python -m benchmarks.run
 
+bench-ceiling: setup  ## Measure the path around the model with one that takes no time: a step's Python, tokens/s of 64 and 256 streams
+	$(BIN)/python -m benchmarks.ceiling
+
 bench-engine: setup  ## Measure the engine against transformers' generate, with and without pruning
 	$(BIN)/python -m benchmarks.engine
 
@@ -71,8 +88,8 @@ bench-peers: setup  ## Measure against vLLM, in an environment of its own, and t
 bench-gateway: setup  ## Measure what the HTTP gateway costs over gRPC, many streams at once, and its memory
 	$(BIN)/python -m benchmarks.gateway
 
-bench-gpu: setup  ## Measure a CUDA device against its limits and transformers' generate (about 20 minutes)
-	$(BIN)/python -m benchmarks.gpu
+bench-gpu: $(GPU_SETUP)  ## Check and measure a CUDA device in three calls of at most 8 minutes: correctness, engine, tower
+	$(GPU_PYTHON) -m benchmarks.gpu $(CALL)
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
@@ -108,4 +125,4 @@ down:  ## Stop the containers
 	docker compose --profile dashboard down
 
 clean:  ## Remove generated files
-	rm -rf .venv framesieve/v1 .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf .venv .gpu framesieve/v1 .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

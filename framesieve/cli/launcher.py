@@ -4,6 +4,8 @@
                                                              stopped from right to left, so that running requests
                                                              complete
 
+On one GPU, generation starts once the encoder is SERVING: it measures the memory that is left for its cache.
+
 Each child has its own session, so a Ctrl-C in the terminal reaches this process alone, which then drains the children
 (`framesieve.cli.signals`). Children whose launcher is killed drain by themselves, all at the same time. It knows the
 services by their module names and flags only.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -20,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -48,8 +52,9 @@ PACKAGES = {
     GATEWAY: ("httptools", "sse_starlette", "starlette", "uvicorn"),
 }
 _UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[1:]}
-READY_TIMEOUT_S = 180.0
+_RANKS = {"encoder": "data-parallel", "generation": "tensor-parallel"}
 POLL_S = 0.1
+REPORT_S = 10.0
 PROBE_S = 1.0
 LOOK_S = 1.0
 LOG_TAIL_LINES = 20
@@ -81,6 +86,8 @@ class LocalStack:
     flags: additional command-line flags, by service.
     show_logs: services write to this process's stderr; otherwise to temporary files, which `log` reads.
     drain_s: how long each service may take to finish running requests when the stack stops.
+    ready_timeout_s: how long the start may take; None: as long as all services live, since a first start may compile.
+    report: called every REPORT_S with what the start waits for.
     Raises StartupError if an address is taken, and, with the end of the log, if a service ends or is not ready in time.
     """
 
@@ -94,7 +101,8 @@ class LocalStack:
         flags: Mapping[str, Sequence[str]] | None = None,
         show_logs: bool = False,
         drain_s: float = 30.0,
-        ready_timeout_s: float = READY_TIMEOUT_S,
+        ready_timeout_s: float | None = None,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._model = model
@@ -105,6 +113,7 @@ class LocalStack:
         self._show_logs = show_logs
         self._drain_s = drain_s
         self._ready_timeout_s = ready_timeout_s
+        self._report = report
         self._endpoints: dict[str, Endpoint] = {}
         self._credentials: dict[str, Credentials] = {}
         self._cleanup = contextlib.ExitStack()
@@ -149,9 +158,7 @@ class LocalStack:
                 self._model = Checkpoint.find(self._model).folder
             for service in self._services:
                 self._prepare(service)
-            for service in self._services:
-                self.processes[service] = self._spawn(service)
-            self._wait_until_ready()
+            self._start_all()
         except BaseException:
             self.kill()
             raise
@@ -199,19 +206,31 @@ class LocalStack:
                 start_new_session=True,
             )
 
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._ready_timeout_s
-        waiting = list(self._services)
+    def _start_all(self) -> None:
+        began_s = time.monotonic()
+        for service in self._services:
+            if service == "generation" and self._gpus("encoder") & self._gpus("generation"):
+                self._wait_until_ready(["encoder"], began_s)
+            self.processes[service] = self._spawn(service)
+        self._wait_until_ready(self._services, began_s)
+
+    def _wait_until_ready(self, services: Iterable[str], began_s: float) -> None:
+        """began_s: when the start began, on the monotonic clock."""
+        waiting, reports = list(services), 0
         while waiting:
             if self._given_up:
                 raise StartupError("the start was cancelled")
             ended = self.ended()
             if ended:
                 raise StartupError(f"{ended} {self._how_it_ended(ended)}")
-            if time.monotonic() > deadline:
+            elapsed_s = time.monotonic() - began_s
+            if self._ready_timeout_s is not None and elapsed_s > self._ready_timeout_s:
                 raise StartupError(
                     f"{waiting[0]} was not ready after {self._ready_timeout_s:g} s{self._log_tail(waiting[0])}"
                 )
+            if elapsed_s >= (reports + 1) * REPORT_S:
+                reports = int(elapsed_s // REPORT_S)
+                self._report(f"still starting after {reports * REPORT_S:g} s: {', '.join(waiting)}")
             waiting = [service for service in waiting if not self._is_serving(service)]
             time.sleep(POLL_S)
 
@@ -223,6 +242,27 @@ class LocalStack:
             return is_serving(address, self._credentials[service], PROBE_S)
         except (grpc.RpcError, OSError):
             return False
+
+    def _gpus(self, service: str) -> set[int]:
+        """The GPUs that the encoder or generation will use; none if it will compute on the CPU."""
+        kind, _, index = self._setting(service, "device", "auto").partition(":")
+        if kind == "cpu" or (kind == "auto" and not _has_gpu()):
+            return set()
+        try:
+            first, ranks = int(index or 0), int(self._setting(service, _RANKS[service], "1"))
+        except ValueError:  # the service itself reports it
+            return set()
+        return set(range(first, first + ranks))
+
+    def _setting(self, service: str, name: str, default: str) -> str:
+        """What a flag of the service says, as `--name value` or `--name=value`, or its variable."""
+        value = os.environ.get(f"FRAMESIEVE_{name.replace('-', '_').upper()}", default)
+        flags = self._flags.get(service, ())
+        for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
+            given, equals, inline = flag.partition("=")
+            if given == f"--{name}":
+                value = inline if equals else following
+        return value
 
     # --- watching -----------------------------------------------------------------------------------------------
 
@@ -341,6 +381,14 @@ def _check_packages(services: Sequence[str]) -> None:
     if extras:
         names = ", ".join(dict.fromkeys(name for service in extras for name in missing[service]))
         raise StartupError(f"missing packages: {names}; they come with pip install 'framesieve[{','.join(extras)}]'")
+
+
+def _has_gpu() -> bool:
+    """Whether CUDA's driver finds a GPU that this process and its children may use."""
+    try:
+        return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) == 0)
+    except OSError:
+        return False
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -107,7 +107,13 @@ def serve(
     for service in SERVICES:
         flags[service] += [f"--served-model-name={name}" for name in served_model_name or ()]
     stack = LocalStack(
-        model, services=services, media_root=media_root, endpoints=endpoints, flags=flags, show_logs=True
+        model,
+        services=services,
+        media_root=media_root,
+        endpoints=endpoints,
+        flags=flags,
+        show_logs=True,
+        report=stderr.print,
     )
     signals = DrainOnSignals(stack)
     with reported_errors(cannot_start=ExitStatus.CANNOT_START):

@@ -1,7 +1,7 @@
 """Stand-ins for the three services, for tests of what starts them: gRPC health servers that misbehave by flags.
 
 Flags come from the command line, and for all of them from the variable MORE. Each stand-in writes to the folder RECORD:
-its arguments, a file `<name>.terminating` on SIGTERM, and its name to `stopped` when it ends.
+its arguments, a file `<name>.terminating` on SIGTERM, and to `events` that it started, serves, and stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,20 +12,29 @@ STAND_IN = """
 import argparse, os, pathlib, signal, sys, time
 
 parser = argparse.ArgumentParser()
-for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra"):
+for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra",
+             "device", "data-parallel"):
     parser.add_argument("--" + name)
-for name in ("refuse-to-start", "never-ready", "ignore-sigterm", "cut-off", "end-by-itself"):
+for name in ("refuse-to-start", "never-ready", "slow-start", "ignore-sigterm", "cut-off", "end-by-itself"):
     parser.add_argument("--" + name, action="store_true")
 arguments = parser.parse_args([*sys.argv[1:], *os.environ.get("MORE", "").split()])
 name = pathlib.Path(sys.argv[0]).stem
 record = pathlib.Path(os.environ["RECORD"])
+
+def note(event):
+    with (record / "events").open("a") as file:
+        file.write(f"{name} {event}\\n")
+
 print(name, "says hello", flush=True)
+note("started")
 (record / f"{name}.arguments").write_text(repr(vars(arguments)))
 if arguments.refuse_to_start:
     print("cannot start: a weight is missing", file=sys.stderr)
     sys.exit(2)
 if arguments.never_ready:
     time.sleep(60)
+if arguments.slow_start:
+    time.sleep(1)
 
 from concurrent import futures  # imported here because it is slow
 import grpc
@@ -42,13 +51,13 @@ signal.signal(signal.SIGTERM, on_term)
 server = grpc.server(futures.ThreadPoolExecutor(2))
 health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
 server.add_insecure_port(arguments.listen)
+note("serving")
 server.start()
 while not stopping:
     time.sleep(0.02)
     if arguments.end_by_itself and (record / "end").exists():
         sys.exit(1)
-with (record / "stopped").open("a") as file:
-    file.write(name + "\\n")
+note("stopped")
 sys.exit(3 if arguments.cut_off else 0)
 """
 
@@ -62,5 +71,11 @@ def write_stand_ins(folder: Path) -> None:
 
 def stopped(record: Path) -> list[str]:
     """The names of the stand-ins that have ended by SIGTERM, in order."""
-    path = record / "stopped"
-    return path.read_text().split() if path.exists() else []
+    return [name for name, event in events(record) if event == "stopped"]
+
+
+def events(record: Path) -> list[tuple[str, str]]:
+    """Names of stand-ins, each with started, serving or stopped, in order."""
+    path = record / "events"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(name, event) for name, _, event in (line.partition(" ") for line in lines)]

@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import DEMO_MODEL
 from common.contract.errors import StartupError
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
-from tests.framesieve.stack import stopped
+from tests.framesieve.stack import events, stopped
 
 
 def is_running(pid: int) -> bool:
@@ -78,6 +78,33 @@ def test_two_services_start_over_a_stale_socket_file_with_a_client_certificate_i
     with LocalStack(services=("preprocessing", "encoder"), endpoints=endpoints) as stack:
         assert stack.addresses == {name: each.address for name, each in endpoints.items()}
     assert stopped(record) == ["encoder", "preprocessing"]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "generation", "waits"),
+    [
+        (["--device=cuda"], ["--device", "cuda:0"], True),
+        (["--device=cuda", "--data-parallel=2"], ["--device=cuda:1"], True),
+        (["--device=cuda:0"], ["--device=cuda:1"], False),
+        (["--device=cpu"], ["--device=cuda"], False),
+        ([], [], False),  # there is no GPU
+    ],
+)
+def test_generation_starts_once_the_encoder_of_its_gpu_serves(
+    record: Path, monkeypatch: pytest.MonkeyPatch, encoder: list[str], generation: list[str], waits: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with LocalStack(flags={"encoder": [*encoder, "--slow-start"], "generation": generation}):
+        order = events(record)
+    assert (order.index(("encoder", "serving")) < order.index(("generation", "started"))) == waits
+
+
+def test_what_a_slow_start_waits_for_is_reported(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framesieve.cli.launcher.REPORT_S", 0.25)
+    reports: list[str] = []
+    with LocalStack(flags={"generation": ["--slow-start"]}, report=reports.append):
+        pass
+    assert reports[-1].endswith("s: generation")
 
 
 async def test_a_cancelled_start_leaves_nothing_running(record: Path) -> None:

@@ -65,6 +65,9 @@ class DistantDevice(TorchDispatchMode):
         far = {id(each.held): each for each in given if isinstance(each, _Far)}
         if not far and kwargs.get("device") != DISTANT:
             return func(*args, **kwargs)
+        with self:  # in inference mode, operations arrive that are made of others
+            if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return found
         _check(func, args, kwargs, [each for each in given if not isinstance(each, _Far)])
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -5,6 +5,8 @@ Runs without CUDA: the step really runs, its memory use is reported by a fake de
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -13,9 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
@@ -23,8 +30,11 @@ from services.generation.families import load_language_model
 from services.generation.model.attention import sdpa
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
+from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
+from services.generation.startup.cache_size import _SAMPLING
+from tests.generation.distant_device import DistantDevice
 
 MIB, GIB = 2**20, 2**30
 CPU = torch.device("cpu")
@@ -155,3 +165,55 @@ def test_nothing_is_measured_on_the_cpu_or_with_a_given_size(
     tiny_checkpoint: Path, flags: tuple[str, ...], tokens: int
 ) -> None:
     assert build(limits("--device", "cpu", *flags), Checkpoint(tiny_checkpoint)).blocks * BLOCK_TOKENS == tokens
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that still exist, and the most that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._holders = Counter[int]()  # of each storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self._count(storage._cdata, storage.nbytes(), 1)
+                weakref.finalize(each, self._count, storage._cdata, storage.nbytes(), -1)
+        return made
+
+    def _count(self, storage: int, size: int, holders: int) -> None:
+        held = self._holders[storage] > 0
+        self._holders[storage] += holders
+        self.now += size * ((self._holders[storage] > 0) - held)
+        self.most = max(self.most, self.now)
+
+
+wishes = st.builds(
+    SamplingParams,
+    st.just(1),
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_p=st.sampled_from([0.9, 1.0]),
+    top_k=st.sampled_from([0, 50, 1024, 1025, 9999]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.1]),
+    logprobs=st.just(True),
+    top_logprobs=st.sampled_from([0, 20]),
+    logit_bias=st.sampled_from([(), ((3, 1.0), (4, -100.0))]),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(wishes, min_size=4, max_size=4))
+def test_nothing_that_requests_may_ask_of_the_sampler_needs_more_memory_than_is_measured(
+    batch: list[SamplingParams],
+) -> None:
+    def most(batch: list[SamplingParams]) -> int:
+        logits, states = torch.randn(4, 10_000), [SamplingState(each, np.arange(9, dtype=np.int32)) for each in batch]
+        with torch.inference_mode(), Allocated() as allocated, DistantDevice() as device:
+            Choice(device.put(logits), states)
+        return allocated.most
+
+    assert most(batch) <= most([_SAMPLING] * 4)

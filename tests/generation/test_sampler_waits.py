@@ -17,7 +17,7 @@ from services.generation.sampling.structured import ANY_OBJECT, Grammars
 from tests.generation.distant_device import DistantDevice, HostWaits
 from tests.tiny import Models
 
-# What published checkpoints ask for, in generation_config.json or on their cards, and truncation that none asks for.
+# What published checkpoints ask for, in generation_config.json or on their cards, and truncations that none has.
 PUBLISHED: dict[str, Any] = {
     "qwen2_vl": {"temperature": 0.01, "top_k": 1, "top_p": 0.001},
     "qwen2_5_vl": {"temperature": 1e-6, "repetition_penalty": 1.05},
@@ -64,7 +64,7 @@ def states_of(given: dict[str, Any], grammars: Grammars) -> list[SamplingState]:
 
 
 def sampled_far(logits: Tensor, states: Sequence[SamplingState], monkeypatch: pytest.MonkeyPatch) -> list[SampledToken]:
-    with monkeypatch.context() as patched, DistantDevice() as device:
+    with monkeypatch.context() as patched, torch.inference_mode(), DistantDevice() as device:
         patched.setattr(sampler, "ToHost", FarResults)
         choice = Choice(device.put(logits), states)
     found = choice.read()

@@ -81,24 +81,30 @@ def _ranked(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> T
 
 
 def _searched(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
+    """The floors of any rows, of which nothing is sorted."""
     size = scores.shape[-1]
     keys = scores.abs().view(torch.int32)
+    shares = _column(top_ps, scores, np.float64)
     counts = [top_k if 0 < top_k < size else size for top_k in top_ks]
     furthest: Tensor | None = None
     if min(counts) < size:
-        furthest = _reached(keys, torch.ones_like(keys, dtype=torch.int64), _column(counts, scores, np.int64))
+        ones = torch.ones_like(keys[:, :1], dtype=torch.int64).expand_as(keys)
+        furthest = _reached(keys, ones, _column(counts, scores, np.int64))
+    weights = _weights(scores, keys, furthest)
+    nucleus = _reached(keys, weights, (shares * weights.sum(dim=-1, keepdim=True)).ceil().long())
+    if furthest is not None:
+        nucleus = torch.where(shares < 1, nucleus, furthest)
+    return nucleus.view(torch.float32).neg()
+
+
+def _weights(scores: Tensor, keys: Tensor, furthest: Tensor | None) -> Tensor:
+    """Whole numbers that are as tokens' probabilities are, 0 where the key is beyond the furthest: int64 [B, V]."""
     odds = scores.exp()
     if furthest is not None:
         odds.masked_fill_(keys > furthest, 0)
     _, exponents = torch.frexp(odds.sum(dim=-1, keepdim=True, dtype=torch.float64))  # of a power of two above the sum
     bits = (_FLOAT32_BIAS + _WEIGHT_BITS - exponents.clamp(0, _WEIGHT_BITS)) << _FLOAT32_FRACTION_BITS
-    weights = odds.mul_(bits.view(torch.float32)).long()
-    total = weights.sum(dim=-1, keepdim=True)
-    shares = _column(top_ps, scores, np.float64)
-    nearest = _reached(keys, weights, (shares * total).ceil().long())
-    if furthest is not None:
-        nearest = torch.where(shares >= 1, furthest, nearest)
-    return nearest.view(torch.float32).neg()
+    return odds.mul_(bits.view(torch.float32)).long()
 
 
 def _reached(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
@@ -108,12 +114,12 @@ def _reached(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     """
     found = torch.zeros_like(keys[:, :1])
     for begin, bits in _DIGITS:
-        digits = keys >> begin
-        own = weights.masked_fill(digits >> bits != found, 0)
-        sums = torch.zeros_like(own[:, :1]).repeat(1, 1 << bits)
-        sums.scatter_add_(-1, (digits & (1 << bits) - 1).long(), own)
+        count, digits = 1 << bits, keys >> begin
+        places = (digits & count - 1).long()
+        places.add_(digits >> bits != found, alpha=count)  # tokens of other digits before this one are added up apart
+        sums = torch.zeros_like(wanted).repeat(1, 2 * count).scatter_add_(-1, places, weights)[:, :count]
         upto = sums.cumsum(dim=-1)
-        digit = (upto < wanted).sum(dim=-1, keepdim=True).clamp(max=(1 << bits) - 1)
+        digit = (upto < wanted).sum(dim=-1, keepdim=True).clamp(max=count - 1)
         wanted = wanted - (upto - sums).gather(-1, digit)
         found = (found << bits) + digit.int()
     return found

@@ -1,0 +1,42 @@
+"""Compiles the FlashInfer kernels that generation calls, into the FlashInfer that is installed.
+
+    FLASHINFER_CUDA_ARCH_LIST="8.0 8.9 9.0a" MAX_JOBS=4 python deploy/flash_infer_kernels.py
+
+The first variable names the cards, the second how many compilers run at a time, each with up to 4 GB. It needs the CUDA
+toolkit of CUDA_HOME, a C++ compiler and ninja, but no card, and nothing of this project: images run it before they hold
+any of its code. FlashInfer finds what lies in its folder `data/aot`, whatever the card; the rest, for other head sizes
+and dtypes, it compiles when it is asked for it.
+Source: `flashinfer.aot` of flashinfer-python 0.7, which does this in a checkout of FlashInfer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+
+import torch
+
+DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn
+# Of the language model of nearly every checkpoint that Framesieve serves.
+HEAD_DIM = 128
+
+
+def main() -> None:
+    library = importlib.import_module("flashinfer.aot")
+    jit = importlib.import_module("flashinfer.jit")
+    specs = []
+    for kv_dtype in (DTYPE, FP8):  # prefill, and decoding with and without tensor cores
+        specs += library.gen_fa2(DTYPE, kv_dtype, HEAD_DIM, HEAD_DIM, False, False)
+    if "9.0" in os.environ["FLASHINFER_CUDA_ARCH_LIST"]:  # Hopper's prefill; of keys in bf16 only
+        specs += library.gen_fa3(DTYPE, DTYPE, DTYPE, HEAD_DIM, HEAD_DIM, False, False)
+    for spec in specs:
+        began_s = time.monotonic()
+        jit.build_jit_specs([spec], skip_prebuilt=False)
+        print(f"{spec.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+    library.copy_built_kernels(specs, jit.env.FLASHINFER_AOT_DIR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What the documented commands install, and how the targets for GPUs run without an index."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.deploy.services import ROOT
+
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def packages(extra: str) -> Iterator[str]:
+    for requirement in map(Requirement, EXTRAS[extra]):
+        if requirement.name == "framesieve":
+            for each in requirement.extras:
+                yield from packages(each)
+        else:
+            yield requirement.name
+
+
+def test_one_extra_installs_every_service_with_flash_infer() -> None:
+    found = set(packages("all-cuda"))
+    assert {"flashinfer-python", *packages("all")} <= found
+    assert "flashinfer-python" not in set(packages("all"))  # it needs a GPU and gigabytes
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/gpus.md"])
+def test_documented_extras_exist(page: str) -> None:
+    named = re.findall(r"pip install \S*?\[([\w,-]+)\]", (ROOT / page).read_text())
+    assert "all-cuda" in named
+    assert {extra for each in named for extra in each.split(",")} <= EXTRAS.keys()
+
+
+def test_targets_for_gpus_install_nothing_where_the_bundle_is_unpacked(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / ".gpu").mkdir()
+    command = ["make", "--dry-run", "test-gpu", "bench-gpu", "PYTHON=python-with-torch"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.fullmatch(
+        rf"(PYTHONPATH={re.escape(str(tmp_path))}/\.gpu FLASHINFER_DISABLE_JIT=1 python-with-torch -m \S+ ?\S*\n){{2}}",
+        done.stdout,
+    )
