@@ -42,7 +42,7 @@ def test_replayed_groups_equal_the_eager_forward_and_the_oracle(tmp_path: Path) 
         assert torch.cosine_similarity(ours[0].float().cpu(), exact, dim=-1).min() > 0.99
 
 
-@pytest.mark.parametrize("resampling", [Resampling(64, 28, 128), Resampling(96, 32, 128)])  # 2.6 and 4.5, and 2.5
+@pytest.mark.parametrize("resampling", [Resampling(64, 28, 128), Resampling(96, 32, 128)])  # of 2.6, and of 2.5
 def test_the_variable_length_kernel_is_correct_for_the_resampler(resampling: Resampling) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         assert find_attention("varlen", torch.device("cuda"), dtype, 16, 72, resampling)
