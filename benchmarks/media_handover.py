@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -39,8 +39,9 @@ from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.items.item import in_shared_memory
 from services.generation.rpc.arriving_item import ArrivingItem, ModelInput
-from services.preprocessing.rpc.messages import frames_responses
-from services.preprocessing.video.slices import Slice
+
+if TYPE_CHECKING:
+    from services.preprocessing.video.slices import Slice
 
 SERVICE = "benchmarks.Handover"
 # 10,000 of 20,000 tokens of 1,024 values, with three levels of deepstack, in bfloat16: 82 MB.
@@ -53,11 +54,16 @@ AT_MOST = 0.15
 
 def handover(rounds: int) -> list[Row]:
     """Seconds from the call to the last array."""
-    return asyncio.run(_handover(rounds))
+    return asyncio.run(_handover(rounds, ("all", "kept", "frames")))
 
 
-async def _handover(rounds: int) -> list[Row]:
-    contenders: Mapping[str, Callable[[grpc.aio.Channel], Awaitable[None]]] = {
+def embeds_handover(rounds: int) -> list[Row]:
+    """The rows of embeddings, which need no PyAV."""
+    return asyncio.run(_handover(rounds, ("all", "kept")))
+
+
+async def _handover(rounds: int, kinds: Sequence[str]) -> list[Row]:
+    every: Mapping[str, Callable[[grpc.aio.Channel], Awaitable[None]]] = {
         "all shared": partial(read_embeds, "All", True),
         "all": partial(read_embeds, "All", False),
         "kept shared": partial(read_embeds, "Kept", True),
@@ -65,6 +71,7 @@ async def _handover(rounds: int) -> list[Row]:
         "frames shared": partial(read_frames, True),
         "frames": partial(read_frames, False),
     }
+    contenders = {name: every[name] for kind in kinds for name in (f"{kind} shared", kind)}
     taken, cpu = Timings(), Timings()
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +98,7 @@ async def _handover(rounds: int) -> list[Row]:
     }
     return [
         Row(
-            *names,
+            *what[name],
             taken.median(f"{name} shared"),
             taken.median(name),
             "s",
@@ -99,7 +106,7 @@ async def _handover(rounds: int) -> list[Row]:
             note=f"processor time of both ends in ms: {cpu.median(f'{name} shared') * 1e3:.0f}, messages "
             f"{cpu.median(name) * 1e3:.0f}",
         )
-        for name, names in what.items()
+        for name in kinds
     ]
 
 
@@ -177,7 +184,6 @@ async def serve(address: str) -> None:
     embeds = torch.randn(LEVELS, GRID.tokens, WIDTH).to(DTYPE)
     half = embeds[:, : GRID.tokens // 2].clone()
     kept = torch.randperm(GRID.tokens)[:KEPT].sort().values.int()
-    slices = [_slice(number) for number in range(SLICES)]
 
     async def send_all(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
         with sender_to(request, "Encode") as sender:
@@ -190,8 +196,10 @@ async def serve(address: str) -> None:
                 yield response
 
     async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
+        from services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
+
         with sender_to(request, "Encode") as sender:
-            for each in slices:
+            for each in _slices():
                 shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                 for response in frames_responses(0, each, shared):
                     yield response
@@ -231,10 +239,16 @@ async def _embeds_responses(
         yield response
 
 
-def _slice(number: int) -> Slice:
-    pixels: NDArray[np.uint8] = np.full(FRAMES_SHAPE, number, np.uint8)
-    made = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0)
-    return replace(made, memory=SealedMemory(sealed(pixels.data)))
+@cache
+def _slices() -> list[Slice]:
+    from services.preprocessing.video.slices import Slice
+
+    found = []
+    for number in range(SLICES):
+        pixels: NDArray[np.uint8] = np.full(FRAMES_SHAPE, number, np.uint8)
+        made = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0)
+        found.append(replace(made, memory=SealedMemory(sealed(pixels.data))))
+    return found
 
 
 if __name__ == "__main__":
