@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ SERVICE = "benchmarks.Handover"
 GRID, KEPT, LEVELS, WIDTH, DTYPE = Grid(100, 10, 20), 10_000, 4, 1024, torch.bfloat16
 # 64 slices of two frames: 152 MB.
 SLICES, FRAMES_SHAPE = 64, (2, 616, 644, 3)
+FRAMES_BYTES = math.prod(FRAMES_SHAPE)
 PAGE_BYTES = 4096
 AT_MOST = 0.15
 
@@ -177,7 +178,7 @@ async def serve(address: str) -> None:
     embeds = torch.randn(LEVELS, GRID.tokens, WIDTH).to(DTYPE)
     half = embeds[:, : GRID.tokens // 2].clone()
     kept = torch.randperm(GRID.tokens)[:KEPT].sort().values.int()
-    slices = [_slice(number) for number in range(SLICES)]
+    frames = [memory_of(number) for number in range(SLICES)]
 
     async def send_all(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
         with sender_to(request, "Encode") as sender:
@@ -191,8 +192,10 @@ async def serve(address: str) -> None:
 
     async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
         with sender_to(request, "Encode") as sender:
-            for each in slices:
-                shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
+            for number, memory in enumerate(frames):
+                pixels = memory.mapped(FRAMES_BYTES).reshape(FRAMES_SHAPE)
+                each = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0, memory)
+                shared = bool(sender and await sender.send(memory, FRAMES_BYTES))
                 for response in frames_responses(0, each, shared):
                     yield response
 
@@ -231,10 +234,10 @@ async def _embeds_responses(
         yield response
 
 
-def _slice(number: int) -> Slice:
+def memory_of(number: int) -> SealedMemory:
+    """A slice as a worker makes it."""
     pixels: NDArray[np.uint8] = np.full(FRAMES_SHAPE, number, np.uint8)
-    made = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0)
-    return replace(made, memory=SealedMemory(sealed(pixels.data)))
+    return SealedMemory(sealed(pixels.data))
 
 
 if __name__ == "__main__":
