@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -41,13 +41,14 @@ from services.encoder.items.item import in_shared_memory
 from services.generation.rpc.arriving_item import ArrivingItem, ModelInput
 
 if TYPE_CHECKING:
-    from services.preprocessing.video.slices import Slice
+    pass
 
 SERVICE = "benchmarks.Handover"
 # 10,000 of 20,000 tokens of 1,024 values, with three levels of deepstack, in bfloat16: 82 MB.
 GRID, KEPT, LEVELS, WIDTH, DTYPE = Grid(100, 10, 20), 10_000, 4, 1024, torch.bfloat16
 # 64 slices of two frames: 152 MB.
 SLICES, FRAMES_SHAPE = 64, (2, 616, 644, 3)
+FRAMES_BYTES = math.prod(FRAMES_SHAPE)
 PAGE_BYTES = 4096
 AT_MOST = 0.15
 
@@ -184,6 +185,7 @@ async def serve(address: str) -> None:
     embeds = torch.randn(LEVELS, GRID.tokens, WIDTH).to(DTYPE)
     half = embeds[:, : GRID.tokens // 2].clone()
     kept = torch.randperm(GRID.tokens)[:KEPT].sort().values.int()
+    frames = [memory_of(number) for number in range(SLICES)]
 
     async def send_all(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
         with sender_to(request, "Encode") as sender:
@@ -197,10 +199,13 @@ async def serve(address: str) -> None:
 
     async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
         from services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
+        from services.preprocessing.video.slices import Slice
 
         with sender_to(request, "Encode") as sender:
-            for each in _slices():
-                shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
+            for number, memory in enumerate(frames):
+                pixels = memory.mapped(FRAMES_BYTES).reshape(FRAMES_SHAPE)
+                each = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0, memory)
+                shared = bool(sender and await sender.send(memory, FRAMES_BYTES))
                 for response in frames_responses(0, each, shared):
                     yield response
 
@@ -239,16 +244,10 @@ async def _embeds_responses(
         yield response
 
 
-@cache
-def _slices() -> list[Slice]:
-    from services.preprocessing.video.slices import Slice
-
-    found = []
-    for number in range(SLICES):
-        pixels: NDArray[np.uint8] = np.full(FRAMES_SHAPE, number, np.uint8)
-        made = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0)
-        found.append(replace(made, memory=SealedMemory(sealed(pixels.data))))
-    return found
+def memory_of(number: int) -> SealedMemory:
+    """A slice as a worker makes it."""
+    pixels: NDArray[np.uint8] = np.full(FRAMES_SHAPE, number, np.uint8)
+    return SealedMemory(sealed(pixels.data))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ import secrets
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from common.contract import errors
 from common.handover import Receiver
 from common.sealed_memory import SealedMemory, sealed
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from services.encoder.items.item import in_shared_memory
 from services.encoder.rpc import responses
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, video
@@ -130,3 +132,15 @@ async def test_embeddings_have_the_name_of_their_encoding(stack: Stack) -> None:
     stack.cache.size_bytes = 0
     made_again = [names(await stack.encode(asking(b"", 0.5, 3), SELECT_ALL)) for _ in range(2)]
     assert made_again[0] != made_again[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pruned", [True, False])
+def test_kept_rows_of_several_blocks_are_written_in_order(dtype: torch.dtype, pruned: bool) -> None:
+    embeds = torch.randn(2, 1777, 768, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kept = torch.arange(0, 1777, 2, dtype=torch.int32) if pruned else None
+    expected = embeds[:, ::2] if pruned else embeds
+    memory = in_shared_memory(embeds, kept)
+    assert memory is not None
+    content = torch.frombuffer(memory.mapped(expected.nbytes, min_bytes=expected.nbytes).data, dtype=dtype)
+    assert torch.equal(content.view(expected.shape), expected)

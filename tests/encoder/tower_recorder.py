@@ -18,7 +18,7 @@ from common.checkpoint import Checkpoint
 from services.encoder.families import llava, load_tower, minicpmv, vision_model
 from services.encoder.tower.graphs import Captured
 from services.encoder.tower.tower import Tower
-from tests.generation.test_decode_graphs import NoSynchronisation
+from tests.generation.recorder import NoSynchronisation
 
 CPU = torch.device("cpu")
 STALE_BYTE, FAR_AWAY = 255, 2**30

@@ -13,6 +13,7 @@ from common.checkpoint import Checkpoint
 from common.contract.plan import Grid
 from common.contract.retention import Pruning
 from services.encoder.families import load_tower
+from services.encoder.items.item import in_shared_memory
 from services.encoder.pruning.methods import Scores, keep_tokens
 from services.encoder.tower.transfers import Readback
 from tests.families import FAMILIES
@@ -90,3 +91,14 @@ def test_a_read_does_not_wait_for_later_work_of_the_device() -> None:
     (read,) = reading.wait()
     assert not torch.cuda.current_stream().query()
     assert torch.equal(read, 2 * torch.arange(2**20))
+
+
+@pytest.mark.parametrize("pruned", [True, False])
+def test_kept_rows_are_written_to_shared_memory(pruned: bool) -> None:
+    embeds = torch.randn(2, 1777, 768, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kept = torch.arange(0, 1777, 2, dtype=torch.int32, device=CUDA) if pruned else None
+    expected = embeds[:, ::2] if pruned else embeds
+    memory = in_shared_memory(embeds.to(CUDA), kept)
+    assert memory is not None
+    content = torch.frombuffer(memory.mapped(expected.nbytes, min_bytes=expected.nbytes).data, dtype=torch.bfloat16)
+    assert torch.equal(content.view(expected.shape), expected)

@@ -228,16 +228,19 @@ class Item:
 def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory | None:
     """The kept tokens of embeddings (1 + levels, tokens, D); None where the machine has no more descriptors or memory.
 
-    On the CPU they are gathered in blocks that stay in its cache until they are written.
+    On the CPU they are gathered in blocks that stay in its cache until they are written, by numpy: torch's threads
+    would wait for each other after each block.
     """
-    tokens = embeds.shape[1] if kept is None else len(kept)
-    block = max(1, _BLOCK_BYTES // (embeds.shape[2] * embeds.itemsize)) if embeds.is_cpu else tokens
     try:
         memory = SealedMemory()
         for level in embeds:
-            for start in range(0, tokens, block):
-                rows = slice(start, start + block)
-                memory.write(_bytes_of(level[rows] if kept is None else level[kept[rows].long()]))
+            if kept is None or not embeds.is_cpu:
+                memory.write(_bytes_of(level if kept is None else level[kept.long()]))
+                continue
+            rows, indices = level.view(torch.uint8).numpy(), kept.numpy()
+            step = max(1, _BLOCK_BYTES // rows.shape[1])
+            for start in range(0, len(indices), step):
+                memory.write(rows.take(indices[start : start + step], axis=0).data)
         memory.seal()
     except OSError:
         return None
