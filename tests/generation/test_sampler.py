@@ -267,20 +267,6 @@ def test_nan_logits_do_not_affect_other_rows() -> None:
         assert together[1::2] == alone
 
 
-@pytest.mark.parametrize("top_p", [0.5, 0.999])
-def test_a_nucleus_larger_than_the_first_search_is_found_whole(top_p: float) -> None:
-    # A flat distribution over more tokens than are searched first, and one whose nucleus is a single token.
-    vocabulary = 20000
-    flat = torch.linspace(0, -1, vocabulary, dtype=torch.float64)
-    peaked = torch.full((vocabulary,), -50.0, dtype=torch.float64).index_fill(0, torch.tensor(7), 0)
-    each = replace(DRAWN, top_p=top_p)
-    kept = truncate(torch.stack([flat, peaked]).float(), [each, each]) > -torch.inf
-    before = (flat.exp().cumsum(0) - flat.exp()) / flat.exp().sum()  # probability of all tokens before it
-    assert abs(int(kept[0].sum()) - int((before < top_p).sum())) <= 1
-    assert bool(kept[0, : int(kept[0].sum())].all())
-    assert kept[1].nonzero().tolist() == [[7]]
-
-
 def test_truncation_keeps_or_drops_ties_together() -> None:
     scores = torch.tensor([[5.0, 1.0, 5.0, 1.0, 1.0, 0.0]])
     for each, kept in ((replace(DRAWN, top_k=3), [0, 1, 2, 3, 4]), (replace(DRAWN, top_p=0.3), [0, 2])):

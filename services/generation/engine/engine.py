@@ -208,8 +208,8 @@ class Engine:
         """Launches the forward of a step, reads the step before it, and launches the sampling.
 
         If that fails, each window is computed by itself: only a request that fails alone fails. Computing keys and
-        values twice writes the same, and nothing that needs much memory comes after a random
-        number is drawn, but where draft tokens are verified one after the other.
+        values twice writes the same, and nothing that needs much memory comes after a random number is drawn, but where
+        draft tokens are verified one after the other.
         """
         if not windows:
             self._read()

@@ -68,6 +68,7 @@ class Launched:
             states = [window.request.sampling_state for window in sampling]
             choice = sample_and_verify(self.logits, states, drafts)
         elif sampling:
+            # Also if all have ended: only what is read tells that the forward has read its pinned inputs.
             choice = Choice(self.logits, [_state_of(window.request) for window in sampling])
         return Sampled(self.windows, sampling, choice, self.began_ns, self.replayed)
 

@@ -35,7 +35,7 @@ _Find: TypeAlias = Callable[[Tensor, Sequence[int], Sequence[float]], Tensor]
 
 
 def floors(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
-    """The lowest score that each row keeps, float32 [B, 1]; −inf, or a score below all, where it keeps everything.
+    """The lowest score that each row keeps, float32 [B, 1], or less where it keeps everything.
 
     scores: float32 [B, V], the maximum of each row is 0. top_ks, top_ps: for each row; 0 and 1 keep everything.
     Tied tokens are kept or dropped together.
@@ -117,7 +117,7 @@ def _reached(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
         count, digits = 1 << bits, keys >> begin
         places = (digits & count - 1).long()
         places.add_(digits >> bits != found, alpha=count)  # tokens of other digits before this one are added up apart
-        sums = torch.zeros_like(wanted).repeat(1, 2 * count).scatter_add_(-1, places, weights)[:, :count]
+        sums = wanted.new_zeros(len(wanted), 2 * count).scatter_add_(-1, places, weights)[:, :count]
         upto = sums.cumsum(dim=-1)
         digit = (upto < wanted).sum(dim=-1, keepdim=True).clamp(max=count - 1)
         wanted = wanted - (upto - sums).gather(-1, digit)
