@@ -174,7 +174,7 @@ def name_framesieve(site: Path) -> None:
 
 
 def pack(site: Path) -> None:
-    with tarfile.open(BUNDLE, "w:xz") as archive:
+    with tarfile.open(BUNDLE, "w:xz", preset=3) as archive:
         archive.add(site, SITE)
         for path in sorted((ROOT / GENERATED).glob("*.py")):
             archive.add(path, f"{GENERATED}/{path.name}")
