@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ format: setup  ## Format the code
 bench: setup  ## Measure against transformers' generate, and the cost of three processes
 	$(BIN)/python -m benchmarks.run
 
+bench-ceiling: setup  ## Measure the path around the model with one that takes no time: a step's Python, tokens/s of 64 and 256 streams
+	$(BIN)/python -m benchmarks.ceiling
+
 bench-engine: setup  ## Measure the engine against transformers' generate, with and without pruning
 	$(BIN)/python -m benchmarks.engine
 
@@ -85,7 +88,7 @@ bench-peers: setup  ## Measure against vLLM, in an environment of its own, and t
 bench-gateway: setup  ## Measure what the HTTP gateway costs over gRPC, many streams at once, and its memory
 	$(BIN)/python -m benchmarks.gateway
 
-bench-gpu: $(GPU_SETUP)  ## Measure a CUDA device against its limits and transformers' generate (about 20 minutes)
+bench-gpu: $(GPU_SETUP)  ## Check and measure a CUDA device in three calls of at most 8 minutes: correctness, engine, tower
 	$(GPU_PYTHON) -m benchmarks.gpu $(CALL)
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations

@@ -152,8 +152,16 @@ def write_qwen3_vl_moe(folder: Path, seed: int, moe_intermediate: int = 48) -> P
     return _write_qwen3(folder, seed, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, experts)
 
 
-def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, experts: Mapping[str, Any]) -> Path:
-    sizes = {**QWEN3_VL, "text": {**QWEN3_VL["text"], **experts}}
+def write_qwen3_vl_heads(folder: Path, seed: int, heads: int, kv_heads: int, head_dim: int) -> Path:
+    """`write` of the family with heads of a size that kernels for cards have, in two layers."""
+    rope = {**QWEN3_VL["text"]["rope_parameters"], "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8]}
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    text = {**sizes, "num_hidden_layers": 2, "rope_parameters": rope}
+    return _write_qwen3(folder, seed, Qwen3VLConfig, Qwen3VLForConditionalGeneration, text)
+
+
+def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, text: Mapping[str, Any]) -> Path:
+    sizes = {**QWEN3_VL, "text": {**QWEN3_VL["text"], **text}}
     images = {"size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192}}
     videos = {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 16 * 128 * 128}}
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")

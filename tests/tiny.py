@@ -22,7 +22,7 @@ from services.generation.engine.stats import Step
 from services.generation.families import load_language_model
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Launched, Runner, Workers
+from services.generation.model.runner import Launched, Runner, Sampled, Workers
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
@@ -49,8 +49,9 @@ class Models:
     reference: Any
 
 
-def load_models(family: str, folder: Path) -> Models:
-    FAMILIES[family].write(folder, 7)
+def load_models(family: str, folder: Path, write: Callable[[Path, int], object] | None = None) -> Models:
+    """write: makes the checkpoint of the family; None: its own."""
+    (write or FAMILIES[family].write)(folder, 7)
     engine = load_language_model(Checkpoint(folder), torch.float32, torch.device("cpu"))
     reference = load_reference(family, folder)
     if FAMILIES[family].newline_id is not None:
@@ -66,7 +67,8 @@ class WholeWords:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = stop
 
-    def add(self, token_id: int) -> tuple[str, bool]:
+    def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        (token_id,) = token_ids
         return ("", True) if str(token_id) in self._stop else (f"{token_id} ", False)
 
     def flush(self) -> str:
@@ -88,13 +90,13 @@ class RecordingRunner(Runner):
         sizes = {name: len(each.output_ids) + each.num_unread for name, each in self._requests.items()}
         return {name: rows[: sizes[name]] for name, rows in self._logits.items()}
 
-    def launch(self, windows: Sequence[Window], before: Launched | None = None) -> Launched:
+    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
         self.steps.append([(window.request.id, window.start, window.end) for window in windows])
         return super().launch(windows, before)
 
     def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
         self._logits = self.logits
-        logits = super().forward(windows, unread)
+        logits = super().forward(windows, unread).clone()  # a graph overwrites its own
         rows = iter(logits)
         for window in windows:
             if window.samples:

@@ -37,7 +37,8 @@ def begin_request_stats() -> RequestStats:
 def add_request_stats(**sizes: int) -> None:
     """Adds to the stats of the running request, from the event loop's thread. Does nothing outside of requests."""
     if (running := _REQUEST_STATS.get()) is not None:
-        running.update(sizes)
+        for name, size in sizes.items():
+            running[name] += size
 
 
 def configure_logging(service: str, log_format: str, log_level: str) -> None:

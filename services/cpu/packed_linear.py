@@ -1,4 +1,5 @@
-"""Linear layers whose weights are reordered once for the CPU. torch would reorder them in every call."""
+"""Linear layers whose weights are reordered once for the CPU, which torch would do in every call; and linear layers of
+the same rows, joined to one product, on the CPU and on CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+# Where layers are joined though their weights are not reordered.
+JOINING_DEVICES = ("cuda",)
 # oneDNN chooses the layout of a packed weight for this number of rows. Of the numbers tried, which ranged from one row
 # to two thousand, its layout was the fastest.
 PACKED_FOR_ROWS = 64
@@ -37,6 +41,19 @@ class _PackedWeight:
         module.register_buffer("number", torch.tensor(self.number), persistent=False)
 
 
+class _PlainWeight:
+    """A weight as it is. It is never compiled."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.weight, self.bias)
+
+    def register(self, module: nn.Module) -> None:
+        module.register_buffer("number", None)
+
+
 _packed: WeakValueDictionary[int, _PackedWeight] = WeakValueDictionary()
 
 
@@ -61,7 +78,8 @@ class PackedLinear(nn.Module):
 class JoinedLinear(nn.Module):
     """One of several layers that are called with the same rows, one after another, and computed by the first of them.
 
-    A product of one row takes as long as reading its weights, and small ones take longer to begin than to read.
+    A product of one row takes as long as reading its weights, and small ones take longer to begin than to read. Layers
+    that are quantised, or have hooks, are left as they are.
     """
 
     number: Tensor
@@ -70,7 +88,7 @@ class JoinedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._product, self._columns, self._last = product, slice(begin, begin + linear.out_features), last
-        product.packed.register(self)
+        product.weight.register(self)
 
     def forward(self, rows: Tensor) -> Tensor:
         return self._product.of(rows, self.number, self._last)[..., self._columns]
@@ -81,20 +99,21 @@ class _Product:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         biases = [each.bias for each in linears]
-        self.packed = _PackedWeight(torch.cat([each.weight for each in linears]), _joined(biases))
+        kind = _PackedWeight if _can_pack(linears[0].weight) else _PlainWeight
+        self.weight: _PackedWeight | _PlainWeight = kind(torch.cat([each.weight for each in linears]), _joined(biases))
         self._out_features = sum(each.out_features for each in linears)
         self._computed: tuple[Tensor, Tensor] | None = None
 
     def of(self, rows: Tensor, number: Tensor, last: bool) -> Tensor:
         if self._computed is None or self._computed[0] is not rows:
-            self._computed = rows, _multiply(rows, self.packed, number, self._out_features)
+            self._computed = rows, _multiply(rows, self.weight, number, self._out_features)
         product = self._computed[1]
         if last:
             self._computed = None
         return product
 
 
-def _multiply(rows: Tensor, weight: _PackedWeight, number: Tensor, out_features: int) -> Tensor:
+def _multiply(rows: Tensor, weight: _PackedWeight | _PlainWeight, number: Tensor, out_features: int) -> Tensor:
     if torch.compiler.is_compiling():
         product: Tensor = torch.ops.framesieve.packed_linear(rows, number, out_features)
         return product
@@ -113,7 +132,7 @@ def join_linears(model: nn.Module, *groups: Sequence[str]) -> None:
             linears = [
                 each
                 for each in map(module._modules.get, names)
-                if type(each) is nn.Linear and _is_plain(each) and _can_pack(each.weight)
+                if type(each) is nn.Linear and _is_plain(each) and _can_join(each.weight)
             ]
             if len(linears) < len(names) or len({each.bias is None for each in linears}) > 1:
                 continue
@@ -164,6 +183,10 @@ def _can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
+
+
+def _can_join(weight: Tensor) -> bool:
+    return weight.device.type in JOINING_DEVICES or _can_pack(weight)
 
 
 def multiplies_bfloat16() -> bool:

@@ -57,8 +57,8 @@ async def main() -> ExitStatus:
         engine = Engine(
             built.runner,
             BlockAllocator(built.blocks, BLOCK_TOKENS),
-            settings.max_num_batched_tokens,
-            settings.max_num_seqs,
+            built.limits.max_num_batched_tokens,
+            built.limits.max_num_seqs,
             settings.max_waiting_requests,
             settings.speculative_tokens,
             count_step,
@@ -69,7 +69,7 @@ async def main() -> ExitStatus:
         dtype = str(model.dtype).removeprefix("torch.")
         begin("generation", "Generate", checkpoint, settings.served_model_name, dtype, str(model.device))
         begin_method("ListModels")
-        watch(engine, media_buffer, settings.max_num_seqs, settings.max_waiting_requests)
+        watch(engine, media_buffer, built.limits.max_num_seqs, settings.max_waiting_requests)
         if model.device.type == "cpu":
             # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the
             # videos of the next: a step with one answer reads as many weights as one with eight. The engine's thread

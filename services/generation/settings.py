@@ -56,10 +56,11 @@ class GenerationSettings(UpstreamSettings):
         "resolves to), unix:/path, or several ip:port separated by commas",
     )
     encoder: str = Field("127.0.0.1:50052", description="address of the encoder, in the same formats")
-    max_num_batched_tokens: int = Field(
-        2048,
+    max_num_batched_tokens: int | None = Field(
+        None,
         ge=1,
-        description="maximum number of tokens in one step, over all requests",
+        description="maximum number of tokens in one step, over all requests; unset: 8192 on CUDA devices from 40 GB "
+        "on, else 2048, and at least --max-num-seqs",
         validation_alias=renamed("prefill_chunk_tokens", "max_num_batched_tokens"),
     )
     kv_cache_tokens: int | None = Field(
@@ -85,10 +86,11 @@ class GenerationSettings(UpstreamSettings):
     media_buffer_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
     )
-    max_num_seqs: int = Field(
-        64,
+    max_num_seqs: int | None = Field(
+        None,
         ge=1,
-        description="maximum number of sequences that run at the same time",
+        description="maximum number of sequences that run at the same time; unset: 256 on CUDA devices from 40 GB on, "
+        "else 64, and at most --max-num-batched-tokens",
         validation_alias=renamed("max_running_requests", "max_num_seqs"),
     )
     max_waiting_requests: int = Field(

@@ -12,9 +12,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from benchmarks import gpu
-from benchmarks.gpu_device import Peaks
-from benchmarks.gpu_models import TARGETS, layout
 from benchmarks.media_clips import another_file, another_path, clip
 from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
@@ -110,31 +107,3 @@ def test_operations_of_a_decode_step_agree_with_torchs_count(tmp_path: Path) -> 
 
 def tiny_model(folder: Path) -> LanguageModel:
     return load_language_model(Checkpoint(write_checkpoint(folder, TINY)), torch.float32, torch.device("cpu"))
-
-
-# total_size of the published model.safetensors.index.json, over two bytes.
-@pytest.mark.parametrize(("target", "parameters"), [("qwen2.5-vl-7b", 8_292_166_656), ("qwen3-vl-8b", 8_767_123_696)])
-def test_targets_of_the_gpu_benchmark_have_as_many_weights_as_the_published_ones(target: str, parameters: int) -> None:
-    config, model_class = layout(TARGETS[target], make_tokenizer(TARGETS[target].shape))
-    with torch.device("meta"):
-        model = model_class._from_config(config)
-    assert sum(each.numel() for each in model.parameters()) == parameters
-
-
-def test_a_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
-    peaks = Peaks(operations_per_s=100.0, bytes_per_s=10.0, side=1)
-    assert (peaks.least_s(300, 20), peaks.least_s(100, 20)) == (3, 2)
-
-
-def test_the_gpu_benchmark_writes_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "configure_logging", lambda *_: None)
-    where = ["--target", "tiny-qwen3-vl", "--device", "cpu", "--write", str(tmp_path / "card.md")]
-    monkeypatch.setattr(sys, "argv", ["gpu", *where, "--rounds", "1", "--only", "tower", "--only", "decode"])
-    gpu.main()
-    written = (tmp_path / "card.md").read_text()
-    assert capsys.readouterr().out.endswith(written)  # behind what the services log
-    rows = [line.split(" | ") for line in written.splitlines() if line.startswith("| tiny-qwen3-vl: ")]
-    tower, *decode = TARGETS["tiny-qwen3-vl"].grids, *TARGETS["tiny-qwen3-vl"].sequences
-    assert [row[2] for row in rows] == ["the roofline"] * len(tower) + ["the roofline", "`generate`"] * len(decode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,17 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
-from services.encoder.families import load_tower
+from services.encoder.families import load_tower, minicpmv
 from services.encoder.tower import attention
-from services.encoder.tower.attention import Attend, Wanted, check_kernel, find_attention
+from services.encoder.tower.attention import (
+    Attend,
+    Resampling,
+    Wanted,
+    check_kernel,
+    check_resampling,
+    find_attention,
+)
+from tests import minicpm
 from tests.encoder.tower_recorder import attend_by_formula
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -67,7 +77,7 @@ def _refuses(*_: Any) -> Tensor:
 )
 def test_a_missing_or_wrong_kernel_is_not_used(module: Any, complaint: str) -> None:
     with patch("importlib.import_module", side_effect=[module]):
-        kernel, obstacle = attention._try_kernel(CPU, torch.bfloat16, 2, 16)
+        kernel, obstacle = attention._try_kernel(CPU, torch.bfloat16, 2, 16, None)
     assert kernel is None
     assert complaint in str(obstacle)
 
@@ -102,6 +112,35 @@ def _assumes_the_bound_is_reached(query: Any, key: Any, value: Any, ends: Any, _
 def test_a_wrong_kernel_fails(kernel: Attend) -> None:
     with pytest.raises(AssertionError):
         check_kernel(kernel, CPU, torch.float32, 3, 16)
+
+
+def _takes_the_queries_for_the_keys(query: Any, key: Any, value: Any, ends: Any, _: Any, *most: int) -> Any:
+    return attend_by_formula(query, key, value, ends, ends, *most)
+
+
+def _reads_as_many_keys_as_queries(query: Any, key: Any, value: Any, ends: Any, ends_k: Any, *most: int) -> Any:
+    if ends is ends_k:
+        return attend_by_formula(query, key, value, ends, ends_k, *most)
+    kept = [torch.arange(first, min(last, first + most[0])) for first, last in pairwise(ends_k.tolist())]
+    cut = torch.tensor([0, *map(len, kept)]).cumsum(0, dtype=torch.int32)
+    return attend_by_formula(query, key[torch.cat(kept)], value[torch.cat(kept)], ends, cut, *most)
+
+
+@pytest.mark.parametrize("kernel", [_takes_the_queries_for_the_keys, _reads_as_many_keys_as_queries])
+def test_a_kernel_that_is_wrong_in_a_resampler_only_is_used_in_towers_without_one(kernel: Attend) -> None:
+    resampling = Resampling(64, 2, 128)
+    tried = partial(attention._try_kernel, CPU, torch.float32, 2, 16)
+    with patch("importlib.import_module", return_value=SimpleNamespace(varlen_attn=kernel)):
+        assert tried(None) == (kernel, None)
+        assert "wrong by" in str(tried(resampling)[1])
+    check_resampling(attend_by_formula, CPU, torch.float32, resampling)
+
+
+def test_a_resamplers_kernel_is_tried_with_its_own_queries_and_heads(tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1)
+    with patch.object(minicpmv, "find_attention", return_value=None) as found:
+        load_tower(Checkpoint(tmp_path), "float32", CPU)
+    assert found.call_args.args[-1] == Resampling(minicpm.QUERIES["2.6"], minicpm.WIDTH // 128, 128)
 
 
 def test_attention_by_length_is_registered_for_rows_on_cuda() -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import pytest
+import structlog
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -24,14 +25,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.contract.errors import StartupError, Unavailable
+from common.contract.plan import Grid
+from common.contract.retention import METHODS, NONE, Pruning
 from common.process import ExitStatus
+from services.encoder.pruning.methods import keep_tokens
 from services.encoder.settings import EncoderSettings
+from services.encoder.startup import build, largest_forward
 from services.encoder.startup.build import device_of
+from services.encoder.startup.largest_forward import run_largest
 from services.encoder.startup.rank import run_shares
 from services.encoder.tower.graph_buckets import PackingLimit, Size
+from services.encoder.tower.graphs import with_graphs
 from services.encoder.tower.parallel.exchange import Exchange
 from services.encoder.tower.parallel.rank_failure import RankFailure
-from services.encoder.tower.parallel.tower import DataParallelTower
+from services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from services.encoder.tower.tower import Tower
 from tests import minicpm
 from tests.encoder.encoder_service import tower_of
@@ -124,10 +131,10 @@ def make(tower: Tower) -> Iterator[MakeRanks]:
     """Makes a tower of so many ranks, which are closed at the end."""
     made: list[ThreadRanks] = []
 
-    def make(count: int, own: Tower = tower, rank_tokens: int = 10_000) -> Made:
+    def make(count: int, own: Tower = tower, theirs: Tower | None = None, rank_tokens: int = 10_000) -> Made:
         rank_failure = RankFailure()
         rank_failure.watch(lambda: None)
-        others = ThreadRanks(count, own, rank_tokens, rank_failure)
+        others = ThreadRanks(count, theirs or own, rank_tokens, rank_failure)
         made.append(others)
         recording, exchange = cast(Tower, RecordingTower(own)), Exchange(others.group(0))
         return DataParallelTower(recording, others, count, exchange, rank_tokens, rank_failure), others
@@ -197,13 +204,13 @@ def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(to
     assert forwards_of(towers, others) == [[[first], [first]], [rest]]
 
 
-@pytest.mark.parametrize("largest", [Size(100, 2, 500), None])
+@pytest.mark.parametrize("largest", [Size(100, 2, 500, 100), None])
 def test_each_rank_keeps_to_the_limit_of_one_forward(tower: Tower, make: MakeRanks, largest: Size | None) -> None:
     """Of two slices, or of their eight tokens."""
-    packing = PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2)) if largest else None
+    packing = PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2, 4)) if largest else None
     towers, others = make(3, replace(tower, packing=packing), rank_tokens=8)
     assert towers.budget_tokens == 24
-    assert towers.packing.largest == (Size(300, 6, 1500) if largest else Size(24, 24, 24))
+    assert towers.packing.largest == (Size(300, 6, 1500, 300) if largest else Size(24, 24, 24, 24))
     towers.encode(slices_of(tower, *[(2, 2, 2)] * 9))
     assert [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)] == [[2, 1]] * 3
 
@@ -242,6 +249,65 @@ def test_each_rank_has_a_gpu_of_its_own(
             device_of(settings, 0)
     else:
         assert [str(device_of(settings, rank)) for rank in range(3)] == found
+
+
+def test_the_largest_forward_fills_every_rank_twice_and_is_pruned_by_every_method(
+    tower: Tower, make: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods: list[str] = []
+
+    def keep(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
+        methods.append(pruning.method)
+        return keep_tokens(embeds, grid, pruning)
+
+    monkeypatch.setattr(largest_forward, "keep_tokens", keep)
+    towers, others = make(2, graphed := with_graphs(tower, 100), rank_tokens=100)
+    run_largest(towers, packing_of(graphed, 100).largest)
+    side_px = 10 * tower.patches.token_px
+    assert forwards_of(towers, others) == [[[(2, side_px, side_px, 3)]] * 2] * 2
+    assert sorted(methods) == sorted(set(METHODS) - {NONE})
+
+
+def test_a_device_without_memory_for_the_largest_forward_is_warned_about(tower: Tower, make: MakeRanks) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    towers, others = make(2, graphed := with_graphs(tower, 100), rank_tokens=100)
+    others.towers[1].instead.append(fail)
+    with structlog.testing.capture_logs() as logs:
+        run_largest(towers, packing_of(graphed, 100).largest)
+    assert [each["event"] for each in logs if each["log_level"] == "warning"] == [
+        "the device lacks memory for a forward of --batch-tokens"
+    ]
+
+
+def test_on_cuda_the_largest_forward_is_run_before_the_service_serves(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Size] = []
+    monkeypatch.setattr(build, "device_of", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(build, "load_rank", lambda *_: tower)
+    monkeypatch.setattr(build, "run_largest", lambda _, largest: ran.append(largest))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**31))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**29)
+    with structlog.testing.capture_logs() as logs, build.data_parallel(EncoderSettings.load(["--batch-tokens", "50"])):
+        assert ran == [Size(50, 50, 50, 50)]
+    assert {"held_mib": 512, "free_mib": 1024}.items() <= logs[-1].items()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_its_capture_alone_encodes_its_share_without_graphs(
+    tower: Tower, make: MakeRanks, failing: int
+) -> None:
+    """It keeps to the limit of tokens only, the other one to that of its graphs, of two slices."""
+    graphed = replace(tower, packing=PackingLimit(Size(100, 2, 500, 100), lambda _: Size(4, 1, 2, 4)))
+    ranks = [graphed, graphed]
+    ranks[failing] = tower
+    towers, others = make(2, *ranks)
+    slices = slices_of(tower, *[(2, 2, 2)] * 6)
+    check_equal(towers.encode(slices), [tower.encode([each])[0] for each in slices])
+    forwards = [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)]
+    assert (forwards[failing], forwards[1 - failing]) == ([3], [2, 1])
 
 
 # --- failures ---------------------------------------------------------------------------------------------------

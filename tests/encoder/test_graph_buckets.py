@@ -2,47 +2,100 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.encoder.tower.graph_buckets import (
+    Eager,
     Measured,
     Size,
-    bucket_size,
     choose,
     fitting,
     graph_buckets,
+    packing_size,
     pays,
     token_limit,
 )
+from services.encoder.tower.graphs import bucket_ranges
+from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
 
-WINDOW_TOKENS = 16
-SIZES = st.builds(Size, st.integers(1, 500), st.just(1), st.integers(1, 40))
+SIZES = st.builds(lambda tokens, windows: Size(tokens, 1, windows, tokens), st.integers(1, 500), st.integers(1, 40))
+SMALL = [Size(64, 2, 8, 64), Size(128, 4, 16, 128), Size(256, 8, 32, 256)]
+WINDOWED = TowerShape(merge=2, window_side=4)
 
 
 def holds(bucket: Size, slices: list[Size]) -> bool:
-    load = sum(slices, Size(0, 0, 0))
-    return load.tokens <= bucket.tokens and load.slices <= bucket.slices and load.windows <= bucket.windows
+    return (
+        sum(each.tokens for each in slices) <= bucket.tokens
+        and len(slices) <= bucket.slices
+        and sum(each.windows for each in slices) <= bucket.windows
+        and max(each.longest for each in slices) <= bucket.longest
+    )
 
 
-def buckets_up_to(most_tokens: int) -> list[Size]:
-    return [bucket_size(each, WINDOW_TOKENS) for each in graph_buckets(64, most_tokens)]
+def buckets_up_to(most_tokens: int, shape: TowerShape = WINDOWED) -> list[Size]:
+    return list(dict.fromkeys(chain.from_iterable(bucket_ranges(shape, most_tokens))))
 
 
-def test_buckets_double_up_to_the_most_and_hold_slices_of_32_tokens_and_twice_their_full_windows() -> None:
-    assert buckets_up_to(200) == [Size(64, 2, 8), Size(128, 4, 16), Size(200, 7, 25)]
+def test_buckets_double_up_to_the_most_with_many_short_slices_or_few_long_ones_and_twice_their_full_windows() -> None:
+    short = [Size(64, 8, 8, 64), Size(128, 8, 16, 128), Size(256, 8, 32, 256), Size(300, 10, 38, 256)]
+    assert bucket_ranges(WINDOWED, 300) == [short, [*short[:3], Size(300, 8, 38, 300)]]
     assert graph_buckets(64, 128) == (64, 128)
     assert graph_buckets(64, 63) == (63,)
-    assert bucket_size(2048, 0) == Size(2048, 64, 0)
+
+
+def test_buckets_of_slices_of_one_size_hold_whole_ones() -> None:
+    clip = TowerShape(1, lead=1, dropped=1, fixed=Side(24, 24))
+    assert bucket_ranges(clip, 2000) == [[Size(576, 1, 0, 576), Size(1152, 2, 0, 576), Size(2000, 4, 0, 576)]]
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+@pytest.mark.parametrize("most_patches", [8192, 65536])
+def test_attention_launches_at_most_eight_times_the_blocks_that_a_full_bucket_needs(
+    merge: int, most_patches: int
+) -> None:
+    """A block per slice and 128 rows of the longest that it is told; once, a slice was as long as the bucket."""
+    shape = TowerShape(merge)
+    for bucket in buckets_up_to(most_patches // merge**2, shape):
+        layout = pad(lay_out([Side(merge, merge)], shape), bucket, shape)
+        launched = (len(layout.ends) - 1) * math.ceil(layout.longest / 128)
+        assert launched <= 8 * math.ceil(len(layout.positions) / 128)
+
+
+@given(length=st.integers(32, 2048), most=st.sampled_from([2048, 16384]), data=st.data())
+def test_equal_slices_are_replayed_in_the_smallest_bucket_of_so_many_tokens(
+    length: int, most: int, data: st.DataObject
+) -> None:
+    tokens = length * data.draw(st.integers(1, most // length))
+    chosen = choose(Size(tokens, tokens // length, 0, length), buckets_up_to(most, TowerShape(2)))
+    assert isinstance(chosen, Size)
+    assert chosen.tokens == next(each for each in graph_buckets(64, most) if each >= tokens)
+
+
+def test_a_longer_slice_runs_without_a_graph_and_fills_a_forward_with_others() -> None:
+    buckets = buckets_up_to(16384, shape := TowerShape(2))
+    square = size_of(Side(100, 100), shape)
+    assert choose(square, buckets) is Eager.LONGEST
+    assert choose(Size(2048, 1, 0, 2048), buckets) == Size(2048, 8, 0, 2048)
+    assert fitting([square] * 9, packing_size(buckets)) == 6
+
+
+def test_one_long_slice_among_many_short_ones_runs_without_a_graph() -> None:
+    """8 slices of up to 2048 tokens, or 64 of up to 256."""
+    buckets = buckets_up_to(2048, TowerShape(2))
+    for longest, slices, expected in ((720, 8, Size), (256, 64, Size), (720, 9, Eager.LONGEST), (20, 65, Eager.SLICES)):
+        chosen = choose(Size(1500, slices, 0, longest), buckets)
+        assert chosen is expected or type(chosen) is expected
 
 
 @settings(max_examples=50)
 @given(queue=st.lists(SIZES, min_size=1, max_size=40), most=st.integers(1, 3000))
 def test_batches_keep_the_order_of_the_queue_and_are_as_long_as_the_limits_allow(queue: list[Size], most: int) -> None:
-    for largest in (bucket_size(most, WINDOW_TOKENS), token_limit(most)):
+    for largest in (packing_size(buckets_up_to(most)), token_limit(most)):
         left, batches = list(queue), []
         while left:
             count = fitting(left, largest)
@@ -55,8 +108,8 @@ def test_batches_keep_the_order_of_the_queue_and_are_as_long_as_the_limits_allow
 
 def test_the_chosen_bucket_is_the_smallest_that_holds_the_load() -> None:
     """By tokens, by slices, and by windows."""
-    for load in (Size(65, 1, 1), Size(12, 3, 3), Size(12, 2, 9)):
-        assert choose(load, buckets_up_to(200)) == Size(128, 4, 16), load
+    for load in (Size(65, 1, 1, 65), Size(24, 3, 3, 12), Size(12, 2, 9, 12)):
+        assert choose(load, SMALL) == SMALL[1], load
 
 
 @pytest.mark.parametrize(
@@ -72,6 +125,6 @@ def test_the_chosen_bucket_is_the_smallest_that_holds_the_load() -> None:
 def test_a_replay_pays_if_it_takes_no_longer_than_the_load_without_padding(
     tokens: int, chosen: int, expected: bool
 ) -> None:
-    times = zip(buckets_up_to(256), [(0.005, 0.006), (0.007, 0.008), (0.020, 0.020)], strict=True)
+    times = zip(SMALL, [(0.005, 0.006), (0.007, 0.008), (0.020, 0.020)], strict=True)
     measured = [Measured(each, *taken) for each, taken in times]
-    assert pays(Size(tokens, 1, 1), measured[chosen].bucket, measured) is expected
+    assert pays(Size(tokens, 1, 1, tokens), measured[chosen].bucket, measured) is expected

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from torch import Tensor
 
 from services.encoder.tower.graph_buckets import Eager, Size, fitting
-from services.encoder.tower.graphs import Captured, TowerGraphs, with_graphs
+from services.encoder.tower.graphs import Captured, with_graphs
 from services.encoder.tower.tower import Tower
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
@@ -97,9 +97,9 @@ def test_replays_equal_transformers_tower(
 def test_buckets_are_captured_largest_first_and_limit_a_forward(captured: Graphed, shape: FamilyUnderTest) -> None:
     packing = captured.tower.packing
     assert packing is not None
-    assert (packing.largest.tokens, packing.largest.slices) == (160, 5)
+    assert (packing.largest.tokens, packing.largest.slices) == (160, 8)
     strip = (shape.temporal_patch, 2 * shape.token_px, 3 * shape.token_px, 3)
-    assert packing.size_of(strip) == Size(6, 1, 0 if shape.slices_stand_alone else 2)  # windows of 2 by 2 tokens
+    assert packing.size_of(strip) == Size(6, 1, 0 if shape.slices_stand_alone else 2, 6)  # windows of 2 by 2 tokens
     assert captured.recorder.captured == [tokens * shape.merge**2 for tokens in (160, 128, 64)]
 
 
@@ -123,7 +123,7 @@ def encode_without(graphed: Graphed, slices: Sequence[Tensor], reason: Eager) ->
     return found
 
 
-@pytest.mark.parametrize(("sides", "reason"), [([(23, 7)], Eager.TOKENS), ([(1, 1)] * 6, Eager.SLICES)])
+@pytest.mark.parametrize(("sides", "reason"), [([(23, 7)], Eager.TOKENS), ([(1, 1)] * 9, Eager.SLICES)])
 def test_a_load_that_fits_no_bucket_runs_without_a_graph(
     graphed: Graphed, shape: FamilyUnderTest, expect: Expect, sides: list[tuple[int, int]], reason: Eager
 ) -> None:
@@ -139,11 +139,18 @@ def test_too_many_windows_run_without_a_graph(tiny_checkpoint: Path) -> None:
     encode_without(graphed, slices_of([(1, 32)] * 3 + [(1, 31), (1, 33)], shape), Eager.WINDOWS)
 
 
+def test_slices_of_more_than_256_tokens_are_replayed_if_there_are_few(levels_checkpoint: Path) -> None:
+    """Buckets of 320 tokens hold 10 slices of up to 256 tokens, or 8 of any length."""
+    shape, tower, recorder = FAMILIES["qwen3_vl"], load_packed(levels_checkpoint), Recorder()
+    graphed = Graphed(with_graphs(tower, 320, recorder), recorder)
+    long, many = slices_of([(16, 17), (1, 3)], shape), slices_of([(2, 8)] * 10, shape)
+    assert_same(graphed.tower.encode(long) + graphed.tower.encode(many), tower.encode(long) + tower.encode(many))
+    assert graphed.recorder.replayed[-2:] == [320 * shape.merge**2] * 2
+    encode_without(graphed, slices_of([(16, 17)] + [(1, 1)] * 8, shape), Eager.LONGEST)
+
+
 def test_a_replay_that_does_not_pay_is_not_chosen(levels_checkpoint: Path) -> None:
     graphed = graphed_of(load_packed(levels_checkpoint), Recorder(eager_s=0.5))
-    forward = graphed.tower.forward
-    assert isinstance(forward, TowerGraphs)
-    assert [(each.replay_s, each.eager_s) for each in forward.measured] == [(1.0, 0.5)] * 3
     encode_without(graphed, slices_of([(3, 3)], FAMILIES["qwen3_vl"]), Eager.PADDING)
 
 

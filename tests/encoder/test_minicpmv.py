@@ -98,7 +98,7 @@ def test_the_frames_of_a_group_become_its_tokens_together(tmp_path: Path) -> Non
 def test_graphs_keep_groups_together(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1, "4.5")
     tower, recorder = load_packed(tmp_path), Recorder()
-    graphed = with_graphs(tower, 640, recorder)
+    graphed = with_graphs(tower, 2304, recorder)  # up to 18 frames
     recorder.replayed.clear()
     for ours, theirs in zip(graphed.encode(groups()), tower.encode(groups()), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)

@@ -189,9 +189,13 @@ def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> None:
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
-def test_weights_stored_in_bfloat16_run_so_and_are_found_under_either_prefix(copy: Path) -> None:
+@pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_weights_stored_in_bfloat16_run_so_if_the_processor_can_and_are_found_under_either_prefix(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("services.encoder.tower.weights.multiplies_bfloat16", lambda: multiplies)
     rewrite(copy, lambda weights: {name.removeprefix("model."): each.bfloat16() for name, each in weights.items()})
-    assert load_tower(Checkpoint(copy), "auto", CPU).dtype == torch.bfloat16
+    assert load_tower(Checkpoint(copy), "auto", CPU).dtype == dtype
     assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferKernels, Kernel, check_kernels
+from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, Kernel, check_kernels
 from services.generation.model.attention.pages import PagePlan
 from services.generation.model.attention.varlen import VarlenCache
 from services.generation.model.runner import Runner
+from tests.tiny import TinyEngine
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, places: Tensor, scale: float) -> Tensor:
@@ -172,3 +173,13 @@ class Kernels(FlashInferKernels):
     def decode(self, rows: int, most_pages: int) -> Kernel:
         with patch.object(torch.cuda, "Event"):
             return super().decode(rows, most_pages)
+
+
+def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
+    """Gives an engine a cache that reads blocks in place: varlen or flash_infer."""
+    sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
+    varlen = name == "varlen"
+    tiny.runner._cache = (
+        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, Kernels(sizes, like))
+    )
+    return tiny

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.cpu import packed_linear
 from services.generation.families import load_language_model
 from services.generation.model.language_model import LanguageModel
 from services.generation.settings import AdapterFolder
 from services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.generation.test_decode_graphs import Recorder, use_paged
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
 from tests.tiny import PAD_ID, Models, TinyEngine, load_models, random_item
@@ -114,6 +117,22 @@ def rewrite(mine: AdapterFolder, change: Callable[[dict[str, Tensor]], object]) 
 # --- what adapters compute ------------------------------------------------------------------------------------------
 
 
+def test_adapters_add_to_layers_that_are_joined_as_on_cuda(adapted: Adapted) -> None:
+    with (
+        patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
+        patch.object(packed_linear, "_can_pack", return_value=False),
+    ):
+        joined = without_adapters(adapted)
+    assert any(isinstance(each, packed_linear.JoinedLinear) for each in joined.text.modules())
+    load_adapters([AdapterFolder(name, adapted.folder / name) for name in CONFIGS], joined)
+    questions = [
+        Question((Text((20, 21, 22 + number)),), 5, adapter=name) for number, name in enumerate([*CONFIGS, None])
+    ]
+    engine = TinyEngine(joined)
+    asked = answer(engine, questions)
+    assert_law(replace(adapted.models, engine=joined), engine, questions, asked, adapted=adapted.text)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_adapter_computes_what_peft_computes(adapted: Adapted, name: str) -> None:
     video = random_item(adapted.models.family, (3, 2, 3), Fraction(1), rate=0.5)
@@ -179,14 +198,14 @@ def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
-def test_only_rows_without_adapters_are_replayed_as_graphs(adapted: Adapted) -> None:
+def test_steps_with_adapters_are_not_replayed_as_graphs(adapted: Adapted) -> None:
     capture, engine = Recorder(), use_paged(TinyEngine(adapted.models.engine), "flash_infer")
     engine.runner.capture_decoding(4, 256, capture)
     asking = Question((Text(tuple(range(20, 40))),), 9)
     questions = [replace(asking, adapter="plain", new_tokens=5), asking]
     asked = answer(engine, questions)
     # Both begin in one step; of the longer answer eight tokens are decoded, four of them beside the other's.
-    assert capture.replayed == [1] * 8
+    assert capture.replayed == [1] * 4
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,9 +18,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
+from services.generation.model import attention
 from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
 from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferCache, workspace_bytes
+from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, workspace_bytes
 from services.generation.model.attention.pages import plan_pages
 from services.generation.model.attention.sdpa import SdpaCache
 from services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
@@ -256,6 +260,26 @@ def test_flash_infer_is_planned_with_the_dtype_of_the_cache(sizes: CacheSizes, s
     assert cache.keys[0].dtype == stored
 
 
+def test_a_step_waits_for_the_copies_of_the_step_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same kernel, whose pinned memory it writes again; steps take two kernels by turns."""
+    done: list[str] = []
+
+    def event() -> Mock:
+        number = sum(each.startswith("made") for each in done)
+        done.append(f"made {number}")
+        waiting, copying = (lambda what=what: done.append(f"{what} {number}") for what in ("wait", "copied"))
+        return Mock(synchronize=waiting, record=copying)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(PlainKernel, "plan", lambda *_: done.append("plan"))
+    kernels = FlashInferKernels(FakeFlashInfer(), SIZES, torch.zeros(()), num_multiprocessors=1)
+    cache = FlashInferCache(SIZES, torch.zeros(()), kernels)
+    for _ in range(3):
+        cache.batch(cast(Packed, SimpleNamespace(contexts=[Context(0, 1, (0,))], slots=np.array([0]))))
+    first, second = (["wait 0", "plan", "copied 0"], ["wait 1", "plan", "copied 1"])
+    assert done == ["made 0", "made 1", *first, *second, *first]
+
+
 @given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([64, 128, 256]), st.integers(1, 300))
 def test_the_workspace_holds_the_results_of_split_contexts(
     kv_heads: int, shared: int, head_dim: int, num_multiprocessors: int
@@ -271,6 +295,33 @@ def test_torchs_kernels_are_not_tried_with_a_cache_in_fp8() -> None:
     with capture_logs() as logs:
         assert find_kernel(IN_FP8, cast(Tensor, on_cuda)) is None
     assert [each["error"] for each in logs] == ["no keys in fp8 with queries in torch.bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim", "capability", "said"),
+    [
+        (torch.float32, 8, 2, 128, (9, 0), "no kernel computes in float32, set --dtype bfloat16"),
+        (torch.bfloat16, 8, 2, 80, (9, 0), "FlashInfer has kernels for heads of 64, 128, 256, this model's have 80"),
+        (torch.float16, 8, 2, 64, (7, 5), "FlashInfer is used from compute capability 8.0 on, this device has 7.5"),
+        *((torch.bfloat16, 2 * group, 2, size, (8, 6), None) for group, size in ((1, 64), (3, 256), (5, 128))),
+    ],
+)
+def test_what_flash_infer_has_no_kernels_for_is_refused_before_it_compiles(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, capability: tuple[int, int], said: str | None
+) -> None:
+    on_cuda = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, new_zeros=torch.zeros(()).new_zeros)
+    with (
+        patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        patch.object(torch.cuda, "get_device_properties"),
+        patch.object(attention, "find_kernel", return_value=None),
+        patch.object(importlib.util, "find_spec"),
+        patch.object(importlib, "import_module", side_effect=ImportError("nvcc")) as imported,
+        capture_logs() as logs,
+    ):
+        make_cache(CacheSizes(1, 4, 16, heads, kv_heads, head_dim), cast(Tensor, on_cuda))
+    warning = [each["event"] for each in logs if each["log_level"] == "warning"][-1]
+    assert warning.endswith(said or "see why FlashInfer does not work above")
+    assert bool(imported.call_count) == (said is None)
 
 
 def test_cudnn_attention_is_turned_off_on_cuda() -> None:

@@ -5,6 +5,8 @@ Runs without CUDA: the step really runs, its memory use is reported by a fake de
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -13,9 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
@@ -23,10 +30,14 @@ from services.generation.families import load_language_model
 from services.generation.model.attention import sdpa
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
+from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
 from services.generation.settings import GenerationSettings
-from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens
+from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
+from services.generation.startup.cache_size import _SAMPLING
+from tests.generation.distant_device import DistantDevice
 
 MIB, GIB = 2**20, 2**30
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -63,7 +74,7 @@ class FakeMemory:
         cache = -(-rows // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
         self._most = max(self._most, self.weights + self.step + cache * self.model.token_bytes)
 
-    def capture(self, runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
+    def capture(self, runner: Runner, most_rows: int, most_tokens: int) -> bool:
         self.captured.append(most_tokens)
         return True
 
@@ -82,7 +93,7 @@ def limits(*flags: str) -> GenerationSettings:
 
 def fitting(memory: FakeMemory, *flags: str, group: Any = None) -> int:
     small = limits("--max-num-batched-tokens", "64", "--max-model-len", "512", *flags)
-    return fitting_tokens(small, memory.model, group, memory, memory.capture)
+    return fitting_tokens(small, step_limits(small, CPU), memory.model, group, memory, memory.capture)
 
 
 def test_the_cache_gets_what_the_largest_step_leaves(memory: FakeMemory) -> None:
@@ -90,7 +101,7 @@ def test_the_cache_gets_what_the_largest_step_leaves(memory: FakeMemory) -> None
     memory.model.lm_head.register_forward_pre_hook(lambda _, rows: sampled.append(len(rows[0])))
     steps = ("--max-num-batched-tokens", "100", "--max-num-seqs", "9", "--speculative-tokens", "2")
     flags = limits(*steps, "--gpu-memory-fraction", "0.8")
-    tokens = fitting_tokens(flags, memory.model, None, memory, memory.capture)
+    tokens = fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)
     left = int(Fraction(8, 10) * memory.total) - (300 + 2048 + 700 + 50) * MIB
     # Three layers, two KV heads of sixteen float32, keys and values.
     assert memory.model.token_bytes == 3 * 2 * 16 * 4 * 2
@@ -112,7 +123,7 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     monkeypatch.setattr(sdpa, "_read", count)
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
     flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
-    fitting_tokens(flags, memory.model, None, memory, memory.capture)
+    fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)
     assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
 
 
@@ -154,3 +165,55 @@ def test_nothing_is_measured_on_the_cpu_or_with_a_given_size(
     tiny_checkpoint: Path, flags: tuple[str, ...], tokens: int
 ) -> None:
     assert build(limits("--device", "cpu", *flags), Checkpoint(tiny_checkpoint)).blocks * BLOCK_TOKENS == tokens
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that still exist, and the most that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._holders = Counter[int]()  # of each storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self._count(storage._cdata, storage.nbytes(), 1)
+                weakref.finalize(each, self._count, storage._cdata, storage.nbytes(), -1)
+        return made
+
+    def _count(self, storage: int, size: int, holders: int) -> None:
+        held = self._holders[storage] > 0
+        self._holders[storage] += holders
+        self.now += size * ((self._holders[storage] > 0) - held)
+        self.most = max(self.most, self.now)
+
+
+wishes = st.builds(
+    SamplingParams,
+    st.just(1),
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_p=st.sampled_from([0.9, 1.0]),
+    top_k=st.sampled_from([0, 50, 1024, 1025, 9999]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.1]),
+    logprobs=st.just(True),
+    top_logprobs=st.sampled_from([0, 20]),
+    logit_bias=st.sampled_from([(), ((3, 1.0), (4, -100.0))]),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(wishes, min_size=4, max_size=4))
+def test_nothing_that_requests_may_ask_of_the_sampler_needs_more_memory_than_is_measured(
+    batch: list[SamplingParams],
+) -> None:
+    def most(batch: list[SamplingParams]) -> int:
+        logits, states = torch.randn(4, 10_000), [SamplingState(each, np.arange(9, dtype=np.int32)) for each in batch]
+        with torch.inference_mode(), Allocated() as allocated, DistantDevice() as device:
+            Choice(device.put(logits), states)
+        return allocated.most
+
+    assert most(batch) <= most([_SAMPLING] * 4)

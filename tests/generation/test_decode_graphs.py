@@ -5,61 +5,28 @@ Runs without CUDA: a fake capture recomputes at every replay, over buffers that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.generation.engine.stats import Step
 from services.generation.model import graphs
-from services.generation.model.attention.flash_infer import FlashInferCache
-from services.generation.model.attention.varlen import VarlenCache
-from services.generation.model.graphs import Captured
 from services.generation.request.batch import Packed
 from services.generation.sampling.sampler import SamplingParams
-from tests.generation.paged_kernels import Kernels, varlen_attn
-from tests.law import LOGPROB_TOLERANCE, Question, answer
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
+from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law, question
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 UNUSED = 2**30
-
-
-class NoSynchronisation(TorchDispatchMode):
-    """Fails at operators that make the host wait for a value from the device."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        name = function.name()
-        assert not any(each in name for each in ("_local_scalar_dense", "nonzero", "masked_select")), name
-        return function(*arguments, **named or {})
-
-
-class Recorder:
-    """A fake capture: its output is NaN until a replay, which recomputes it. It fails if the host would wait for the
-    device."""
-
-    def __init__(self) -> None:
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        self.captured.append(len(inputs))
-        with NoSynchronisation():
-            output = compute().fill_(torch.nan)
-
-        def replay() -> None:
-            self.replayed.append(len(inputs))
-            output.copy_(compute())
-
-        return Captured(replay, output)
 
 
 @pytest.fixture
@@ -76,16 +43,6 @@ def rows_overwritten() -> Iterator[None]:
 
     with patch.object(graphs._Graph, "replay", replay_and_overwrite):
         yield
-
-
-def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
-    """Gives an engine a cache that reads blocks in place."""
-    sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
-    varlen = name == "varlen"
-    tiny.runner._cache = (
-        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, Kernels(sizes, like))
-    )
-    return tiny
 
 
 DEEP = ("llava", "llava_pixtral", "qwen3_vl")
@@ -149,24 +106,55 @@ def test_replays_compute_what_eager_steps_compute(
 
 
 @pytest.mark.usefixtures("rows_overwritten")
-def test_rows_that_decode_are_replayed_beside_prompts_drafts_and_media(models: Models) -> None:
-    """A chunk of a prompt in each step, and draft tokens: only steps in which nothing decodes are not replayed."""
-    capture, steps = Recorder(), list[Step]()
+@settings(max_examples=8)
+@given(data=st.data(), chunk_tokens=st.sampled_from([3, 8, 64]), most_drafts=st.sampled_from([0, 0, 2]))
+def test_the_law_holds_over_flash_infer(
+    models: Models, data: st.DataObject, chunk_tokens: int, most_drafts: int
+) -> None:
+    """Chunks, replayed steps, drafts, prefix hits and preemption, over kernels that read what they are planned with."""
+    questions = [data.draw(question(models.family)) for _ in range(data.draw(st.integers(1, 3)))]
+    questions += [replace(each, parts=(*each.parts, Text((30, 31)))) for each in questions]
+    tiny = TinyEngine(
+        models.engine,
+        blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 3, 16))),
+        max_num_batched_tokens=chunk_tokens,
+        max_num_seqs=4,
+        max_draft_tokens=most_drafts,
+        overlap=data.draw(st.booleans()),
+    )
+    assert use_paged(tiny, "flash_infer").runner.capture_decoding(8, 1024, Recorder())
+    assert_law(
+        models, tiny, questions, answer(tiny, questions, arrivals=data.draw(st.permutations(range(len(questions)))))
+    )
+
+
+@pytest.mark.usefixtures("rows_overwritten")
+def test_each_step_is_one_forward_and_replayed_if_every_row_is_sampled(models: Models) -> None:
+    """Chunks of prompts, media and draft tokens: a second forward in a step would read all weights twice."""
+    capture, steps, forwards = Recorder(), list[Step](), list[int]()
     tiny = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2, on_step=steps.append)
-    use_paged(tiny, "flash_infer").runner.capture_decoding(4, 256, capture)
-    assert capture.captured == [4, 2, 1]
+    use_paged(tiny, "flash_infer").runner.capture_decoding(12, 256, capture)
+    assert capture.captured == [12, 8, 4, 2, 1]
     plain = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2)
-    assert answers(models, tiny, [5, 30, 9, 22], 9, 0.5) == answers(models, plain, [5, 30, 9, 22], 9, 0.5)
-    mixed = [step for step in tiny.runner.steps if {1} < {end - start for _, start, end in step}]
-    assert len(capture.replayed) == sum(step.replayed > 0 for step in steps) > len(tiny.runner.steps) - len(mixed)
+    expected = answers(models, plain, [5, 30, 9, 22], 24, 0.5)
+    counting = models.engine.text.register_forward_hook(lambda *_: forwards.append(1))
+    assert answers(models, tiny, [5, 30, 9, 22], 24, 0.5) == expected
+    counting.remove()
+    prompts = {each.id: each.rope.tokens for each in tiny.runner._requests.values()}
+    sampled = [all(start >= prompts[name] - 1 for name, start, _ in step) for step in tiny.runner.steps]
+    drafts = [any(end - start > 1 for _, start, end in step) for step in tiny.runner.steps]
+    assert [step.replayed for step in steps] == sampled
+    assert any(map(all, zip(sampled, drafts, strict=True)))
+    assert not all(sampled)
+    assert len(forwards) == len(steps) == len(tiny.runner.steps)
 
 
 def test_a_cache_that_gathers_is_not_captured(models: Models) -> None:
     assert not TinyEngine(models.engine).runner.capture_decoding(6, 256, Mock(side_effect=AssertionError))
 
 
-def test_steps_without_sampled_rows_are_not_replayed(models: Models) -> None:
-    """Nothing would synchronise before the next replay reuses their pinned rows."""
+def test_a_prompt_of_chunks_of_one_token_is_not_replayed(models: Models) -> None:
+    """Nothing is sampled, so nothing would synchronise before the next replay reuses the pinned rows."""
     capture, tiny = Recorder(), use_paged(TinyEngine(models.engine, max_num_batched_tokens=1), "varlen")
     tiny.runner.capture_decoding(2, 256, capture)
     asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))

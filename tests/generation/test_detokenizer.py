@@ -50,7 +50,7 @@ def streamed(tokenizer: Splits, stop: tuple[str, ...] = (), min_tokens: int = 0)
     detokenizer = Detokenizer(tokenizer, stop, min_tokens)
     texts = []
     for token in tokenizer.ids:
-        text, stopped = detokenizer.add(token)
+        text, stopped = detokenizer.add([token])
         texts.append(text)
         if stopped:
             return texts, True
@@ -84,6 +84,19 @@ def test_broken_bytes_are_streamed_as_the_tokenizer_decodes_them(data: bytes, le
     tokenizer = Splits(split(data, lengths))
     pieces, _ = streamed(tokenizer)
     assert "".join(pieces) == tokenizer.decode(tokenizer.ids)
+
+
+@settings(max_examples=60)
+@given(data=st.binary(max_size=80), lengths=splits, counts=st.lists(st.integers(1, 30), max_size=40))
+def test_tokens_that_are_added_together_have_the_text_of_single_ones(
+    data: bytes, lengths: list[int], counts: list[int]
+) -> None:
+    tokenizer = Splits(split(data, lengths))
+    detokenizer, left, text = Detokenizer(tokenizer), list(tokenizer.ids), ""
+    for count in [*counts, 80]:
+        text += detokenizer.add(left[:count])[0]
+        left = left[count:]
+    assert text + detokenizer.flush() == tokenizer.decode(tokenizer.ids)
 
 
 def test_text_that_may_begin_a_stop_string_is_held() -> None:

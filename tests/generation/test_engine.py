@@ -15,7 +15,7 @@ import torch
 
 from common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
 from services.generation.engine.stats import Step
-from services.generation.model.runner import Launched
+from services.generation.model.runner import Launched, Sampled
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Finished, FinishReason, PrefillStarted, Tokens
@@ -170,7 +170,7 @@ def test_a_request_that_fails_in_a_step_fails_alone(
     tiny.engine.step()
     launch = tiny.runner.launch
 
-    def failing(windows: Sequence[Window], before: Launched | None) -> Launched:
+    def failing(windows: Sequence[Window], before: Sampled | None) -> Launched:
         if any(window.request.id == "a" for window in windows):
             raise fault
         return launch(windows, before)
@@ -197,7 +197,7 @@ def test_the_engine_knows_how_long_its_step_takes(models: Models, monkeypatch: p
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
-    def stuck(windows: Sequence[Window], before: Launched | None) -> Launched:
+    def stuck(windows: Sequence[Window], before: Sampled | None) -> Launched:
         begun.set()
         assert go_on.wait(20)
         return launch(windows, before)
@@ -357,7 +357,7 @@ def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, m
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
-    def stuck(windows: Sequence[Window], before: Launched | None) -> Launched:
+    def stuck(windows: Sequence[Window], before: Sampled | None) -> Launched:
         begun.set()
         assert go_on.wait(20)
         return launch(windows, before)

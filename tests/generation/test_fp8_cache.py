@@ -15,6 +15,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.language_model import LanguageModel
+from tests.generation.paged_kernels import use_paged
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, random_item
@@ -44,14 +45,19 @@ def rounded(models: Models, monkeypatch: pytest.MonkeyPatch) -> Models:
     return replace(models, reference=deepcopy(models.reference).double())
 
 
+@pytest.mark.parametrize("cache", ["sdpa", "flash_infer"])
 @pytest.mark.parametrize("chunk_tokens", [8, 64])
-def test_the_law_holds_for_rounded_keys_and_values(rounded: Models, in_fp8: LanguageModel, chunk_tokens: int) -> None:
+def test_the_law_holds_for_rounded_keys_and_values(
+    rounded: Models, in_fp8: LanguageModel, chunk_tokens: int, cache: str
+) -> None:
     video = random_item(rounded.family, (4, 2, 2), Fraction(1), rate=0.5)
     texts = [(30 + number, 31, 32) for number in range(3)]
     questions = [Question((Text((20, 21, 22, 23)), video, Text(text)), 16) for text in texts]
     engine = TinyEngine(
         in_fp8, blocks=2 * questions[0].most_blocks - 1, max_num_batched_tokens=chunk_tokens, max_draft_tokens=2
     )
+    if cache == "flash_infer":
+        use_paged(engine, cache)
     asked = answer(engine, questions, arrivals=[0, 2, 4])
     assert engine.engine.stats().totals.preemptions > 0
     assert max(each.request.cached_tokens for each in asked) > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,11 +21,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.generation.engine.stats import Step
+from services.generation.model.runner import Launched, Runner, Sampled
 from services.generation.request.request import Failed, FinishReason
 from services.generation.sampling import sampler
-from services.generation.sampling.sampler import SamplingParams
-from services.generation.sampling.structured import ANY_OBJECT, Grammars
-from tests.generation.test_decode_graphs import Recorder, use_paged
+from services.generation.sampling.sampler import SamplingParams, SamplingState
+from services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.oracle import Text
 from tests.tiny import Asked, Models, TinyEngine, load_models
 
@@ -145,10 +148,65 @@ def test_a_step_is_launched_before_the_last_one_is_read(models: Models) -> None:
         assert len(tiny.runner.steps) == kept + (params is not wish)
 
 
-def test_json_is_read_before_its_next_token_is_chosen(models: Models, grammars: Grammars) -> None:
-    json = SamplingParams(12, temperature=1.0, seed=3, grammar=grammars.compile(ANY_OBJECT))
-    wishes = [SamplingParams(12), json, SamplingParams(9, temperature=1.0), json]
-    assert told(asked_of(models, wishes, True)) == told(asked_of(models, wishes, False))
+@pytest.mark.parametrize("blocks", [11, 64])
+def test_json_beside_others_is_what_it_is_without_overlap(models: Models, grammars: Grammars, blocks: int) -> None:
+    json = SamplingParams(12, temperature=1.0, seed=3, grammar=grammars.compile(ANY_OBJECT), eos_ids=(2,))
+    wishes = [SamplingParams(12), json, SamplingParams(9, temperature=1.0), replace(json, seed=5, logprobs=True)]
+    assert told(asked_of(models, wishes, True, blocks=blocks)) == told(asked_of(models, wishes, False, blocks=blocks))
+
+
+def test_the_host_reads_and_prepares_masks_while_the_next_forward_is_computed(
+    models: Models, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    def noting(name: str, work: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            done.append(name)
+            return work(*args)
+
+        return noted
+
+    for owner, name in ((Runner, "launch"), (Launched, "sample"), (Sampled, "read"), (DocumentState, "allowed")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    tiny = TinyEngine(models.engine, overlap=True)
+    tiny.ask("json", [PROMPTS[0]], SamplingParams(4, grammar=grammars.compile(ANY_OBJECT)))
+    tiny.ask("text", [PROMPTS[1]], SamplingParams(4))
+    tiny.drain()
+    first, *others = ["launch", "sample", "allowed"], *[["launch", "read", "sample", "allowed"]] * 3, ["read"]
+    assert done == sum(others, first)
+
+
+def test_no_number_is_drawn_for_an_answer_that_has_ended(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes = [SamplingParams(8, temperature=1.0, seed=seed) for seed in range(4)]
+    ends = [each.answer[2 + number] for number, each in enumerate(asked_of(models, wishes, False))]
+    drawn, draw = Counter[SamplingState](), SamplingState.draw
+
+    def counted(state: SamplingState) -> float:
+        drawn[state] += 1
+        return draw(state)
+
+    monkeypatch.setattr(SamplingState, "draw", counted)
+    asked = asked_of(models, [replace(wish, eos_ids=(end,)) for wish, end in zip(wishes, ends, strict=True)], True)
+    assert [drawn[each.request.sampling_state] for each in asked] == [len(each.answer) for each in asked]
+    assert all(len(each.answer) < 8 for each in asked)
+
+
+def test_memory_that_sampling_lacks_changes_no_answer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails before it draws, and is tried again row by row."""
+    wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]
+    wishes[1] = replace(wishes[1], eos_ids=(asked_of(models, wishes, False)[1].answer[4],))
+    without, truncate, tried = asked_of(models, wishes, False), sampler.truncate, list[int]()
+
+    def lacking(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+        tried.append(len(params))
+        if len(params) > 1 and len(tried) % 3 == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return truncate(scores, params)
+
+    monkeypatch.setattr(sampler, "truncate", lacking)
+    assert told(asked_of(models, wishes, True)) == told(without)
+    assert any(rows > 1 for rows in tried[2::3])
 
 
 def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
@@ -161,11 +219,14 @@ def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
     ]
     tiny.drain()
     assert told(asked) == told(without)
-    assert sum(step.replayed for step in steps) == 4 * 8
+    assert sum(step.replayed for step in steps) == 8
 
 
-def test_a_launch_that_fails_costs_its_own_request_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    wishes = [SamplingParams(8)] * 4
+@pytest.mark.parametrize(("owner", "name"), [(Runner, "forward"), (Launched, "sample")])
+def test_a_launch_that_fails_costs_its_own_request_only(
+    models: Models, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]
     without = asked_of(models, wishes, False)
     tiny = TinyEngine(models.engine, overlap=True)
     asked = [
@@ -173,14 +234,15 @@ def test_a_launch_that_fails_costs_its_own_request_only(models: Models, monkeypa
     ]
     for _ in range(3):
         tiny.engine.step()
-    launch = tiny.runner.launch
+    work = getattr(owner, name)
 
-    def failing(windows: Sequence[Any], before: Any) -> Any:
+    def failing(self: Any, *args: Any) -> Any:
+        windows = self.windows if isinstance(self, Launched) else args[0]
         if any(window.request.id == "2" for window in windows):
             raise ValueError("broken")
-        return launch(windows, before)
+        return work(self, *args)
 
-    monkeypatch.setattr(tiny.runner, "launch", failing)
+    monkeypatch.setattr(owner, name, failing)
     tiny.drain()
     assert isinstance(asked[2].events[-1], Failed)
     others = (0, 1, 3)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from services.generation.engine.engine import Engine
 from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.runner import Launched
+from services.generation.model.runner import Launched, Sampled
 from services.generation.request.batch import Window, media_rows
 from services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from services.generation.sampling.sampler import SamplingParams
@@ -47,7 +47,7 @@ class SequenceRunner:
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
-    def launch(self, windows: Sequence[Window], before: Launched | None) -> Launched:
+    def launch(self, windows: Sequence[Window], before: Sampled | None) -> Launched:
         assert sum(window.tokens for window in windows) <= self.max_num_batched_tokens
         for window in windows:
             adapter = window.request.adapter and window.request.adapter.digest
@@ -66,7 +66,7 @@ class SequenceRunner:
         sampling = (window for window in windows if window.samples)
         ends = [end for window in sampling for end in range(window.end - window.num_draft_tokens, window.end + 1)]
         logits = torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
-        return Launched(windows, logits, {}, 0, 0)
+        return Launched(windows, logits, 0, 0)
 
     def row(self, window: Window, token: int) -> tuple[object, ...]:
         """What a token's own key depends on, from the request's items and what was kept of them."""

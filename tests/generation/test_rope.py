@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.contract.errors import PeerContract
 from common.contract.plan import MAX_POSITION
 from services.generation.request.batch import Window, decodes_first, pack
-from services.generation.request.request import Adapter, Request
+from services.generation.request.request import Adapter, BlockTable, Request
 from services.generation.request.rope import RopeState
 from services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
@@ -110,7 +110,7 @@ def gathered(name: str, blocks: list[int]) -> Request:
     request = make_request(name, PARTS, SamplingParams(8)).request
     for index, kept in enumerate(KEPT):
         request.rope.deliver(index, np.array(kept, np.int32), 1 + index)
-    request.output_ids, request.blocks = list(ANSWER), blocks
+    request.output_ids, request.blocks = list(ANSWER), BlockTable(blocks)
     return request
 
 
@@ -136,7 +136,7 @@ def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -
     assert packed.num_decodes == sum(window.tokens == 1 for window in windows)
     for window, context in zip(ordered, packed.contexts, strict=True):
         assert (context.start, context.end) == (window.start, window.end)
-        assert context.blocks == [
+        assert list(context.blocks) == [
             block for n, block in enumerate(window.request.blocks) if n * BLOCK_TOKENS < window.end
         ]
         for token in range(window.start, window.end):
@@ -165,7 +165,7 @@ def test_windows_of_one_adapter_are_adjacent() -> None:
     windows = []
     for number, (adapter, count) in enumerate(zip(named, tokens, strict=True)):
         request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
-        request.blocks = [number]
+        request.blocks = BlockTable([number])
         windows.append(Window(request, 0, count, samples=False))
     packed, _ = pack(decodes_first(windows), BLOCK_TOKENS)
     assert packed.num_decodes == 7

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,15 +17,20 @@ from torch import Tensor, nn
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from demo.checkpoint import TINY, write_checkpoint
+from services.cpu import packed_linear
 from services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
 from services.encoder.families import load_tower
 from services.generation.families import load_language_model
+from services.generation.model import norms
 from services.generation.model.language_model import LanguageModel
 from services.generation.sampling.sampler import SamplingParams
+from tests import law
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.oracle import Text
-from tests.tiny import TinyEngine
+from tests.tiny import TinyEngine, load_models, random_item
 
 CPU = torch.device("cpu")
 PROMPT = Text((10, 11, 12, 13, 14))
@@ -219,3 +226,23 @@ def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
     assert {type(each) for each in linear} == {PackedLinear, JoinedLinear}
     joined = [name for name, each in model.text.named_modules() if type(each) is JoinedLinear and ".0." in name]
     assert [name.split(".")[-1] for name in joined] == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "minicpmv_4_5", "mistral3"])
+def test_the_law_holds_with_layers_joined_and_norms_fused_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
+    with (
+        patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
+        patch.object(packed_linear, "_can_pack", return_value=False),
+        patch.object(norms, "FUSING_DEVICES", ("cpu",)),
+    ):
+        models = load_models(family, tmp_path)
+    modules = dict(models.engine.text.named_modules())
+    kinds = {name.split(".")[-1]: type(each) for name, each in modules.items() if ".0." in name}
+    assert all(kinds[name] is JoinedLinear for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+    assert kinds["o_proj"] is nn.Linear
+    assert all(type(each) is norms.FusedNorm for name, each in modules.items() if name.endswith("norm"))
+    engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
+    video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
+    questions = [law.Question((Text((20 + number, 21)), video, Text((30,))), 7 + number) for number in range(3)]
+    assert use_paged(engine, "flash_infer").runner.capture_decoding(4, 256, capture)
+    law.assert_law(models, engine, questions, law.answer(engine, questions, arrivals=[0, 1, 3]))

@@ -25,7 +25,7 @@ from common.channels import REQUEST_ID_KEY
 from common.contract.errors import MediaDamaged
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from services.generation.model.runner import Launched
+from services.generation.model.runner import Launched, Sampled
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Request
@@ -221,7 +221,7 @@ async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
         launch = service.engine._runner.launch
 
         # So that the answer cannot finish before the client leaves.
-        def slowly(windows: Sequence[Window], before: Launched | None) -> Launched:
+        def slowly(windows: Sequence[Window], before: Sampled | None) -> Launched:
             time.sleep(0.02)
             return launch(windows, before)
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
 from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
+from services.generation.parallel.group import Group
 from services.generation.settings import AdapterFolder, GenerationSettings
-from services.generation.startup.build import build, device_of
+from services.generation.startup.build import StepLimits, build, device_of, step_limits
 
 
 def test_the_old_names_of_limits_still_work() -> None:
@@ -29,6 +35,34 @@ def test_steps_too_small_for_the_sequences_that_decode_are_refused(tiny_checkpoi
     settings = GenerationSettings.load(["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "--device", "cpu"])
     with pytest.raises(StartupError, match="--max-num-batched-tokens 8 is below --max-num-seqs 9"):
         build(settings, Checkpoint(tiny_checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "flags", "expected"),
+    [
+        (0, (), (2048, 64)),
+        (24, (), (2048, 64)),
+        (42, (), (8192, 256)),
+        (80, ("--max-num-seqs", "32"), (8192, 32)),
+        (80, ("--max-num-seqs", "9000"), (9000, 9000)),
+        (80, ("--max-num-batched-tokens", "100"), (100, 100)),
+        (80, ("--max-num-batched-tokens", "512", "--max-num-seqs", "300"), (512, 300)),
+    ],
+)
+def test_unset_limits_of_a_step_follow_the_memory_of_the_device(
+    gigabytes: int, flags: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    memory = SimpleNamespace(total_memory=gigabytes * 10**9)
+    with patch.object(torch.cuda, "get_device_properties", return_value=memory), capture_logs() as logs:
+        found = step_limits(GenerationSettings.load(list(flags)), torch.device("cuda" if gigabytes else "cpu"))
+    assert found == StepLimits(*expected)
+    assert (logs[0]["max_num_batched_tokens"], logs[0]["max_num_seqs"]) == expected
+
+
+def test_the_rank_with_the_least_memory_decides_on_the_limits_of_a_step() -> None:
+    group = cast(Group, SimpleNamespace(least=lambda memory: min(memory, 24 * 10**9)))
+    with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(total_memory=80 * 10**9)):
+        assert step_limits(GenerationSettings.load([]), torch.device("cuda"), group) == StepLimits(2048, 64)
 
 
 def test_a_missing_device_is_refused() -> None:

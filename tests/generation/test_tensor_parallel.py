@@ -27,7 +27,7 @@ from services.generation.model.language_model import LanguageModel
 from services.generation.parallel.group import WorkerRanks
 from services.generation.parallel.sharding import check_sizes
 from services.generation.startup.adapter_files import load_adapters
-from tests import parallel_rank
+from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
 from tests.encoder.meeting import ended_by_a_signal
 from tests.families import FAMILIES, write_qwen3_vl_moe
@@ -207,6 +207,30 @@ def test_experts_that_ranks_cannot_divide_are_refused() -> None:
 def ended(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(folder)}
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("failing", "where"), [("0", "inside"), ("1", "after"), pytest.param("1", "inside", marks=pytest.mark.deep)]
+)
+def test_a_rank_that_cannot_capture_what_the_others_can_ends_all_and_says_why(
+    tiny_checkpoint: Path, failing: str, where: str
+) -> None:
+    """inside: while the other rank waits for it in a forward."""
+    process = capturing(tiny_checkpoint, failing, where)
+    assert process.returncode == ExitStatus.CANNOT_START
+    assert f"capturing decode steps as graphs failed on rank {failing} alone" in process.stdout
+    assert "lower --max-num-seqs or --gpu-memory-fraction" in process.stdout
+
+
+def test_ranks_that_all_fail_to_capture_decode_eagerly(tiny_checkpoint: Path) -> None:
+    process = capturing(tiny_checkpoint, "01", "inside")
+    assert "2 tokens, graphs: False" in process.stdout
+    assert process.returncode == 0
+
+
+def capturing(checkpoint: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", capturing_rank.MODULE, str(checkpoint), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.deep

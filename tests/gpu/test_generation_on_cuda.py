@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,16 +20,17 @@ import torch
 from common.checkpoint import Checkpoint
 from services.generation.families import load_language_model
 from services.generation.model.graphs import CudaCapture
-from services.generation.model.runner import Launched, Runner
+from services.generation.model.runner import Launched, Runner, Sampled
 from services.generation.parallel.group import WorkerRanks
 from services.generation.request.batch import Window
 from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from services.generation.sampling.structured import ANY_OBJECT, Grammars
+from services.generation.sampling.truncation import floors
 from services.generation.settings import GenerationSettings
 from services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
 from tests.families import FAMILIES
 from tests.generation.paged_kernels import read_in_place
-from tests.gpu.capturing import can_capture
 from tests.law import Question, answer, assert_law
 from tests.oracle import Item, Text, kept_tokens
 from tests.tiny import Models, TinyEngine, load_models, random_item
@@ -44,6 +46,15 @@ EXPERTS_TOLERANCE = 1.0
 @pytest.fixture(scope="module")
 def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
     return load_models(family, tmp_path_factory.mktemp("checkpoint"))
+
+
+@contextmanager
+def waits_forbidden() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def questions(family: str) -> list[Question]:
@@ -66,7 +77,7 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
     engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens, overlap=True)
     if graphs:
         read_in_place(engine.runner)
-        assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA)) == can_capture(family, dtype)
+        assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     asking = questions(family)
     asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
     tolerance = TOLERANCES[dtype]
@@ -80,47 +91,54 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
 def test_no_step_synchronises_with_the_device(
     models: Models, family: str, dtype: torch.dtype, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not can_capture(family, dtype):
-        pytest.skip("torch synchronises in the matrix products of experts")
     model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
     engine = TinyEngine(model, max_num_batched_tokens=16, overlap=True)
     if graphs:
         read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # a first run, which allocates
-    launch, watched = Runner.launch, []
+    launch, sample, watched = Runner.launch, Launched.sample, []
 
-    def without_waiting(runner: Runner, windows: Sequence[Window], before: Launched | None) -> Launched:
+    def launched(runner: Runner, windows: Sequence[Window], before: Sampled | None) -> Launched:
         watched.append(before is not None)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_forbidden():
             return launch(runner, windows, before)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Runner, "launch", without_waiting)
+    def sampled(step: Launched) -> Sampled:
+        with waits_forbidden():
+            return sample(step)
+
+    monkeypatch.setattr(Runner, "launch", launched)
+    monkeypatch.setattr(Launched, "sample", sampled)
     answer(engine, questions(family))
     assert {False, True} == set(watched)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_tokens_are_chosen_without_a_wait_and_as_on_the_cpu(top_p: float) -> None:
-    how = SamplingParams(9, 0.7, top_p, 50, 0.01, repetition_penalty=1.1, presence_penalty=0.5, logprobs=True)
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 1.0), (20, 0.8), (0, 0.9), (2000, 1.0), (2000, 0.9)])
+def test_tokens_are_chosen_without_a_wait_and_as_on_the_cpu(tiny_checkpoint: Path, top_k: int, top_p: float) -> None:
+    how = SamplingParams(9, 0.7, top_p, top_k, 0.01, repetition_penalty=1.1, presence_penalty=0.5, logprobs=True)
     ruled = replace(how, min_new_tokens=3, eos_ids=(7,), logit_bias=((5, 1.5), (6, -100)), bad_words=((9, 11), (12,)))
-    each = (ruled, SamplingParams(9), replace(how, seed=3, top_logprobs=4))
-    logits = torch.randn(3, 4096)
+    held = replace(how, grammar=Grammars(tiny_checkpoint, 4096, [2]).compile(ANY_OBJECT))
+    each = (ruled, SamplingParams(9), replace(how, seed=3, top_logprobs=4), held)
+    logits = torch.randn(4, 4096)
     found = []
     for device in (torch.device("cpu"), CUDA):
-        states = [SamplingState(one, np.arange(5, dtype=np.int32)) for one in each]
-        late = {0: torch.tensor(9, device=device)}
-        Choice(logits.to(device), states, late)  # a first run, which allocates
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            chosen = Choice(logits.to(device, non_blocking=True), states, late)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        first, states = ([SamplingState(one, np.arange(5, dtype=np.int32)) for one in each] for _ in range(2))
+        Choice(logits.to(device), first)  # a first run, which allocates
+        with waits_forbidden():
+            chosen = Choice(logits.to(device, non_blocking=True), states)
         found.append([(token.token_id, [one for one, _ in token.top]) for token in chosen.read()])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_kernels_find_the_floors_of_a_ranking(rows: int) -> None:
+    scores = torch.randn(rows, 152_064, generator=torch.Generator().manual_seed(rows)) * 2
+    scores[::3] = (8 * scores[::3]).round() / 8  # with ties
+    scores -= scores.amax(dim=-1, keepdim=True)
+    top_ks = [(0, 5000)[row % 2] for row in range(rows)]
+    top_ps = [(0.8, 0.95, 1 - 1e-6)[row % 3] for row in range(rows)]
+    assert torch.equal(floors(scores.to(CUDA), top_ks, top_ps).cpu(), floors(scores, top_ks, top_ps))
 
 
 def test_five_hundred_requests_do_not_grow_memory(models: Models, family: str) -> None:

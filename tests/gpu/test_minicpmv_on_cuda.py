@@ -1,4 +1,4 @@
-"""MiniCPM-V's tower on CUDA: graphs keep groups of frames together."""
+"""MiniCPM-V's tower on CUDA: graphs keep groups of frames together, and the kernel takes the resampler's queries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from common.checkpoint import Checkpoint
 from services.encoder.families import load_tower
 from services.encoder.tower import graphs
+from services.encoder.tower.attention import Resampling, find_attention
 from services.encoder.tower.graphs import TowerGraphs, with_graphs
 from services.encoder.tower.patches import TimedFrames
 from tests import minicpm
@@ -30,7 +31,7 @@ def test_replayed_groups_equal_the_eager_forward_and_the_oracle(tmp_path: Path) 
     frames = [torch.randint(0, 255, (*shape, 3), dtype=torch.uint8, generator=random) for shape in GROUPS]
     groups = [TimedFrames(each, tuple(range(7, 7 + 3 * len(each), 3))) for each in frames]
     tower = load_tower(Checkpoint(tmp_path), "bfloat16", torch.device("cuda"), "varlen")
-    graphed = with_graphs(tower, 640)
+    graphed = with_graphs(tower, 2304)  # up to 18 frames
     assert isinstance(graphed.forward, TowerGraphs)
     with patch.object(graphs, "pays", return_value=True):
         replayed = graphed.encode(groups)
@@ -39,3 +40,9 @@ def test_replayed_groups_equal_the_eager_forward_and_the_oracle(tmp_path: Path) 
         with torch.no_grad():
             exact = oracle.group(group.frames, group.times)
         assert torch.cosine_similarity(ours[0].float().cpu(), exact, dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize("resampling", [Resampling(64, 28, 128), Resampling(96, 32, 128)])  # of 2.6, and of 2.5
+def test_the_variable_length_kernel_is_correct_for_the_resampler(resampling: Resampling) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert find_attention("varlen", torch.device("cuda"), dtype, 16, 72, resampling)

@@ -62,7 +62,7 @@ def graphed(tower: Tower) -> Iterator[Tower]:
     """The tower with graphs, which it replays even where that is slower."""
     graphed = with_graphs(tower, MOST_TOKENS)
     assert isinstance(graphed.forward, TowerGraphs)
-    assert [each.tokens for each in graphed.forward.buckets] == [64, 128, 256, 512]
+    assert sorted(each.tokens for each in graphed.forward.buckets) == [64, 128, 256, 512, 512]
     with patch.object(graphs, "pays", return_value=True):
         yield graphed
 
@@ -113,6 +113,13 @@ def test_replays_equal_the_eager_forward_with_pruning(
     torch.testing.assert_close(replayed[:, kept.long()], eager[:, kept.long()], atol=tolerance, rtol=tolerance)
 
 
+def test_slices_of_more_than_256_tokens_are_replayed(tower: Tower, graphed: Tower, shape: FamilyUnderTest) -> None:
+    slices, tolerance = slices_of([(16, 17), (3, 4), (10, 20)], shape, 0), TOLERANCE[tower.dtype]
+    with replays(1):
+        replayed = graphed.encode(slices)
+    torch.testing.assert_close(replayed, tower.encode(slices), atol=tolerance, rtol=tolerance)
+
+
 def test_a_later_replay_does_not_overwrite_returned_embeddings(graphed: Tower, shape: FamilyUnderTest) -> None:
     first = graphed.encode(slices_of([(4, 4)], shape, 0))[0]
     copy = first.clone()
@@ -135,6 +142,18 @@ def test_frames_that_are_already_on_the_device_are_encoded_alike(graphed: Tower,
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
     for sent, there in zip(graphed.encode(slices), graphed.encode([each.to(CUDA) for each in slices]), strict=True):
         assert torch.equal(sent, there)
+
+
+def test_frames_that_the_current_stream_is_still_making_are_encoded(graphed: Tower, shape: FamilyUnderTest) -> None:
+    slices = slices_of([(3, 4), (7, 2)], shape, 0)
+    there = [each.to(CUDA) for each in slices]
+    arriving = [torch.zeros_like(each) for each in there]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)  # about a quarter of a second
+    for target, frames in zip(arriving, there, strict=True):
+        target.copy_(frames)
+    for late, sent in zip(graphed.encode(arriving), graphed.encode(slices), strict=True):
+        assert torch.equal(late, sent)
 
 
 @contextmanager

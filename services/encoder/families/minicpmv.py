@@ -27,7 +27,7 @@ from services.cpu.packed_linear import pack_linears
 from services.encoder.families.llava import pass_ends_on, side_of
 from services.encoder.families.resampler import Resampler
 from services.encoder.families.tiles import check_plan
-from services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from services.encoder.tower.attention import VARLEN, Attend, Resampling, Wanted, attend_by_length, find_attention
 from services.encoder.tower.packing import PackedLayout, TowerShape
 from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
@@ -64,7 +64,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
     fill(model, weights, runs_in)
     heads = vision.num_attention_heads
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
+    resampling = Resampling(queries, model.resampler.attn.num_heads, model.resampler.attn.head_dim)
+    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads, resampling)
+    attend = attend or attend_by_length
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
     weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
     model.embed_with(FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in))

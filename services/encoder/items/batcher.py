@@ -127,7 +127,8 @@ class Batcher:
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.
         """
-        size = self._packing.size_of(frames.shape) if self._packing else Size(tokens or target.shape[1], 1, 0)
+        tokens = tokens or target.shape[1]
+        size = self._packing.size_of(frames.shape) if self._packing else Size(tokens, 1, 0, tokens)
         piece = _Slice(frames, target, store or target.copy_, size)
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)

@@ -29,6 +29,7 @@ from services.encoder.items.batcher import Batcher, ForwardTimes
 from services.encoder.pruning.methods import SCORES_BYTES, Scores
 from services.encoder.tower.patches import TimedFrames
 from services.encoder.tower.tower import Tower
+from services.encoder.tower.transfers import Computed
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2
@@ -218,7 +219,7 @@ class CacheEntry:
         assert self._buffer is not None
         self.times.begun_ns = monotonic_ns()
         with self.batcher.ending_on_device_errors():
-            await asyncio.to_thread(self._buffer.copy_, embeds)
+            await asyncio.to_thread(_copy, embeds, self._buffer)
         self.times.encoded_ns = monotonic_ns()
         self.decoded_slices = self.encoded_slices = self.plan.slices
         self.notify()
@@ -265,6 +266,12 @@ class CacheEntry:
         self.times.encoded_ns = max(self.times.encoded_ns, forward.ended_ns)
         self.encoded_slices += 1
         self.notify()
+
+
+def _copy(embeds: Tensor, buffer: Tensor) -> None:
+    """Returns once the copy is made. On CUDA, torch waits for the transfer and not for a conversion after it."""
+    buffer.copy_(embeds)
+    Computed(buffer.device).wait()
 
 
 def encoding_bytes(tower: Tower, plan: MediaPlan) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
+import structlog
 import torch
 
 from common.checkpoint import Checkpoint
@@ -13,11 +14,12 @@ from common.ranks import Ranks, meeting_place
 from services.cpu.compiled import compile_layers
 from services.encoder.families import load_tower
 from services.encoder.settings import EncoderSettings
+from services.encoder.startup.largest_forward import run_largest
 from services.encoder.tower.graphs import with_graphs
 from services.encoder.tower.packing import Side
 from services.encoder.tower.parallel.exchange import Exchange, join, leave
 from services.encoder.tower.parallel.rank_failure import RankFailure
-from services.encoder.tower.parallel.tower import DataParallelTower
+from services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
@@ -25,7 +27,11 @@ COMPILED_FROM_WEIGHTS = 4_000_000
 # What `--batch-tokens` counts: a patch is as much work where a token is made of one, or where a few queries read them.
 PATCHES_A_TOKEN = 4
 
+MIB = 2**20
+
 _RANK = "services.encoder.startup.rank"
+
+log = structlog.get_logger()
 
 
 @contextmanager
@@ -44,7 +50,14 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
         # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
         group = join(meeting, 0, count, device) if count > 1 else None
         try:
-            yield DataParallelTower(own, others, count, Exchange(group), budget_of(own, settings), rank_failure)
+            most_tokens = budget_of(own, settings)
+            towers = DataParallelTower(own, others, count, Exchange(group), most_tokens, rank_failure)
+            if device.type == "cuda":
+                run_largest(towers, packing_of(own, most_tokens).largest)
+                free_bytes, _ = torch.cuda.mem_get_info(device)
+                held_bytes = torch.cuda.memory_reserved(device)
+                log.info("largest forward held", held_mib=held_bytes // MIB, free_mib=free_bytes // MIB)
+            yield towers
         finally:
             if rank_failure.cause is not None:  # the other ranks may wait for ever for the failed one
                 others.kill()

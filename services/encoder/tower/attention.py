@@ -13,9 +13,10 @@ Sources: `torch.nn.attention.varlen`, FlashAttention 2, arXiv 2307.08691; `trans
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby, pairwise
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import structlog
 import torch
@@ -30,6 +31,9 @@ VARLEN = "framesieve_flash_varlen"
 # The largest difference between two kernels on values of about one, in bfloat16.
 TOLERANCE = 2e-2
 _HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
+# Sequences with which a kernel is tried, empty ones after them, rows behind the last, and the length that it is told.
+_LENGTHS, _EMPTY, _BEHIND = (3, 64, 1, 150), 4, 20
+_BOUND = 2 * max(_LENGTHS)
 _CACHED_SCORES = 2**21  # 4 MiB in bfloat16
 
 Wanted: TypeAlias = Literal["auto", "sdpa", "varlen"]
@@ -46,12 +50,25 @@ class Attend(Protocol):
         """query, key, value and result: (P, heads, head_dim). ends: int32 (S + 1,). max: of any sequence's length."""
 
 
+class Resampling(NamedTuple):
+    """Attention of so many queries in each sequence to all its keys."""
+
+    queries: int
+    heads: int
+    head_dim: int
+
+
 def find_attention(
-    wanted: Wanted, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+    wanted: Wanted,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    resampling: Resampling | None = None,
 ) -> Attend | None:
     """What attends to all sequences of a tower, or None for transformers' SDPA.
 
-    Raises StartupError if `wanted` is varlen and no kernel works.
+    resampling: what it has to compute as well. Raises StartupError if `wanted` is varlen and no kernel works.
     """
     if device.type == "cuda":
         # cuDNN is torch's first choice on Hopper, but plans for up to half a second for every new size, and almost
@@ -60,7 +77,7 @@ def find_attention(
     attend: Attend | None = None
     obstacle = None if wanted == "sdpa" else unsuitable(device.type, dtype, head_dim)
     if wanted != "sdpa" and obstacle is None:
-        attend, obstacle = _try_kernel(device, dtype, heads, head_dim)
+        attend, obstacle = _try_kernel(device, dtype, heads, head_dim, resampling)
     if wanted == "varlen" and obstacle is not None:
         raise StartupError(f"--tower-attention varlen cannot be used: {obstacle}")
     if device.type == "cpu":
@@ -83,11 +100,13 @@ def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def _try_kernel(
-    device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+    device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, resampling: Resampling | None
 ) -> tuple[Attend | None, str | None]:
     try:
         attend: Attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
         check_kernel(attend, device, dtype, heads, head_dim)
+        if resampling:
+            check_resampling(attend, device, dtype, resampling)
     except (ImportError, AttributeError, RuntimeError, ValueError, TypeError, AssertionError) as error:
         return None, f"torch {torch.__version__} has no varlen kernel for {device}: {error}"
     return attend, None
@@ -101,21 +120,47 @@ def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads
     it by 0, where 2 clears it first (github.com/Dao-AILab/flash-attention/issues/2374).
     Raises the kernel's errors, and AssertionError if its result is wrong.
     """
-    lengths, empty, behind = [3, 64, 1, 150], 4, 20
-    rows, bound = sum(lengths), 2 * max(lengths)
+    rows = sum(_LENGTHS)
     draw = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(rows + behind, 3, heads, head_dim, generator=draw, device=device).to(dtype)
+    drawn = torch.randn(rows + _BEHIND, 3, heads, head_dim, generator=draw, device=device).to(dtype)
     drawn[rows:] = torch.nan
-    ends = torch.tensor([0, *lengths, *[0] * empty], device=device).cumsum(0, dtype=torch.int32)
+    ends = _ends_of(_LENGTHS, device)
     query, key, value = drawn.unbind(1)
-    found = attend(query, key, value, ends, ends, bound, bound)[:rows]
-    expected = torch.cat(
-        [
-            F.scaled_dot_product_attention(*each.float().permute(1, 2, 0, 3)).transpose(0, 1)
-            for each in drawn[:rows].split(lengths)
-        ]
+    found = attend(query, key, value, ends, ends, _BOUND, _BOUND)
+    _compare(found, query, key, value, _LENGTHS)
+
+
+def check_resampling(attend: Attend, device: torch.device, dtype: torch.dtype, resampling: Resampling) -> None:
+    """As `check_kernel`, with keys of several lengths for the same number of queries, each a tensor of its own."""
+    queries, *shape = resampling
+    asking, keys = queries * len(_LENGTHS), sum(_LENGTHS)
+    draw = torch.Generator(device).manual_seed(0)
+    query, key, value = (
+        torch.randn(rows + _BEHIND, *shape, generator=draw, device=device).to(dtype) for rows in (asking, keys, keys)
     )
-    difference = float((found.float() - expected).abs().max())
+    key[keys:] = value[keys:] = torch.nan
+    lengths = [queries] * len(_LENGTHS)
+    ends_q, ends_k = _ends_of(lengths, device), _ends_of(_LENGTHS, device)
+    found = attend(query, key, value, ends_q, ends_k, queries, _BOUND)
+    _compare(found, query, key, value, lengths)
+
+
+def _ends_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Ends of sequences of these lengths and of some empty ones."""
+    return torch.tensor([0, *lengths, *[0] * _EMPTY], device=device).cumsum(0, dtype=torch.int32)
+
+
+def _compare(found: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> None:
+    """lengths: of queries; those of keys are _LENGTHS."""
+    expected = [
+        F.scaled_dot_product_attention(*(each.float().transpose(0, 1) for each in sequence)).transpose(0, 1)
+        for sequence in zip(
+            query[: sum(lengths)].split(list(lengths)),
+            *(each[: sum(_LENGTHS)].split(list(_LENGTHS)) for each in (key, value)),
+            strict=True,
+        )
+    ]
+    difference = float((found[: sum(lengths)].float() - torch.cat(expected)).abs().max())
     assert difference < TOLERANCE, f"wrong by {difference}"
 
 

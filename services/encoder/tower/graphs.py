@@ -9,12 +9,14 @@ replay overwrites it. It knows no family, and CUDA only in `CudaDevice`.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Protocol
 
@@ -24,6 +26,9 @@ from torch import Tensor
 
 from services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
 from services.encoder.tower.graph_buckets import (
+    LONGEST_TILES,
+    NOTHING,
+    TILE_ROWS,
     Eager,
     Measured,
     PackingLimit,
@@ -33,6 +38,7 @@ from services.encoder.tower.graph_buckets import (
     excess,
     fitting,
     graph_buckets,
+    packing_size,
     pays,
 )
 from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
@@ -41,8 +47,6 @@ from services.encoder.tower.transfers import pin
 
 # The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
 LEAST_TOKENS = 64
-# Buckets are timed with square slices of at most so many tokens per side.
-MEASURED_SIDE = 8
 _ROUNDS = 5
 
 log = structlog.get_logger()
@@ -73,18 +77,21 @@ class Device(Protocol):
 class TowerGraphs:
     """A tower's forward that replays a graph if a bucket holds the slices and its padding pays. Counts both cases."""
 
-    def __init__(self, forward: ModelForward, graphs: Mapping[Size, _Graph], measured: Sequence[Measured]) -> None:
-        """graphs: by bucket. measured: times of these buckets, ascending."""
+    def __init__(
+        self, forward: ModelForward, graphs: Mapping[Size, _Graph], ranges: Sequence[Sequence[Measured]]
+    ) -> None:
+        """graphs: by bucket. ranges: for each range of lengths of slices, its buckets' times, ascending."""
+        self.shape = forward.shape
         self._forward = forward
         self._graphs = graphs
-        self.measured = measured
-        self.buckets = [each.bucket for each in measured]
+        self._range_of = {each.bucket: measured for measured in reversed(ranges) for each in measured}
+        self.buckets = list(dict.fromkeys(each.bucket for measured in ranges for each in measured))
 
     def __call__(self, patches: Tensor, sides: Sequence[Side]) -> Tensor:
         """See `Tower.forward`."""
-        load = sum((size_of(side, self._forward.shape) for side in sides), Size(0, 0, 0))
+        load = sum((size_of(side, self.shape) for side in sides), NOTHING)
         chosen = choose(load, self.buckets)
-        if isinstance(chosen, Size) and not pays(load, chosen, self.measured):
+        if isinstance(chosen, Size) and not pays(load, chosen, self._range_of[chosen]):
             chosen = Eager.PADDING
         if isinstance(chosen, Eager):
             EAGER_FORWARDS.labels(chosen.value).inc()
@@ -97,11 +104,24 @@ class TowerGraphs:
 
 def capture(forward: ModelForward, patch_values: int, most_tokens: int, device: Device) -> TowerGraphs:
     """Captures all buckets, largest first, so that smaller graphs reuse its memory. Raises RuntimeError on failure."""
-    window_tokens = forward.shape.window_side**2
+    ranges = bucket_ranges(forward.shape, most_tokens)
+    largest_first = sorted(dict.fromkeys(chain.from_iterable(ranges)), key=lambda each: -each.tokens)
+    graphs = {each: _Graph(forward, patch_values, each, device) for each in largest_first}
+    measured = {each: _measure(forward, graph, device) for each, graph in graphs.items()}
+    return TowerGraphs(forward, graphs, [[measured[each] for each in buckets] for buckets in ranges])
+
+
+def bucket_ranges(shape: TowerShape, most_tokens: int) -> list[list[Size]]:
+    """The buckets of a tower, ascending, for each range of lengths of slices; short ones may be in both."""
+    if shape.fixed:
+        longest = size_of(shape.fixed, shape).longest
+        tokens = graph_buckets(min(longest, most_tokens), most_tokens)
+        return [[bucket_size(each, longest, 0, blocks=1) for each in tokens]]
     tokens = graph_buckets(min(LEAST_TOKENS, most_tokens), most_tokens)
-    ascending = [bucket_size(each, window_tokens) for each in tokens]
-    graphs = {each: _Graph(forward, patch_values, each, device) for each in reversed(ascending)}
-    return TowerGraphs(forward, graphs, [_measure(forward, graphs[each], device) for each in ascending])
+    return [
+        [bucket_size(each, tiles * TILE_ROWS // shape.merge**2, shape.window_side**2) for each in tokens]
+        for tiles in LONGEST_TILES
+    ]
 
 
 class _Graph:
@@ -130,24 +150,24 @@ class _Graph:
 
 
 def _measure(forward: ModelForward, graph: _Graph, device: Device) -> Measured:
-    sides = _squares(graph.size, forward.shape)
-    filled = sum((size_of(side, forward.shape) for side in sides), Size(0, 0, 0))
+    sides = squares(graph.size, forward.shape)
+    filled = sum((size_of(side, forward.shape) for side in sides), NOTHING)
     patches = graph.patches.new_zeros(forward.shape.rows(filled), graph.patches.shape[1])
     times = []
     for run in (graph.replay, forward):
         run(patches, sides)
         times.append(median(device.measure_s(partial(run, patches, sides)) for _ in range(_ROUNDS)))
+    log.debug("bucket measured", **asdict(graph.size), replay_s=times[0], eager_s=times[1])
     return Measured(graph.size, *times)
 
 
-def _squares(bucket: Size, shape: TowerShape) -> list[Side]:
-    """As many equal squares as the bucket holds."""
-    if shape.fixed and not excess(size_of(shape.fixed, shape), bucket):
-        return [shape.fixed] * fitting([size_of(shape.fixed, shape)] * bucket.tokens, bucket)
-    for side in range(0 if shape.fixed else MEASURED_SIDE * shape.merge, shape.merge, -shape.merge):
-        size = size_of(Side(side, side), shape)
+def squares(bucket: Size, shape: TowerShape) -> list[Side]:
+    """As many equal squares as the bucket holds, the largest that it takes."""
+    sides = (Side(each * shape.merge, each * shape.merge) for each in range(math.isqrt(bucket.longest), 1, -1))
+    for side in [shape.fixed] if shape.fixed else sides:
+        size = size_of(side, shape)
         if not excess(size, bucket):
-            return [Side(side, side)] * fitting([size] * (bucket.tokens // size.tokens), bucket)
+            return [side] * fitting([size] * (bucket.tokens // size.tokens), bucket)
     return [Side(shape.merge, shape.merge)]
 
 
@@ -218,7 +238,7 @@ def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) ->
         log.warning("the tower runs without graphs", error=str(error.__context__ or error))
         return uncaptured
     log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))
-    for each in graphs.measured:
-        log.debug("bucket measured", tokens=each.bucket.tokens, replay_s=each.replay_s, eager_s=each.eager_s)
-    packing = PackingLimit(graphs.buckets[-1], lambda frames: size_of(tower.patches.side(frames), forward.shape))
+    packing = PackingLimit(
+        packing_size(graphs.buckets), lambda frames: size_of(tower.patches.side(frames), forward.shape)
+    )
     return replace(tower, forward=graphs, packing=packing)

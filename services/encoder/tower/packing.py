@@ -155,7 +155,8 @@ def size_of(side: Side, shape: TowerShape) -> Size:
     """The size of one slice, whose frames are slices of a bucket."""
     rows, columns, frames = side.rows // shape.merge, side.columns // shape.merge, len(side.times)
     windows = -(-rows // shape.window_side) * -(-columns // shape.window_side) if shape.window_side else 0
-    return Size(frames * (rows * columns + shape.lead - shape.dropped), frames, frames * windows)
+    tokens = rows * columns + shape.lead - shape.dropped
+    return Size(frames * tokens, frames, frames * windows, tokens)
 
 
 def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
@@ -191,9 +192,12 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
 
 
 def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedLayout[Array]:
-    """The layout padded to a bucket. The `longest` of it are those of any layout that fits into it."""
+    """The layout padded to a bucket. The `longest` of it are those of any layout that fits into it.
+
+    `longest_slice` is that of keys, which add no blocks of threads to a kernel: only those of queries do.
+    """
     assert (layout.order is None) == (shape.window_side == 0)
-    patches = shape.rows(bucket)
+    patches, longest = shape.rows(bucket), shape.rows(replace(bucket, tokens=bucket.longest, slices=1))
     order, window_ends = layout.order, layout.window_ends
     indices, weights = layout.interpolation_indices, layout.interpolation_weights
     if order is not None and window_ends is not None:
@@ -202,10 +206,10 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
     return PackedLayout(
         positions=_lengthen(layout.positions, patches, 0),
         ends=_lengthen(layout.ends, bucket.slices + 1, layout.ends[-1]),
-        longest=patches,
+        longest=longest,
         order=order,
         window_ends=window_ends,
-        longest_window=min(patches, (shape.window_side * shape.merge) ** 2),
+        longest_window=min(longest, (shape.window_side * shape.merge) ** 2),
         interpolation_indices=None if indices is None else _lengthen(indices, patches, 0),
         interpolation_weights=None if weights is None else _lengthen(weights, patches, 0),
         token_rows=None

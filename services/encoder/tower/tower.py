@@ -10,6 +10,7 @@ It knows no family (a family's file makes the module), no requests and no batchi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,13 +117,16 @@ class Tower:
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.
 
-        slices: at least one, uint8 (F, H, W, 3) each, of any sizes, from any number of requests.
+        slices: at least one, uint8 (F, H, W, 3) each, of any sizes, from any number of requests; on the host, or on the
+        device, where the current stream may still be making them.
         Attention never crosses slices, so neighbours change only rounding. On CUDA the result may still be in
         progress on the current stream.
         """
         with torch.inference_mode():
             pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
-            with beside(self.device, "upload") as uploading:
+            # Frames that are on the device already may still be arriving, and the current stream waits for them.
+            there = any(frames.device.type == "cuda" for frames in pixels)
+            with nullcontext() if there else beside(self.device, "upload") as uploading:
                 patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
             embeds = self.forward(taken_over(patches, uploading), [self._side(each) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]

@@ -63,13 +63,13 @@ def _stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 class Computed:
-    """When the device has computed what the current stream was given until now."""
+    """When the device has computed what its current stream was given until now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(blocking=True)
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     @property
     def at_once(self) -> bool:

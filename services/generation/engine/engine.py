@@ -4,12 +4,14 @@ It owns requests from `submit` to their last event. `submit` takes effect at onc
 which media the caller must fetch; deliveries and cancellations are queued and run between steps. The lock protects
 requests and scheduler and is not held while the model computes. The thread sleeps while nothing can run.
 
-    without overlap   launch 1  read 1  launch 2  read 2
-    with overlap      launch 1  launch 2  read 1  launch 3  read 2        the device computes 2 while the host reads 1
+    without overlap   launch 1  sample 1  read 1  launch 2  sample 2  read 2
+    with overlap      launch 1  sample 1  launch 2  read 1  sample 2  launch 3  read 2  sample 3
+    device            [forward 1         ][sample 1][forward 2                ][sample 2][forward 3 …
 
-With overlap, a step is scheduled before the tokens of the one before it are known: the device feeds them to it. A
-request whose answer turns out to have ended is computed for one step too many, of which nothing is kept. Draft tokens
-and grammars need the tokens: steps with them are read at once.
+With overlap, a step is scheduled and its forward launched before the tokens of the one before it are known: the device
+feeds them to it. The host reads them, and prepares what sampling depends on, grammars among it, while that forward is
+computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled. Draft
+tokens need the tokens: steps with them are read at once.
 
 It knows neither grpc, asyncio, settings nor metrics.
 """
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from time import monotonic_ns
+from typing import TypeVar
 
 import structlog
 import torch
@@ -30,13 +33,15 @@ from services.generation.engine.scheduler import Scheduler
 from services.generation.engine.stats import EngineStats, Step, Totals
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.kv_cache.encoded_media import EncodedMediaCache
-from services.generation.model.runner import Launched, OutOfStep, Runner
+from services.generation.model.runner import OutOfStep, Runner, Sampled
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
 from services.generation.sampling.sampler import SampledToken
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 STOP_WAIT_S = 30.0
 GIVEN_UP_WAIT_S = 1.0  # the thread may hang for good in a step that another rank has left
@@ -48,7 +53,7 @@ class Engine:
     max_num_batched_tokens: tokens of one step.
     max_num_seqs, max_waiting: requests that run, and other requests that wait for a place or for media.
     max_draft_tokens: draft tokens for each running request and step.
-    overlap: whether a step is launched before the one before it is read; for devices that compute beside the host.
+    overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -67,7 +72,7 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._overlap = overlap and not max_draft_tokens
-        self._unread: Launched | None = None  # the last step, if its tokens have yet to be read
+        self._unread: Sampled | None = None  # the last step, if its tokens have yet to be read
         self._read_ns = 0  # when a step was read last
         self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens)
         self._capacity_tokens = allocator.total * allocator.block_tokens
@@ -174,10 +179,8 @@ class Engine:
         self._run_commands()
         self._step_began_ns = monotonic_ns()
         windows, unread = self._schedule(), self._unread
-        launched = self._launch(windows) if windows else None
-        self._read()
-        self._unread = launched
-        if not self._overlap or any(window.request.sampling.grammar for window in windows):
+        self._unread = self._launch(windows)
+        if not self._overlap:
             self._read()
         self._step_began_ns = None
         return bool(windows or unread)
@@ -196,20 +199,38 @@ class Engine:
                 self._fail(self._scheduler.requests(), _as_failure(error))
                 return []
             for request in (window.request for window in windows):
-                if request.rope.complete and not request.prefill_announced:
+                if not request.prefill_announced and request.rope.complete:
                     request.prefill_announced = True
                     self._send(request, PrefillStarted())
         return windows
 
-    def _launch(self, windows: Sequence[Window]) -> Launched | None:
-        """Launches a step.
+    def _launch(self, windows: Sequence[Window]) -> Sampled | None:
+        """Launches the forward of a step, reads the step before it, and launches the sampling.
 
         If that fails, each window is computed by itself: only a request that fails alone fails. Computing keys and
         values twice writes the same, and nothing that needs much memory comes after a random
         number is drawn, but where draft tokens are verified one after the other.
         """
+        if not windows:
+            self._read()
+            return None
+        launched = self._attempt(windows, lambda: self._runner.launch(windows, self._unread))
+        self._read()
+        sampled = self._attempt(windows, launched.sample) if launched else None
+        if sampled:
+            self._mark_launched(windows)
+            return sampled
+        launched = None  # its logits take memory
+        for window in windows if len(windows) > 1 else ():
+            if window.request.status is not Status.DONE:  # the step before may have ended it
+                self._unread = self._launch([window])
+                self._read()
+        return None
+
+    def _attempt(self, windows: Sequence[Window], work: Callable[[], T]) -> T | None:
+        """The result of work; None if it failed, and with it the request if it was for one window."""
         try:
-            launched = self._runner.launch(windows, self._unread)
+            return work()
         except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
             raise
         except Exception as error:
@@ -217,32 +238,25 @@ class Engine:
             if len(windows) == 1:
                 with self._lock:
                     self._fail([windows[0].request], _as_failure(error))
-                return None
-        else:
-            self._mark_launched(windows)
-            return launched
-        self._read()
-        for window in windows:
-            if window.request.status is not Status.DONE:  # the step before may have ended it
-                self._unread = self._launch([window])
-                self._read()
-        return None
+            return None
 
     def _mark_launched(self, windows: Sequence[Window]) -> None:
         """Later steps are computed behind this one, so they may use the keys and values that it will write."""
         with self._lock:
             for window in windows:
+                if window.request.status is Status.DONE:  # the step before has ended it
+                    continue
                 self._scheduler.mark_computed(window.request, window.end - window.num_draft_tokens)
                 if window.samples:
                     window.request.num_unread += 1
-                    self._scheduler.start_siblings(window.request)
+                    if window.request.siblings:
+                        self._scheduler.start_siblings(window.request)
 
     def _read(self) -> None:
         """Reads the tokens of the unread step, if there is one."""
-        launched, self._unread = self._unread, None
-        if launched:
-            sampled = launched.read()
-            self._publish(launched, self._postprocess(launched.windows, sampled))
+        step, self._unread = self._unread, None
+        if step:
+            self._publish(step, self._postprocess(step.windows, step.read()))
 
     def _postprocess(
         self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken] | Exception]
@@ -264,7 +278,7 @@ class Engine:
 
     def _append(self, window: Window, sampled: Sequence[SampledToken] | Exception) -> int:
         """Appends the tokens of one window. Returns its accepted draft tokens."""
-        request, num_computed = window.request, window.end - window.num_draft_tokens
+        request = window.request
         if request.status is Status.DONE or not sampled:  # it ended or was cancelled meanwhile
             return 0
         if isinstance(sampled, Exception):
@@ -272,21 +286,20 @@ class Engine:
         request.num_unread -= 1
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token: its keys and values are in the cache
-                self._scheduler.mark_computed(request, num_computed + accepted)
+                self._scheduler.mark_computed(request, window.end - window.num_draft_tokens + accepted)
             tokens, reason = request.append(token)
             self._send(request, tokens)
             if reason:
                 self._forget(request)
                 self._send(request, Finished(reason, len(request.output_ids)))
                 return accepted
-        self._scheduler.mark_computed(request, request.num_computed_tokens)  # blocks whose last token is known now
         return len(sampled) - 1
 
-    def _publish(self, launched: Launched, accepted: int) -> None:
+    def _publish(self, sampled: Sampled, accepted: int) -> None:
         preemptions = self._scheduler.preemptions - self._totals.preemptions
-        began_ns, self._read_ns = max(launched.began_ns, self._read_ns), monotonic_ns()
+        began_ns, self._read_ns = max(sampled.began_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9
-        step = Step.of(launched.windows, accepted, preemptions, seconds, launched.num_replayed)
+        step = Step.of(sampled.windows, accepted, preemptions, seconds, sampled.replayed)
         self._totals = self._totals.plus(step)
         self._on_step(step)
 

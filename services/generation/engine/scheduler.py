@@ -31,7 +31,7 @@ from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.kv_cache.prefixes import PrefixCache
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import EncodedMedia
-from services.generation.request.request import Request, Status
+from services.generation.request.request import BlockTable, Request, Status
 
 BY_ARRIVAL = attrgetter("arrival")
 
@@ -133,28 +133,32 @@ class Scheduler:
             windows = list(self._allocate(self._assign_tokens()))
         # The oldest request that can run is always among them: it is admitted and served first and may preempt any
         # other. Only blocks pinned by requests that await media are out of its reach.
-        pinned = any(request.num_pinned_blocks for request in self.awaiting_media)
-        unread = any(request.num_unread for request in (*self.running, *self.waiting))
-        assert windows or pinned or unread or not (self.running or self.waiting), "requests can run, none is scheduled"
-        return windows + self._prefill_before_media(
-            self._max_num_batched_tokens - sum(window.tokens for window in windows)
-        )
+        if not windows:
+            pinned = any(request.num_pinned_blocks for request in self.awaiting_media)
+            unread = any(request.num_unread for request in (*self.running, *self.waiting))
+            assert pinned or unread or not (self.running or self.waiting), "requests can run, none is scheduled"
+        return windows + self._prefill_before_media(windows)
 
     # --- assigning tokens --------------------------------------------------------------------------------------
 
     def _assign_tokens(self) -> list[Window]:
         budget = self._max_num_batched_tokens
         windows: list[Window] = []
-        unfinished = [request for request in self.running if request.tokens <= request.max_tokens]
-        decodes = [request for request in unfinished if request.tokens - request.num_computed_tokens == 1]
-        prefills = [request for request in unfinished if request.tokens - request.num_computed_tokens > 1]
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            tokens = request.tokens
+            if tokens <= request.max_tokens:
+                (decodes if tokens - request.num_computed_tokens == 1 else prefills).append(request)
         # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
         draft_budget = (budget - len(decodes)) // 2
         for request in decodes[:budget]:
-            limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
-            draft_tokens = propose_draft_tokens(request, limit) if limit > 0 else ()
+            draft_tokens: tuple[int, ...] = ()
+            if self._max_draft_tokens:
+                limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
+                draft_tokens = propose_draft_tokens(request, limit) if limit > 0 else ()
             windows.append(_decode_window(request, draft_tokens))
-            budget -= windows[-1].tokens
+            budget -= 1 + len(draft_tokens)
             draft_budget -= len(draft_tokens)
         for request in prefills:
             if not budget:
@@ -189,10 +193,13 @@ class Scheduler:
         request.move_to(status)
         insort(self._queues[status], request, key=BY_ARRIVAL)
 
-    def _prefill_before_media(self, budget: int) -> list[Window]:
+    def _prefill_before_media(self, others: Sequence[Window]) -> list[Window]:
         """Windows of text before missing media, within tokens and free blocks that no other request needs now."""
         windows: list[Window] = []
-        if not budget or not self.awaiting_media:
+        if not self.awaiting_media:
+            return windows
+        budget = self._max_num_batched_tokens - sum(window.tokens for window in others)
+        if not budget:
             return windows
         promised = sum(self._missing_blocks(other, other.tokens) for other in (*self.running, *self.waiting))
         for request in self.awaiting_media:
@@ -214,8 +221,12 @@ class Scheduler:
 
     def _allocate(self, windows: Sequence[Window]) -> Iterator[Window]:
         """Yields the windows that got their blocks. Oldest first, so a window never loses blocks to a later one."""
-        for window in sorted(windows, key=lambda window: window.request.arrival):
+        block_tokens = self.allocator.block_tokens
+        for window in sorted(windows, key=attrgetter("request.arrival")):
             request = window.request
+            if request.status is Status.RUNNING and window.end <= len(request.blocks) * block_tokens:
+                yield window
+                continue
             if window.draft_tokens and self._missing_blocks(request, window.end) > self.allocator.free:
                 window = _decode_window(request, ())  # no request is preempted for draft tokens
             if request.status is Status.RUNNING and self._free_blocks(request, window.end):
@@ -276,7 +287,7 @@ class Scheduler:
     def _pin(self, request: Request, blocks: Sequence[int]) -> None:
         """Gives a request without blocks the first blocks of its prompt, and pins them."""
         self.allocator.incref(blocks)
-        request.blocks, request.num_pinned_blocks = list(blocks), len(blocks)
+        request.blocks, request.num_pinned_blocks = BlockTable(blocks), len(blocks)
         request.cached_tokens = len(blocks) * self.allocator.block_tokens
         self._pins.update(blocks)
         self._release(request)

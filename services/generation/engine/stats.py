@@ -12,8 +12,8 @@ from services.generation.request.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step computed and how long it took. answer_tokens: draft tokens included. replayed: its sequences that a
-    graph computed."""
+    """What one step computed and how long it took. answer_tokens: draft tokens included. replayed: whether a graph
+    computed it."""
 
     seconds: float
     sequences: int
@@ -22,14 +22,18 @@ class Step:
     preemptions: int
     draft_tokens: int
     accepted_draft_tokens: int
-    replayed: int
+    replayed: bool
 
     @classmethod
     def of(
-        cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: int = 0
+        cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: bool
     ) -> Step:
         """The step that computed `windows`."""
-        prompt_tokens = sum(map(_prompt_tokens, windows))
+        prompt_tokens = sum(
+            min(window.end, window.request.rope.tokens) - window.start
+            for window in windows
+            if window.start < window.request.rope.tokens
+        )
         return cls(
             seconds=seconds,
             sequences=len(windows),
@@ -98,7 +102,3 @@ class EngineStats:
 
 def _since_ns(requests: Sequence[Request]) -> int | None:
     return min((request.since_ns for request in requests), default=None)
-
-
-def _prompt_tokens(window: Window) -> int:
-    return max(0, min(window.end, window.request.rope.tokens) - window.start)

@@ -17,7 +17,9 @@ from common.checkpoint import Checkpoint
 from common.contract.errors import StartupError
 from services.cpu.packed_linear import join_linears, pack_linears, packed
 from services.generation.model.attention import ATTENTION
+from services.generation.model.experts import EXPERTS, waits
 from services.generation.model.language_model import LanguageModel
+from services.generation.model.norms import fuse_norms
 from services.generation.parallel.group import Group
 from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
@@ -104,6 +106,9 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
         # Its short frequencies, which it has, are right for every position; its forward would choose by the largest
         # one of the whole batch.
         text.rotary_emb.rope_type = "default"
+    if hasattr(sizes, "num_experts") and waits(text.embed_tokens.weight):
+        text.config._experts_implementation = EXPERTS
+    fuse_norms(text)
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
         join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         pack_linears(text)

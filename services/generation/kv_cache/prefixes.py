@@ -46,6 +46,8 @@ class PrefixCache:
     def cache_full_blocks(self, request: Request) -> None:
         """Caches the blocks that the request has filled since the last call."""
         size = self._allocator.block_tokens
+        if (request.num_cached_blocks + 1) * size > request.num_computed_tokens:
+            return
         known = min(request.num_computed_tokens, request.ready_tokens)
         while (request.num_cached_blocks + 1) * size <= known:
             index = request.num_cached_blocks

@@ -1,7 +1,10 @@
-"""CUDA graphs of decode rows: captured at startup, one for each number of rows, and replayed in every step.
+"""CUDA graphs of decode steps: captured at startup, one for each number of rows, replayed for steps of decodes alone.
 
-    one row per sequence:  [ id | t h w | tokens | block block block … ]      int32, copied to the device in one piece
+    of each row:  [ id | t h w | tokens | block block block … ]      int32, copied to the device in one piece
     rows beyond those of a step hold a sequence of one token in the cache's padding block
+
+Each row is a sequence of its own, which ends with it, so draft tokens need no other graph: the keys and values of all
+rows are written before any row attends.
 
 These rows are the only input of a replay, beside what the cache plans on the host: slots to write, contexts and
 positions follow from them. Only caches whose attention reads blocks in place are captured. `DecodeGraphs` itself is
@@ -46,7 +49,7 @@ class Capture(Protocol):
 
 
 class DecodeGraphs:
-    """Graphs for rows that are single text tokens."""
+    """Graphs of steps in which every row is sampled."""
 
     def __init__(
         self, model: LanguageModel, cache: CapturedCache, most_rows: int, most_blocks: int, capture: Capture
@@ -63,14 +66,12 @@ class DecodeGraphs:
     def replay(self, decodes: Packed, ids: Tensor) -> Tensor | None:
         """Raw logits of every row, float32 [R, vocab_size], valid until the next replay; None if no graph fits.
 
-        decodes: single tokens without media and adapters, of which at least one is sampled: otherwise nothing
-            synchronises before the pinned input is reused. ids: int64 [R], theirs, on the device.
+        decodes: `decodes_only`. ids: int64 [R], theirs, on the device.
         """
-        contexts = decodes.contexts
-        rows = next((each for each in self._sizes if each >= len(contexts)), None)
-        if rows is None or max(len(context.blocks) for context in contexts) > self._most_blocks:
+        rows = next((each for each in self._sizes if each >= len(ids)), None)
+        if rows is None or max(len(context.blocks) for context in decodes.contexts) > self._most_blocks:
             return None
-        return self._graphs[rows].replay(decodes, ids)[: len(contexts)]
+        return self._graphs[rows].replay(decodes, ids)[: len(ids)]
 
 
 class _Graph:
@@ -92,14 +93,15 @@ class _Graph:
         self._captured = capture(self.inputs, partial(_decode, model, cache, self.inputs))
 
     def replay(self, decodes: Packed, ids: Tensor) -> Tensor:
-        host, filled = next(self._hosts), len(decodes.contexts)
+        contexts = decodes.row_contexts
+        host, filled = next(self._hosts), len(contexts)
         rows = host.numpy()
         rows[:filled, POSITIONS] = decodes.positions.T
-        rows[:filled, TOKENS] = [context.end for context in decodes.contexts]
-        for row, context in zip(rows, decodes.contexts, strict=False):
-            row[FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
+        rows[:filled, TOKENS] = [context.end for context in contexts]
+        for row, context in enumerate(contexts):
+            rows[row, FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
         rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding.blocks[0]
-        self._plan(decodes.contexts)
+        self._plan(contexts)
         self.inputs.copy_(host, non_blocking=True)
         self.inputs[:filled, ID] = ids
         self._captured.replay()

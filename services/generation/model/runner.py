@@ -6,7 +6,8 @@ It owns the model and the KV cache, and knows nothing of scheduling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,18 +20,9 @@ from services.generation.model.attention import attending, make_cache
 from services.generation.model.attention.cache import CacheSizes, CapturedCache
 from services.generation.model.graphs import Capture, DecodeGraphs
 from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import (
-    BoolArray,
-    Context,
-    MediaRows,
-    Packed,
-    Window,
-    decodes_first,
-    pack,
-    slots_of,
-)
-from services.generation.request.request import Request
-from services.generation.sampling.sampler import Choice, SampledToken, sample_and_verify
+from services.generation.request.batch import Context, MediaRows, Packed, Window, decodes_first, pack, slots_of
+from services.generation.request.request import Request, Status
+from services.generation.sampling.sampler import Choice, SampledToken, SamplingState, sample_and_verify
 from services.generation.to_device import pinned_for, to_device
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
@@ -50,50 +42,67 @@ class Workers(Protocol):
         """Makes each of them compute what this rank computes next."""
 
 
+@dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device may still be computing.
+    """A step whose forward the device may still be computing.
 
-    windows: in packed order. began_ns: when its launch began, on the monotonic clock. num_replayed: sequences whose row
-    was a graph's.
+    windows: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
+    monotonic clock. replayed: whether a graph computed it.
     """
 
-    def __init__(
-        self,
-        windows: Sequence[Window],
-        logits: Tensor,
-        unread: Mapping[int, Tensor],
-        began_ns: int,
-        num_replayed: int,
-    ) -> None:
-        """logits: as `Runner.forward` returns them. unread: as `Choice` takes it."""
-        self.windows, self.began_ns, self.num_replayed = windows, began_ns, num_replayed
-        self._sampling = [window for window in windows if window.samples]
-        states = [window.request.sampling_state for window in self._sampling]
-        drafts = [window.draft_tokens for window in self._sampling]
-        self._choice: Choice | None = None
-        self._sampled: list[list[SampledToken] | Exception] = []
-        if any(drafts):
-            self._sampled = sample_and_verify(logits, states, drafts)
-        elif states:
-            self._choice = Choice(logits, states, unread)
+    windows: Sequence[Window]
+    logits: Tensor
+    began_ns: int
+    replayed: bool
 
-    @property
-    def unread(self) -> dict[Request, Tensor]:
-        """The sampled token of each request, int64 [], on the device. None of steps with draft tokens."""
-        if self._choice is None:
-            return {}
-        return dict(zip((window.request for window in self._sampling), self._choice.token_ids, strict=True))
+    @torch.inference_mode()
+    def sample(self) -> Sampled:
+        """Makes the device sample, without waiting for it unless there are draft tokens.
+
+        The host knows all tokens before those that are sampled. Nothing is drawn for requests that have ended.
+        """
+        sampling = [window for window in self.windows if window.samples]
+        choice: Choice | list[list[SampledToken] | Exception] = []
+        drafts = [window.draft_tokens for window in sampling]
+        if any(drafts):
+            states = [window.request.sampling_state for window in sampling]
+            choice = sample_and_verify(self.logits, states, drafts)
+        elif sampling:
+            choice = Choice(self.logits, [_state_of(window.request) for window in sampling])
+        return Sampled(self.windows, sampling, choice, self.began_ns, self.replayed)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step whose tokens the device may still be sampling.
+
+    sampling: the windows that sample. choice: their tokens; those of a step with draft tokens are known.
+    windows, began_ns, replayed: as in `Launched`.
+    """
+
+    windows: Sequence[Window]
+    sampling: Sequence[Window]
+    choice: Choice | list[list[SampledToken] | Exception]
+    began_ns: int
+    replayed: bool
+
+    def tokens_of(self, requests: Sequence[Request]) -> Tensor:
+        """The sampled tokens of some requests, int64 [R], on the device. Not of a step with draft tokens."""
+        assert isinstance(self.choice, Choice)
+        rows = {window.request: row for row, window in enumerate(self.sampling)}
+        token_ids = self.choice.token_ids
+        return token_ids[to_device(np.array([rows[each] for each in requests], np.int64), token_ids.device)]
 
     def read(self) -> dict[Window, list[SampledToken] | Exception]:
         """For each window that samples, its accepted draft tokens and one more token, or why its request must fail.
 
-        Waits for the device.
+        Waits for the device. What it gives for requests that had ended has no meaning.
         """
-        if self._choice is None:
-            return dict(zip(self._sampling, self._sampled, strict=True))
-        sampled = [[token] for token in self._choice.read()]
-        found: dict[Window, list[SampledToken] | Exception] = dict(zip(self._sampling, sampled, strict=True))
-        return found | {self._sampling[row]: error for row, error in self._choice.errors.items()}
+        if not isinstance(self.choice, Choice):
+            return dict(zip(self.sampling, self.choice, strict=True))
+        tokens = [[token] for token in self.choice.read()]
+        found: dict[Window, list[SampledToken] | Exception] = dict(zip(self.sampling, tokens, strict=True))
+        return found | {self.sampling[row]: error for row, error in self.choice.errors.items()}
 
 
 class Runner:
@@ -107,7 +116,7 @@ class Runner:
         )
         self._cache = make_cache(sizes, model.embed_tokens.weight)
         self._graphs: DecodeGraphs | None = None
-        self.num_replayed = 0  # sequences whose row of the last step was a graph's
+        self.replayed = False  # whether a graph computed the last step
         self._compiled: Callable[..., Any] | None = None
 
     def compile(self) -> bool:
@@ -128,19 +137,24 @@ class Runner:
             self._compiled = None
         return self._compiled is not None
 
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps can be captured, as far as attention is concerned."""
+        return self._cache.captures
+
     @torch.inference_mode()
-    def capture_decoding(self, most_requests: int, most_tokens: int, capture: Capture) -> bool:
-        """Captures decode steps of up to `most_requests` requests of up to `most_tokens` tokens as graphs.
+    def capture_decoding(self, most_rows: int, most_tokens: int, capture: Capture) -> bool:
+        """Captures decode steps of up to `most_rows` rows, of requests of up to `most_tokens` tokens, as graphs.
 
         Returns False, and leaves decoding eager, if the model does something that no graph can hold, or if attention
         does not read the cache's blocks in place.
         """
-        if not self._cache.captures:
+        if not self.captures:
             return False
         start = time.perf_counter()
         blocks = -(-most_tokens // self._cache.sizes.block_tokens)
         try:
-            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), most_requests, blocks, capture)
+            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), most_rows, blocks, capture)
         except RuntimeError as error:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
@@ -148,23 +162,16 @@ class Runner:
         log.info("decode steps captured", graphs=len(self._graphs), seconds=round(time.perf_counter() - start, 3))
         return True
 
-    def decode_eagerly(self) -> None:
-        """Drops captured graphs."""
-        self._graphs = None
-
     @torch.inference_mode()
-    def launch(self, windows: Sequence[Window], before: Launched | None = None) -> Launched:
-        """Makes the device compute windows and sample, without waiting for it.
+    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
+        """Makes the device compute windows, without waiting for it.
 
-        before: the last launched step, if it was not read; windows of its requests take its tokens on the device.
+        before: the step before this one, if it was not read; windows of its requests take its tokens on the device.
         """
         began_ns, windows = time.monotonic_ns(), decodes_first(windows)
-        tokens = before.unread if before else {}
-        late = [tokens[window.request] for window in windows if window.request.num_unread]
-        logits = self.forward(windows, torch.stack(late) if late else None)
-        sampling = [window.request for window in windows if window.samples]
-        unread = {row: tokens[request] for row, request in enumerate(sampling) if request.num_unread}
-        return Launched(windows, logits, unread, began_ns, self.num_replayed)
+        late = [window.request for window in windows if window.request.num_unread]
+        logits = self.forward(windows, before.tokens_of(late) if before and late else None)
+        return Launched(windows, logits, began_ns, self.replayed)
 
     @torch.inference_mode()
     def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
@@ -193,28 +200,14 @@ class Runner:
         features: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
         unread: int64 [U], the tokens of `packed.unread_rows`; None if there are none.
         """
-        self.num_replayed = 0
+        self.model.adapters.rows = packed.adapted
         ids = to_device(packed.ids, self.model.device)
         if unread is not None:
             ids = ids.index_copy(0, to_device(packed.unread_rows, self.model.device), unread)
-        plain = packed.plain_decodes if self._graphs else np.zeros(0, np.bool_)
-        sampled = packed.rows_of(plain)[packed.last_rows] if plain.any() else plain
-        if not sampled.any():
-            return self._forward(packed, ids, features)
-        decodes = packed if plain.all() else packed.only(plain)
-        assert self._graphs is not None
-        self.model.adapters.rows = ()
-        replayed = self._graphs.replay(decodes, self._ids_of(packed, ids, plain))
-        if replayed is None:
-            return self._forward(packed, ids, features)
-        self.num_replayed = len(decodes.contexts)
-        logits = replayed[to_device(decodes.last_rows, self.model.device)]
-        if plain.all():
-            return logits
-        # Rows that no graph holds run beside it; then the order of all is restored.
-        others = self._forward(packed.only(~plain), self._ids_of(packed, ids, ~plain), features)
-        order = np.argsort(np.argsort(~sampled, kind="stable"))
-        return torch.cat([logits, others])[to_device(order, self.model.device)]
+        # A step is one forward, a graph's or an eager one: two would read all weights twice.
+        logits = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
+        self.replayed = logits is not None
+        return self._forward(packed, ids, features) if logits is None else logits
 
     def _uploaded(self, media: Sequence[MediaRows]) -> Tensor:
         """The embeddings of media rows on the model's device: [1 + embed_levels, M, D]."""
@@ -229,14 +222,9 @@ class Runner:
             at += each.rows
         return features
 
-    def _ids_of(self, packed: Packed, ids: Tensor, chosen: BoolArray) -> Tensor:
-        """The ids of the rows of some contexts."""
-        return ids if chosen.all() else ids[to_device(np.flatnonzero(packed.rows_of(chosen)), ids.device)]
-
     def _forward(self, packed: Packed, ids: Tensor, features: Tensor | None) -> Tensor:
         """ids: int64 [T], on the device, with those of unread rows."""
         rows = to_device(packed.last_rows, self.model.device)
-        self.model.adapters.rows = packed.adapted
         embeds: Tensor = self.model.embed_tokens(ids)
         levels = {} if features is None else self._put_media(packed, embeds, features)
         embeds = embeds[None]  # [1, T, D]
@@ -265,3 +253,7 @@ def _features(media: MediaRows) -> Tensor:
     first = media.first_row - (media.request.kept_counts[media.media_index] - embeds.shape[1])
     assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that the cache lacks, too"
     return embeds[:, first : first + media.rows]
+
+
+def _state_of(request: Request) -> SamplingState | None:
+    return None if request.status is Status.DONE else request.sampling_state

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, count
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,9 @@ _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAM
 # ends the process; NCCL does not watch operations inside replayed graphs.
 _TIMEOUT = timedelta(minutes=2)
 
+# How long a rank that failed waits for the others to fail alike.
+_ANSWER = timedelta(seconds=30)
+
 # A serialised step: int64 numbers, first `num_decodes` and the size of each part, then the parts.
 _PARTS = 13
 _HEADER = 1 + _PARTS
@@ -56,10 +60,11 @@ class Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            heeding_signals(partial(_join, backend, meeting, rank, ranks))
+            self._store: FileStore = heeding_signals(partial(_join, backend, meeting, rank, ranks))
         except RuntimeError as error:
             raise StartupError(f"--tensor-parallel {ranks}: the ranks cannot reach each other: {error}") from error
         self.rank, self.ranks, self.device = rank, ranks, device
+        self._attempts = count()
         self.mesh: DeviceMesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
 
     def from_first(self, tensor: Tensor) -> Tensor:
@@ -81,6 +86,27 @@ class Group:
     def agree(self, number: int) -> bool:
         """Whether all ranks pass the same number."""
         return self.least(number) == -self.least(-number)
+
+    def end_unless_alike(self, done: bool, what: str, remedy: str) -> None:
+        """Ends this process, and by that all ranks, unless all of them have done what each tried, or none has.
+
+        what, remedy: are logged. Not a collective operation: a rank that failed inside of one has left the others in
+        it. These do not answer, which after 30 s counts as another outcome.
+        """
+        attempt = next(self._attempts)
+        names = [f"attempt {attempt} of rank {each}" for each in range(self.ranks)]
+        self._store.set(names[self.rank], str(done))
+        with suppress(RuntimeError):  # the time is up
+            self._store.wait(names, _TIMEOUT if done else _ANSWER)
+        outcomes = [self._store.get(name).decode() if self._store.check([name]) else "" for name in names]
+        if len(set(outcomes)) == 1:
+            return
+        failed = [str(rank) for rank, outcome in enumerate(outcomes) if outcome != str(True)]
+        if not done and "" in outcomes:
+            failed = [str(self.rank)]
+        where = f"failed on rank {', '.join(failed)} alone"
+        log.error("cannot start", error=f"--tensor-parallel {self.ranks}: {what} {where}: {remedy}")
+        os._exit(ExitStatus.CANNOT_START)
 
     def leave(self) -> None:
         """Destroys a gloo group. NCCL's stays, since its destruction waits for other ranks and for captured graphs.
@@ -147,7 +173,7 @@ def to_bytes(packed: Packed) -> bytes:
         np.array([each.start for each in contexts], np.int64),
         np.array([each.end for each in contexts], np.int64),
         np.array([len(each.blocks) for each in contexts], np.int64),
-        np.fromiter(chain.from_iterable(each.blocks for each in contexts), np.int64),
+        np.concatenate([np.asarray(each.blocks, np.int64) for each in contexts]),
         np.array([each.start for each in adapted], np.int64),
         np.array([each.end for each in adapted], np.int64),
         np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
@@ -166,10 +192,9 @@ def from_bytes(data: bytes) -> Packed:
         numbers[_HEADER + end - size : _HEADER + end].copy()
         for size, end in zip(sizes, accumulate(sizes), strict=True)
     )
-    tables = blocks.tolist()
     each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
     return Packed(
-        contexts=tuple(Context(start, end, tables[last - count : last]) for start, end, count, last in each),
+        contexts=tuple(Context(start, end, blocks[last - count : last]) for start, end, count, last in each),
         num_decodes=num_decodes,
         ids=ids,
         positions=positions.reshape(3, -1),
@@ -186,6 +211,7 @@ def from_bytes(data: bytes) -> Packed:
     )
 
 
-def _join(backend: str, meeting: Path, rank: int, ranks: int) -> None:
+def _join(backend: str, meeting: Path, rank: int, ranks: int) -> FileStore:
     store = FileStore(str(meeting), ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    return store

@@ -15,20 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.contract.plan import Int32Array
 from services.generation.request.request import Request
 
 Int64Array: TypeAlias = NDArray[np.int64]
-BoolArray: TypeAlias = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: that makes creating one four times as slow, and each step creates many
 class Window:
-    """Tokens [start, end) of a request's pruned sequence that one forward computes.
+    """Tokens [start, end) of a request's pruned sequence that one forward computes. Never changed.
 
     samples: the token after the window is sampled.
     draft_tokens: the last tokens of the window; a token is sampled after each of them, too.
@@ -64,13 +64,12 @@ class MediaRows:
         return self.at + self.rows
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """A window for attention: tokens [start, end) of a sequence whose first `end` tokens are in `blocks`."""
 
     start: int
     end: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | Int32Array | Int64Array
 
     @property
     def tokens(self) -> int:
@@ -112,37 +111,18 @@ class Packed:
     unread_rows: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
-    def plain_decodes(self) -> BoolArray:
-        """Which contexts are a single token of text without an adapter: bool [contexts]."""
-        plain = np.arange(len(self.contexts)) < self.num_decodes
-        plain[self.media_rows[self.media_rows < self.num_decodes]] = False
-        for each in self.adapted:
-            plain[each.start : min(each.end, self.num_decodes)] = False
-        return plain
+    def decodes_only(self) -> bool:
+        """Whether every row is text without an adapter, and sampled: answers' last tokens and their draft tokens."""
+        return len(self.last_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
 
-    def rows_of(self, chosen: BoolArray) -> BoolArray:
-        """The rows of some contexts: bool [T]."""
-        return np.repeat(chosen, [context.tokens for context in self.contexts])
-
-    def only(self, chosen: BoolArray) -> Packed:
-        """Some of the contexts, in the same order. chosen: bool [contexts], of an adapter all or none."""
-        rows = self.rows_of(chosen)
-        place = np.cumsum(rows) - 1
-        return Packed(
-            contexts=tuple(context for context, wanted in zip(self.contexts, chosen, strict=True) if wanted),
-            num_decodes=int(chosen[: self.num_decodes].sum()),
-            ids=self.ids[rows],
-            positions=self.positions[:, rows],
-            slots=self.slots[rows],
-            media_rows=place[self.media_rows[rows[self.media_rows]]],
-            unread_rows=place[self.unread_rows[rows[self.unread_rows]]],
-            last_rows=place[self.last_rows[rows[self.last_rows]]],
-            adapted=tuple(
-                AdaptedRows(each.digest, int(place[each.start]), int(place[each.end - 1]) + 1)
-                for each in self.adapted
-                if rows[each.start]
-            ),
-        )
+    @property
+    def row_contexts(self) -> list[Context]:
+        """A context for each row, which ends with it."""
+        return [
+            context if context.tokens == 1 else Context(end - 1, end, context.blocks)
+            for context in self.contexts
+            for end in range(context.start + 1, context.end + 1)
+        ]
 
 
 def decodes_first(windows: Sequence[Window]) -> list[Window]:
@@ -152,25 +132,31 @@ def decodes_first(windows: Sequence[Window]) -> list[Window]:
 
 def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:
     """Lays windows, which are in packed order, end to end, and lists their media rows."""
-    total = sum(window.tokens for window in windows)
+    contexts = [_context(window, block_tokens) for window in windows]
+    total = sum(window.end - window.start for window in windows)
+    num_decodes = next((index for index, window in enumerate(windows) if window.tokens > 1), len(windows))
     ids, positions, slots = np.empty(total, np.int64), np.empty((3, total), np.int64), np.empty(total, np.int64)
+    _fill_decodes(windows[:num_decodes], ids, positions)
+    starts = np.array([window.start for window in windows[:num_decodes]], np.int64)
+    last_blocks = np.array([context.blocks[-1] for context in contexts[:num_decodes]], np.int64)
+    slots[:num_decodes] = last_blocks * block_tokens + starts % block_tokens
     media: list[MediaRows] = []
-    last_rows: list[int] = []
-    at = 0
-    for window in windows:
+    last_rows = [row for row, window in enumerate(windows[:num_decodes]) if window.samples]
+    for row, window in enumerate(windows[:num_decodes]):
+        if window.start < window.request.rope.tokens:
+            media.extend(media_rows(window, row))
+    at = num_decodes
+    for window, context in zip(windows[num_decodes:], contexts[num_decodes:], strict=True):
         end = at + window.tokens
-        if window.tokens == 1:
-            _fill_decode(window, at, ids, positions, slots, block_tokens)
-        else:
-            _fill(window, ids[at:end], positions[:, at:end])
-            slots[at:end] = slots_of(window.request.blocks, window.start, window.end, block_tokens)
+        _fill(window, ids[at:end], positions[:, at:end])
+        slots[at:end] = slots_of(context.blocks, window.start, window.end, block_tokens)
         media.extend(media_rows(window, at))
         if window.samples:
             last_rows.extend(range(end - 1 - window.num_draft_tokens, end))
         at = end
     packed = Packed(
-        contexts=tuple(_context(window, block_tokens) for window in windows),
-        num_decodes=sum(window.tokens == 1 for window in windows),
+        contexts=tuple(contexts),
+        num_decodes=num_decodes,
         ids=ids,
         positions=positions,
         slots=slots,
@@ -191,7 +177,7 @@ def _adapted_rows(windows: Sequence[Window]) -> Iterator[AdaptedRows]:
         at = end
 
 
-def slots_of(blocks: Sequence[int], start: int, end: int, block_tokens: int) -> Int64Array:
+def slots_of(blocks: Sequence[int] | Int32Array | Int64Array, start: int, end: int, block_tokens: int) -> Int64Array:
     """Cache slots of tokens [start, end) of the sequence with this block table: int64 [end − start]."""
     tokens = np.arange(start, end)
     return np.asarray(blocks, np.int64)[tokens // block_tokens] * block_tokens + tokens % block_tokens
@@ -217,20 +203,21 @@ def media_rows(window: Window, at: int) -> Iterator[MediaRows]:
 
 
 def _context(window: Window, block_tokens: int) -> Context:
-    return Context(window.start, window.end, window.request.blocks[: -(-window.end // block_tokens)])
+    return Context(window.start, window.end, window.request.blocks.array[: -(-window.end // block_tokens)])
 
 
-def _fill_decode(
-    window: Window, at: int, ids: Int64Array, positions: Int64Array, slots: Int64Array, block_tokens: int
-) -> None:
-    request, token = window.request, window.start
-    prompt = request.rope.tokens
-    slots[at] = request.blocks[token // block_tokens] * block_tokens + token % block_tokens
-    if token < prompt:
-        ids[at], positions[:, at] = request.rope.ids[token], request.rope.positions[:, token]
-    else:
-        ids[at] = 0 if request.num_unread else request.output_ids[token - prompt]
-        positions[:, at] = token + request.rope.delta
+def _fill_decodes(windows: Sequence[Window], ids: Int64Array, positions: Int64Array) -> None:
+    """Fills the rows of windows of one token, the first ones. The id of an unread token is 0."""
+    known, places = [], []
+    for window in windows:
+        request, place = window.request, window.start - window.request.rope.tokens
+        known.append(0 if place < 0 or request.num_unread else request.output_ids[place])
+        places.append(window.start + request.rope.delta)
+    ids[: len(windows)], positions[:, : len(windows)] = known, places
+    for row, window in enumerate(windows):
+        rope = window.request.rope
+        if window.start < rope.tokens:
+            ids[row], positions[:, row] = rope.ids[window.start], rope.positions[:, window.start]
 
 
 def _fill(window: Window, ids: Int64Array, positions: Int64Array) -> None:

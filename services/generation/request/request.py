@@ -5,19 +5,19 @@ It knows neither the scheduler nor the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import chain
 from time import monotonic_ns
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from common.contract.errors import FramesieveError
-from common.contract.plan import PromptPlan
+from common.contract.plan import Int32Array, PromptPlan
 from services.generation.request.encoded_media import EncodedMedia
 from services.generation.request.rope import MAX_VOCABULARY, RopeState
 from services.generation.sampling.detokenizer import Detokenizer
@@ -58,25 +58,30 @@ class PrefillStarted:
 class Tokens:
     """More of the answer.
 
-    text: whole characters only; may be empty while a stop string may have begun.
+    text: whole characters only; may be empty while a stop string may have begun, and is empty without a detokenizer.
     token_ids: tokens since the last event, including one that ends the answer.
     logprobs: one for each token, of raw logits; empty unless requested.
     top_logprobs: for each token, the most likely tokens and their log-probabilities; empty unless requested.
+    ended: whether the last token is an end token, which has no text.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    ended: bool = False
 
     @classmethod
     def joined(cls, several: Sequence[Tokens]) -> Tokens:
         """Events of one answer that follow each other, as one."""
+        if len(several) == 1:
+            return several[0]
         return cls(
             "".join(each.text for each in several),
             tuple(chain.from_iterable(each.token_ids for each in several)),
             tuple(chain.from_iterable(each.logprobs for each in several)),
             tuple(chain.from_iterable(each.top_logprobs for each in several)),
+            several[-1].ended,
         )
 
 
@@ -113,6 +118,33 @@ TRANSITIONS = {
 }
 
 
+class BlockTable(list[int]):
+    """The blocks of a sequence, in order, also as an array that grows with them: steps read it, not the list."""
+
+    def __init__(self, blocks: Iterable[int] = ()) -> None:
+        super().__init__(blocks)
+        self._array = np.empty(0, np.int32)
+        self._filled = 0  # entries of the array that are those of the list
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._filled = 0
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._filled = 0
+        super().__delitem__(key)
+
+    @property
+    def array(self) -> Int32Array:
+        """int32 [blocks]. Valid until a block is replaced or removed."""
+        if self._filled != len(self):
+            if len(self._array) < len(self):
+                self._array, self._filled = np.empty(2 * len(self), np.int32), 0
+            self._array[self._filled : len(self)] = self[self._filled :]
+            self._filled = len(self)
+        return self._array[: self._filled]
+
+
 class Request:
     """One prompt and its answer. After `Engine.submit` only the engine's thread changes it.
 
@@ -122,6 +154,8 @@ class Request:
     kept_counts: how many tokens of each media item of the plan are kept.
     media_keys: key of each media item in the cache of encoded media.
     on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
+    detokenizer: finds stop strings; None without any: then the reader of the events makes text of tokens, many at once
+        and not in the engine's thread.
     rope: shared with another request for the same prompt.
     adapter: None to compute with the model alone.
     vocab_size, compact: see `RopeState`.
@@ -134,7 +168,7 @@ class Request:
         kept_counts: Sequence[int],
         media_keys: Sequence[bytes],
         sampling: SamplingParams,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
         rope: RopeState | None = None,
         adapter: Adapter | None = None,
@@ -147,6 +181,8 @@ class Request:
         self.kept_counts = tuple(kept_counts)
         self.media_keys = tuple(media_keys)
         self.rope = rope or RopeState(plan, kept_counts, vocab_size, compact=compact)
+        # The most tokens it can have in the KV cache: the last token of an answer is never computed.
+        self.max_tokens = self.rope.tokens + sampling.max_new_tokens - 1
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event
@@ -160,7 +196,7 @@ class Request:
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # assigned by the engine in the order of submission
-        self.blocks: list[int] = []  # the block table
+        self.blocks = BlockTable()
         self.num_pinned_blocks = 0  # first blocks, whose media rows only the cache has: not released before the end
         self.num_computed_tokens = 0  # tokens whose keys and values are in the KV cache
         self.num_cached_blocks = 0  # first blocks that are cached in the allocator, or equal to a cached block
@@ -183,11 +219,6 @@ class Request:
         return self.rope.tokens + len(self.output_ids) + self.num_unread
 
     @property
-    def max_tokens(self) -> int:
-        """The most tokens it can have in the KV cache: the last token of an answer is never computed."""
-        return self.rope.tokens + self.sampling.max_new_tokens - 1
-
-    @property
     def ready_tokens(self) -> int:
         """How many of `tokens` are known: the prompt up to the first missing media item."""
         return self.rope.ready + len(self.output_ids)
@@ -207,7 +238,7 @@ class Request:
         self,
         id: str,  # noqa: A002
         sampling: SamplingParams,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
     ) -> Request:
         """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
@@ -233,11 +264,14 @@ class Request:
         self.output_ids.append(token_id)
         ended = token_id in self.sampling.eos_ids
         full = len(self.output_ids) >= self.sampling.max_new_tokens
-        text, stopped = ("", False) if ended else self.detokenizer.add(token_id)
-        if (ended or full) and not stopped:
-            text += self.detokenizer.flush()
+        text, stopped = "", False
+        if self.detokenizer is not None:
+            if not ended:
+                text, stopped = self.detokenizer.add([token_id])
+            if (ended or full) and not stopped:
+                text += self.detokenizer.flush()
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
-        tokens = Tokens(text, (token_id,), logprobs, (sampled.top,) if sampled.top else ())
+        tokens = Tokens(text, (token_id,), logprobs, (sampled.top,) if sampled.top else (), ended)
         return tokens, FinishReason.STOP if ended or stopped else FinishReason.LENGTH if full else None
 
     def content(self, first: int, end: int) -> bytes:

@@ -68,7 +68,7 @@ class Events:
     def take(self, dated: Dated) -> None:
         self._unread.append(dated)
         self._arrived.set()
-        if isinstance(dated[2], Finished | Failed):
+        if isinstance(dated[2], (Finished, Failed)):
             self._unfinished -= 1
             if not self._unfinished:
                 self.ended.set()

@@ -129,6 +129,9 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
 def delta_response(
     tokens: Tokens, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
 ) -> generation_pb2.GenerateResponse:
+    if not tokens.logprobs and not calls:
+        delta = generation_pb2.Delta(choice_index=choice_index, text=tokens.text, token_ids=tokens.token_ids)
+        return generation_pb2.GenerateResponse(delta=delta)
     named = {one for top in tokens.top_logprobs for one, _ in top}.union(tokens.token_ids) if tokens.logprobs else ()
     texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
     return generation_pb2.GenerateResponse(

@@ -69,9 +69,7 @@ COMPUTED_TOKENS = Counter(
     "Tokens computed: of prompts (prefill), of answers with draft tokens (decode)",
     ["phase"],
 )
-REPLAYED_STEPS = Counter(
-    f"{_PREFIX}replayed_steps_total", "Steps of which a CUDA graph computed the decoding sequences"
-)
+REPLAYED_STEPS = Counter(f"{_PREFIX}replayed_steps_total", "Steps that a CUDA graph computed")
 PREEMPTIONS = Counter(f"{_PREFIX}preemptions_total", "Times that an answer was preempted by an older one")
 DRAFT_TOKENS = Counter(f"{_PREFIX}draft_tokens_total", "Draft tokens of speculative decoding")
 ACCEPTED_DRAFT_TOKENS = Counter(f"{_PREFIX}accepted_draft_tokens_total", "Draft tokens that the model accepted")
@@ -120,7 +118,7 @@ def count_step(step: Step) -> None:
     STEP_SEQUENCES.observe(step.sequences)
     COMPUTED_TOKENS.labels("prefill").inc(step.prompt_tokens)
     COMPUTED_TOKENS.labels("decode").inc(step.answer_tokens)
-    REPLAYED_STEPS.inc(step.replayed > 0)
+    REPLAYED_STEPS.inc(step.replayed)
     PREEMPTIONS.inc(step.preemptions)
     DRAFT_TOKENS.inc(step.draft_tokens)
     ACCEPTED_DRAFT_TOKENS.inc(step.accepted_draft_tokens)

@@ -181,8 +181,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         assert self._grammars is not None
         return await asyncio.to_thread(self._grammars.compile, wanted.json_schema, wanted.tool_use)
 
-    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
-        return Detokenizer(self._tokenizer, sampling.stop, sampling.min_new_tokens)
+    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
+        """For the engine, which must find stop strings in the text."""
+        return Detokenizer(self._tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
@@ -230,6 +231,8 @@ class Responses:
         self._usage = usage
         self._clock = clock
         self._unfinished = answers
+        stops = bool(question.sampling.stop)
+        self._detokenizers = {} if stops else {index: Detokenizer(tokenizer) for index in range(answers)}
         self._last_token_ns: dict[int, int] = {}  # by answer
 
     @property
@@ -244,7 +247,7 @@ class Responses:
         tokens: dict[int, list[Tokens]] = {}  # by answer, not yet in a response
         for at_ns, index, event in events:
             if isinstance(event, Tokens):
-                self._count(event, at_ns, index)
+                self._count(at_ns, index)
                 tokens.setdefault(index, []).append(event)
                 continue
             yield from self._deltas(tokens)
@@ -257,12 +260,15 @@ class Responses:
                 case Finished():
                     self._unfinished -= 1
                     reason = event.reason
+                    rest = self._detokenizers[index].flush() if self._detokenizers else ""
+                    pieces = [(rest, list[CallDelta]())]
                     if reader := self._readers.get(index):
-                        text, calls = reader.end()
-                        if text or calls:
-                            yield delta_response(Tokens(text, (), ()), index, self._tokenizer, calls)
+                        pieces = [reader.add(rest), reader.end()]
                         if reader.calls and reason is FinishReason.STOP:
                             reason = FinishReason.TOOL_CALLS
+                    for text, calls in pieces:
+                        if text or calls:
+                            yield delta_response(Tokens(text, ()), index, self._tokenizer, calls)
                     count_answer(reason)
                     self._usage.completion_tokens = event.completion_tokens
                     self._usage.cached_prompt_tokens = self._question.cached_tokens
@@ -276,12 +282,17 @@ class Responses:
     def _deltas(self, tokens: Mapping[int, Sequence[Tokens]]) -> Iterator[GenerateResponse]:
         for index, several in tokens.items():
             joined, calls = Tokens.joined(several), list[CallDelta]()
+            GENERATED_TOKENS.inc(len(joined.token_ids))
+            add_request_stats(completion_tokens=len(joined.token_ids))
+            if self._detokenizers:
+                shown = joined.token_ids[:-1] if joined.ended else joined.token_ids
+                joined = replace(joined, text=self._detokenizers[index].add(shown)[0])
             if reader := self._readers.get(index):
                 text, calls = reader.add(joined.text)
                 joined = replace(joined, text=text)
             yield delta_response(joined, index, self._tokenizer, calls)
 
-    def _count(self, tokens: Tokens, at_ns: int, index: int) -> None:
+    def _count(self, at_ns: int, index: int) -> None:
         if self._clock.token(at_ns):
             cached_tokens = self._question.cached_tokens
             count_first_token(self._clock, cached_tokens)
@@ -289,8 +300,6 @@ class Responses:
         if index in self._last_token_ns:
             count_next_token(at_ns - self._last_token_ns[index])
         self._last_token_ns[index] = at_ns
-        GENERATED_TOKENS.inc(len(tokens.token_ids))
-        add_request_stats(completion_tokens=len(tokens.token_ids))
 
 
 def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:

@@ -67,7 +67,8 @@ class StageClock:
         """Records a token. Returns whether it was the first, which finishes every stage."""
         first = self._last_ns is None
         self._last_ns = at_ns
-        self.finish(Stage.PREFILL, at_ns)
+        if first:
+            self.finish(Stage.PREFILL, at_ns)
         return first
 
     def intervals_ns(self) -> dict[Stage, tuple[int, int]]:

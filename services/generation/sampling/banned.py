@@ -1,7 +1,7 @@
 """Forbids the next token of an answer: end tokens before its minimum length, and tokens that complete a bad word.
 
     bad word:   [a  b  c]
-    answer:   … [a  b]  ?          c is forbidden; where b is unread, c is forbidden if b turns out to be that token
+    answer:   … [a  b]  ?          c is forbidden
 
 A word is spelt in two ways: at the beginning of a text, and after a blank. Spellings are matched in the answer alone.
 Which words are meant, and how they are matched, follows vLLM's `bad_words` and transformers'
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from services.generation.sampling.bias import ANY, FORBIDDEN, Bias
+from services.generation.sampling.bias import FORBIDDEN, Bias
 from services.generation.sampling.detokenizer import Tokenizer
 
 Spelling: TypeAlias = tuple[int, ...]
@@ -48,15 +48,12 @@ class Banned:
         self._num_tokens += 1
         self._recent = [*self._recent, token_id][-self._num_recent :] if self._num_recent else []
 
-    def bias(self, late: bool) -> Bias:
-        """The bias that forbids them. late: one more token was sampled, which is unread."""
+    def bias(self) -> Bias:
+        """The bias that forbids them."""
         token_ids = list(self._always)
-        if self._num_tokens + late < self._min_tokens:
+        if self._num_tokens < self._min_tokens:
             token_ids += self._end_ids
-        after = [ANY] * len(token_ids)
-        for word in self._words:
-            known = word[: len(word) - 1 - late]
-            if tuple(self._recent[max(0, len(self._recent) - len(known)) :]) == known:
-                token_ids.append(word[-1])
-                after.append(word[-2] if late else ANY)
-        return Bias.of(token_ids, [FORBIDDEN] * len(token_ids), after)
+        for *known, last in self._words:
+            if self._recent[-len(known) :] == known:
+                token_ids.append(last)
+        return Bias.of(token_ids, [FORBIDDEN] * len(token_ids))

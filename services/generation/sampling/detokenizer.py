@@ -3,9 +3,9 @@
     tokens:  … dropped … | window: the last few tokens, decoded again with each new one |
     text:    … returned … | held: decoded, but may be the start of a stop string | unfinished bytes |
 
-The cost of a token does not grow with the answer. `tokenizers.decoders.DecodeStream` gives the same text at whole
-characters, but it cannot flush, and it keeps and decodes again all tokens since the last whole character: its cost is
-quadratic for answers of broken bytes or special tokens.
+The cost of a token does not grow with the answer, and several that are added together are decoded once.
+`tokenizers.decoders.DecodeStream` gives the same text at whole characters, but it cannot flush, and it keeps and
+decodes again all tokens since the last whole character: quadratic for answers of broken bytes or special tokens.
 """
 
 from __future__ import annotations
@@ -60,15 +60,18 @@ class Detokenizer:
         self._decoded = 0  # characters of the window's text that were released or held
         self._held = ""
 
-    def add(self, token_id: int) -> tuple[str, bool]:
-        """Returns the text that a token completes, possibly empty, and whether a stop string ended the answer."""
-        self._window.append(token_id)
-        self._spared_tokens -= 1
+    def add(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """Returns the text that tokens complete, possibly empty, and whether a stop string ended the answer.
+
+        token_ids: one token at a time where there are stop strings, so that the answer ends with the right one.
+        """
+        self._window.extend(token_ids)
+        self._spared_tokens -= len(token_ids)
         text = self._tokenizer.decode(self._window)
         settled = len(text) - _unfinished(text)
         fresh = text[self._decoded : settled]
         self._decoded = settled
-        if len(self._window) == 2 * WINDOW_TOKENS:
+        if len(self._window) >= 2 * WINDOW_TOKENS:
             self._shorten_window(text)
         return self._release(fresh)
 
@@ -81,9 +84,9 @@ class Detokenizer:
         return text + rest
 
     def _shorten_window(self, text: str) -> None:
-        """Drops the window's older half. Its first character may now decode as broken, but was released before."""
+        """Drops older tokens. The window's first character may now decode as broken, but was released before."""
         pending = len(text) - self._decoded
-        self._window = self._window[WINDOW_TOKENS:]
+        self._window = self._window[-WINDOW_TOKENS:]
         self._decoded = len(self._tokenizer.decode(self._window)) - pending
 
     def _release(self, fresh: str) -> tuple[str, bool]:

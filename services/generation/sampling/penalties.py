@@ -48,29 +48,13 @@ class Penalties:
         self.counts[place] += 1
 
 
-def penalise(scores: Tensor, penalties: Mapping[int, Penalties], unread: Mapping[int, Tensor] = {}) -> None:
-    """Applies penalties, by row, to scores, float32 [B, V], in place. Only affected tokens are read and written.
-
-    unread: of rows whose last token is still on the device, and not counted by their penalties, that token, int64 [].
-    """
+def penalise(scores: Tensor, penalties: Mapping[int, Penalties]) -> None:
+    """Applies penalties, by row, to scores, float32 [B, V], in place. Only affected tokens are read and written."""
     sizes = [one.counts.size for one in penalties.values()]
     at = to_device(np.array(list(penalties), np.int64), scores.device)
     rows = to_device(np.repeat(np.array(list(penalties), np.int64), sizes), scores.device)
     token_ids = to_device(np.concatenate([one.token_ids for one in penalties.values()]), scores.device)
     counts = to_device(np.concatenate([one.counts for one in penalties.values()]), scores.device)
-    late = [row for row in penalties if row in unread]
-    if late:
-        latest = torch.stack([unread[row] for row in late])
-        late_rows = to_device(np.array(late, np.int64), scores.device)
-        again = (
-            token_ids == torch.full_like(scores[:, 0], -1, dtype=torch.int64).index_copy_(0, late_rows, latest)[rows]
-        )
-        counts = counts + again
-        # Of tokens that were counted before, both entries write the same value.
-        total = torch.zeros_like(scores[:, 0]).index_add_(0, rows, counts * again)[late_rows].clamp(min=1)
-        rows, token_ids, counts = (
-            torch.cat(pair) for pair in ((rows, late_rows), (token_ids, latest), (counts, total))
-        )
 
     def strength(name: str) -> Tensor:
         values = to_device(np.array([getattr(one, name) for one in penalties.values()], np.float32), scores.device)

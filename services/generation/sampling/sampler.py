@@ -2,17 +2,18 @@
 
 The rules and their order are those of transformers' logits processors: the bias of the request (`bias.py`), on raw
 logits as `SequenceBiasLogitsProcessor`; penalties (`penalties.py`); tokens that the answer must not have next
-(`banned.py`); the tokens that a grammar allows (`structured.py`); then, unless greedy, temperature, top-k, top-p and
-min-p. Truncation keeps or drops tied tokens together. Each rule is computed only for the rows that use it. A token is
-drawn by inverting the cumulative distribution at one number of the request's own generator, so an answer depends on its
-seed and not on the batch. Log-probabilities are those of raw logits. This module knows neither requests nor the model.
+(`banned.py`); the tokens that a grammar allows (`structured.py`); then, unless greedy, temperature, top-k and top-p
+(`truncation.py`), and min-p. Truncation keeps or drops tied tokens together. Each rule is computed only for the rows
+that use it. A token is drawn by inverting the cumulative distribution at one number of the request's own generator, so
+an answer depends on its seed and not on the batch. Log-probabilities are those of raw logits. This module knows neither
+requests nor the model.
 Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,11 +25,9 @@ from common.contract.plan import Int32Array
 from services.generation.sampling.banned import Banned, Spelling
 from services.generation.sampling.bias import Bias, add_bias
 from services.generation.sampling.penalties import Penalties, penalise
-from services.generation.sampling.structured import DocumentState, Grammar
+from services.generation.sampling.structured import DocumentState, Grammar, forbid
+from services.generation.sampling.truncation import floors
 from services.generation.to_device import ToHost, to_device
-
-# On a CPU the nucleus of top-p is searched among this many most likely tokens first: sorting all of them is slow.
-_NUCLEUS = 1024
 
 # The bias that forbids a token, as OpenAI's API defines it.
 _FORBIDDING = -100
@@ -114,15 +113,13 @@ class SamplingState:
         )
         self.document = DocumentState(params.grammar) if params.grammar else None
         self._generator = torch.Generator().manual_seed(params.seed)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the most likely token by the raw logits is chosen."""
-        rules = (self.bias, self.penalties, self.banned, self.document)
-        return self.params.greedy and not any(rule is not None for rule in rules)
+        self._free = all(rule is None for rule in (self.bias, self.penalties, self.banned, self.document))
+        self.plain = params.greedy and self._free  # whether the most likely token by the raw logits is chosen
 
     def add(self, token_id: int) -> None:
         """Counts a token of the answer."""
+        if self._free:
+            return
         if self.penalties:
             self.penalties.add(token_id)
         if self.banned:
@@ -191,45 +188,46 @@ class Choice:
     token_ids: int64 [B], on the device. errors: by row, why the state could not take its token.
     """
 
-    def __init__(self, logits: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor] = {}) -> None:
+    def __init__(self, logits: Tensor, states: Sequence[SamplingState | None]) -> None:
         """Samples without waiting for the device. Draws a number for each random row.
 
-        logits: [B, V], any float dtype, one row for each state; not changed.
-        unread: of rows whose last token is a choice that was not read, that token, int64 []. Grammars exclude them.
+        logits: [B, V], any float dtype; not changed.
+        states: one for each row, with all tokens before this one; None for a row whose answer has ended meanwhile.
         """
         scores = logits.float()
-        self._states = states
+        self._states = {row: state for row, state in enumerate(states) if state}
         self.errors: dict[int, Exception] = {}
         # Before the draws: what may lack memory must not fail after them, or a second try would draw other numbers.
-        self._with_logprobs = [row for row, state in enumerate(states) if state.params.logprobs]
-        if self._with_logprobs:
-            at_logprobs = _indices(self._with_logprobs, scores)
+        self._tops = {row: state.params.top_logprobs for row, state in self._states.items() if state.params.logprobs}
+        if self._tops:
+            at_logprobs = _indices([*self._tops], scores)
             logprobs = scores[at_logprobs].log_softmax(dim=-1)
-            tops = _most_likely(logprobs, max(states[row].params.top_logprobs for row in self._with_logprobs))
+            tops = _most_likely(logprobs, max(self._tops.values()))
         self.token_ids = scores.argmax(dim=-1)
-        rows = [row for row, state in enumerate(states) if not state.plain]
-        if rows:
-            at = _indices(rows, scores)
-            late = {place: unread[row] for place, row in enumerate(rows) if row in unread}
-            self.token_ids[at] = _choose(scores[at], [states[row] for row in rows], late)
+        ruled = {row: state for row, state in self._states.items() if not state.plain}
+        if ruled:
+            at = _indices([*ruled], scores)
+            self.token_ids[at] = _choose(scores[at], [*ruled.values()])
         results = [self.token_ids]
-        if self._with_logprobs:
+        if self._tops:
             results += [logprobs.gather(-1, self.token_ids[at_logprobs][:, None])[:, 0], *tops]
         self._results = ToHost(results)
 
     def read(self) -> list[SampledToken]:
-        """The tokens. Waits for the device, and updates the states; failures are in `errors`."""
+        """The tokens, of no meaning in rows without a state.
+
+        Waits for the device, and updates the states; failures are in `errors`.
+        """
         token_ids, *logprobs = (each.tolist() for each in self._results.wait())
         sampled = list(map(SampledToken, token_ids))
-        for row, (token_id, state) in enumerate(zip(token_ids, self._states, strict=True)):
+        for row, state in self._states.items():
             try:
-                state.add(token_id)
+                state.add(token_ids[row])
             except Exception as error:
                 self.errors[row] = error
         if logprobs:
-            for row, logprob, ids, values in zip(self._with_logprobs, *logprobs, strict=True):
-                tops = self._states[row].params.top_logprobs
-                top = tuple(zip(ids[:tops], values[:tops], strict=True))
+            for (row, count), logprob, ids, values in zip(self._tops.items(), *logprobs, strict=True):
+                top = tuple(zip(ids[:count], values[:count], strict=True))
                 sampled[row] = SampledToken(token_ids[row], logprob, top)
         return sampled
 
@@ -242,63 +240,26 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # Shifting the maximum to 0 first keeps it finite at any temperature.
     best = scores.amax(dim=-1, keepdim=True)
     coldest = torch.finfo(torch.float32).tiny
-    scores = (scores - best) / _column([max(each.temperature, coldest) for each in params], scores)
-    floors = torch.full_like(best, -torch.inf)  # tokens below the floor of their row are dropped
-    rows = [row for row, each in enumerate(params) if each.top_p < 1 or 0 < each.top_k < scores.shape[-1]]
-    if rows:
-        at = _indices(rows, scores)
-        # Searching again costs a wait for the device: CUDA ranks all tokens at once.
-        most = max(params[row].top_k for row in rows)
-        if any(params[row].top_p < 1 and not params[row].top_k for row in rows):
-            most = scores.shape[-1] if scores.is_cuda else max(_NUCLEUS, most)
-        among = most
-        floors[at] = _floors(scores[at], [params[row] for row in rows], among)
+    scores = (scores - best).div_(_column([max(each.temperature, coldest) for each in params], scores))
+    lowest = floors(scores, [each.top_k for each in params], [each.top_p for each in params])
     min_ps = _column([math.log(each.min_p) if each.min_p else -math.inf for each in params], scores)
-    return scores.masked_fill(scores < floors.maximum(min_ps), -torch.inf)
+    return scores.masked_fill_(scores < lowest.maximum(min_ps), -torch.inf)
 
 
-def _floors(scores: Tensor, params: Sequence[SamplingParams], among: int) -> Tensor:
-    """The lowest score that top-k and then top-p keep, float32 [B, 1], from one ranking of each row.
-
-    scores: [B, V], maximum 0. among: how many of the most likely tokens are ranked, at least every top-k; rows without
-    top-k and with a larger nucleus are ranked again among more. Sums are float64, so that a draw does not depend on the
-    batch.
-    """
-    size = scores.shape[-1]
-    among = min(among, size)
-    ranked = scores.topk(among, dim=-1).values  # [B, among]
-    places = to_device(np.array([(each.top_k or size) - 1 for each in params], np.int64), scores.device)[:, None]
-    least = ranked.gather(-1, places.clamp(max=among - 1)).masked_fill(places >= size - 1, -torch.inf)
-    kept = scores.masked_fill(scores < least, -torch.inf)
-    shares = _column([each.top_p for each in params], scores, np.float64)
-    wanted = shares * kept.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    held = ranked.masked_fill(ranked < least, -torch.inf).exp().cumsum(dim=-1, dtype=torch.float64)
-    last = (held < wanted).sum(dim=-1, keepdim=True)
-    nucleus = ranked.gather(-1, last.clamp(max=among - 1))
-    whole = _column([each.top_p >= 1 for each in params], scores, np.bool_)
-    beyond = ((last == among) & ~whole & (places == size - 1))[:, 0]  # a top-k is within the ranking
-    if among < size and beyond.any():
-        again = [each for each, wider in zip(params, beyond.tolist(), strict=True) if wider]
-        nucleus[beyond] = _floors(scores[beyond], again, 8 * among)
-    return least.maximum(nucleus.masked_fill(whole, -torch.inf))
-
-
-def _choose(scores: Tensor, states: Sequence[SamplingState], unread: Mapping[int, Tensor]) -> Tensor:
+def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     """One token for each row, by its rules and at random. scores: float32 [B, V], changed. Returns int64 [B]."""
     biases = {row: state.bias for row, state in enumerate(states) if state.bias}
     if biases:
         add_bias(scores, biases)
     penalties = {row: state.penalties for row, state in enumerate(states) if state.penalties}
     if penalties:
-        penalise(scores, penalties, unread)
-    banned = {row: state.banned.bias(row in unread) for row, state in enumerate(states) if state.banned}
+        penalise(scores, penalties)
+    banned = {row: state.banned.bias() for row, state in enumerate(states) if state.banned}
     if banned:
-        add_bias(scores, banned, unread)
+        add_bias(scores, banned)
     documents = {row: state.document for row, state in enumerate(states) if state.document}
     if documents:
-        allowed = np.stack([document.allowed() for document in documents.values()])
-        at = _indices(list(documents), scores)
-        scores[at] = scores[at].masked_fill(~to_device(allowed, scores.device), -torch.inf)
+        forbid(scores, documents)
     token_ids = scores.argmax(dim=-1)
     drawn = [row for row, state in enumerate(states) if not state.params.greedy]
     if drawn:

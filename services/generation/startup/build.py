@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import structlog
 import torch
@@ -13,6 +14,7 @@ from common.contract.errors import StartupError
 from services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
 from services.generation.families import load_language_model
 from services.generation.families.quantised import is_quantised
+from services.generation.model.experts import rows_without_wait
 from services.generation.model.graphs import CudaCapture
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner, Workers
@@ -35,12 +37,26 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Of one step: its tokens, and the sequences that run."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+# By default, and for devices of so many bytes.
+SMALL, LARGE = StepLimits(2048, 64), StepLimits(8192, 256)
+LARGE_FROM_BYTES = 40 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
 class Built:
     """blocks: size of the KV cache; limit_tokens: maximum length of a prompt with its answer."""
 
     runner: Runner
     blocks: int
     limit_tokens: int
+    limits: StepLimits
 
 
 def build(
@@ -53,27 +69,42 @@ def build(
 
     group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
     """
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise StartupError(
-            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs "
-            f"{settings.max_num_seqs}: a step computes a token of each sequence that decodes"
-        )
     device = device_of(settings, group.rank if group else 0)
+    limits = step_limits(settings, device, group)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
     model = load_language_model(checkpoint, _dtype(settings, checkpoint, device), device, group)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
-    blocks = -(-_cache_tokens(settings, model, group) // BLOCK_TOKENS)
+    blocks = -(-_cache_tokens(settings, limits, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, workers)
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
-        captured = _capture(runner, settings, limit_tokens)
-        if group and not group.least(int(captured)):  # all ranks replay a step, or none does
-            runner.decode_eagerly()
-    return Built(runner, blocks, limit_tokens)
+        _capture(runner, limits.max_num_seqs * (1 + settings.speculative_tokens), limit_tokens, group)
+    return Built(runner, blocks, limit_tokens, limits)
+
+
+def step_limits(settings: GenerationSettings, device: torch.device, group: Group | None = None) -> StepLimits:
+    """Those that are set, else by the memory of the smallest device. Raises StartupError if they contradict."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    if group:
+        memory = group.least(memory)
+    default = LARGE if memory >= LARGE_FROM_BYTES else SMALL
+    tokens, requests = settings.max_num_batched_tokens, settings.max_num_seqs
+    if tokens is None:
+        tokens = max(default.max_num_batched_tokens, requests or 0)
+    if requests is None:
+        requests = min(default.max_num_seqs, tokens)
+    if tokens < requests:
+        raise StartupError(
+            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step computes a token of each "
+            f"sequence that decodes"
+        )
+    limits = StepLimits(tokens, requests)
+    log.info("limits of a step", **asdict(limits), device_bytes=memory or None)
+    return limits
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
@@ -105,31 +136,34 @@ def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
     return device
 
 
-def _cache_tokens(settings: GenerationSettings, model: LanguageModel, group: Group | None) -> int:
+def _cache_tokens(settings: GenerationSettings, limits: StepLimits, model: LanguageModel, group: Group | None) -> int:
     """Size of the KV cache: the setting, else what fits. Raises StartupError if no prompt fits."""
     if settings.kv_cache_tokens is not None:
         return settings.kv_cache_tokens
     if model.device.type != "cuda":
         return CPU_CACHE_TOKENS
-    return fitting_tokens(settings, model, group, CudaMemory(model.device), _capture)
+    return fitting_tokens(settings, limits, model, group, CudaMemory(model.device), partial(_capture, group=group))
 
 
 def fitting_tokens(
     settings: GenerationSettings,
+    limits: StepLimits,
     model: LanguageModel,
     group: Group | None,
     memory: Memory,
-    capture: Callable[[Runner, GenerationSettings, int], object],
+    capture: Callable[[Runner, int, int], object],
 ) -> int:
     """The number of tokens, in whole blocks, whose keys and values fit on the device of every rank.
 
-    capture: captures a runner's decode steps for sequences of up to the given number of tokens.
+    capture: captures a runner's decode steps of up to the given number of rows, for sequences of up to the given number
+        of tokens.
     Raises StartupError, with the measured sizes, if not even one prompt fits.
     """
     longest = min(model.context_tokens, settings.max_model_len or model.context_tokens)
     context = min(longest, settings.max_model_len or UNLIMITED_CONTEXT_TOKENS)
-    rows, requests = settings.max_num_batched_tokens, settings.max_num_seqs
-    sampled = min(rows, requests * (1 + settings.speculative_tokens))
+    rows, requests = limits.max_num_batched_tokens, limits.max_num_seqs
+    decoded = requests * (1 + settings.speculative_tokens)
+    sampled = min(rows, decoded)
     sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
     try:
         needs = measure(
@@ -137,7 +171,7 @@ def fitting_tokens(
             BLOCK_TOKENS,
             sizes,
             memory,
-            lambda each: capture(each, settings, longest),
+            lambda each: capture(each, decoded, longest),
         )
     except torch.OutOfMemoryError as error:
         raise StartupError(
@@ -165,8 +199,15 @@ def fitting_tokens(
     return tokens
 
 
-def _capture(runner: Runner, settings: GenerationSettings, most_tokens: int) -> bool:
-    return runner.capture_decoding(settings.max_num_seqs, most_tokens, CudaCapture(runner.model.device))
+def _capture(runner: Runner, most_rows: int, most_tokens: int, group: Group | None) -> None:
+    """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step."""
+    if group and not group.least(int(runner.captures)):
+        return
+    rows = rows_without_wait(runner.model.text, most_rows)
+    captured = runner.capture_decoding(rows, most_tokens, CudaCapture(runner.model.device))
+    if group:
+        remedy = "if memory is short on its device, lower --max-num-seqs or --gpu-memory-fraction"
+        group.end_unless_alike(captured, "capturing decode steps as graphs", remedy)
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:

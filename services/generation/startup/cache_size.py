@@ -23,11 +23,12 @@ from services.generation.model.attention.sdpa import MOST_GATHERED_TOKENS
 from services.generation.model.language_model import LanguageModel
 from services.generation.model.runner import Runner
 from services.generation.request.batch import Context, Packed, slots_of
+from services.generation.sampling.params import MAX_TOP_LOGPROBS
 from services.generation.sampling.sampler import SamplingParams, SamplingState, sample
 
-# Everything that a request may ask of the sampler at the same time.
+# What needs the most memory: a nucleus that is searched for in the whole vocabulary, beside log-probabilities.
 _SAMPLING = SamplingParams(
-    1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1, logprobs=True, top_logprobs=5
+    1, temperature=1.0, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS
 )
 
 
@@ -152,8 +153,9 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     )
     shape = (1 + model.embed_levels, rows, model.hidden_size)
     logits = runner.compute(packed, torch.zeros(shape, dtype=model.dtype, device=model.device))
-    prompt = np.zeros(1, np.int32)
-    sample(logits[: sizes.requests], [SamplingState(_SAMPLING, prompt) for _ in logits[: sizes.requests]])
+    # Among those of draft tokens, rows are copied.
+    sampled = logits[: sizes.requests].clone() if sizes.sampled > sizes.requests else logits
+    sample(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled])
 
 
 def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -72,20 +72,19 @@ class DataParallelTower:
         self.rank_failure = rank_failure
         self.budget_tokens = most_tokens * count  # of a forward of all ranks
         self._others = others
-        self._count = count
+        self.count = count
         self._exchange = exchange
         self._packing = packing_of(own, most_tokens)
 
     @property
     def packing(self) -> PackingLimit:
         """What fills a forward of every rank."""
-        one = self._packing.largest
-        largest = Size(one.tokens * self._count, one.slices * self._count, one.windows * self._count)
+        largest = Size(*(each * self.count for each in astuple(self._packing.largest)))
         return PackingLimit(largest, self._packing.size_of)
 
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
-        if self._count == 1:
+        if self.count == 1:
             return self.own.encode(slices)
         if self.rank_failure.cause is None:
             try:
@@ -102,7 +101,7 @@ class DataParallelTower:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
         costs = [self.own.cost(frames.shape) for frames in slices]
         # Each share in the order of the slices, where slices of equal size are neighbours.
-        mine, *theirs = [sorted(share) for share in assign(costs, self._count).shares]
+        mine, *theirs = [sorted(share) for share in assign(costs, self.count).shares]
         shares = [
             self._share(rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices))
             for rank, indices in enumerate(theirs, start=1)
@@ -148,7 +147,7 @@ class DataParallelTower:
 def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
     """What one forward of the tower may hold, at most `most_tokens` tokens."""
     return tower.packing or PackingLimit(
-        token_limit(most_tokens), lambda frames: Size(tower.patches.load(frames), 1, 0)
+        token_limit(most_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
-from services.generation.model.attention.flash_infer import FlashInferCache, find_kernels
+from services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
 from services.generation.model.attention.sdpa import SdpaCache
 from services.generation.model.attention.varlen import VarlenCache, find_kernel
 
@@ -40,8 +40,9 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
         log.info("attention", cache="varlen", kernel=kernel.name, device=str(like.device))
         return VarlenCache(sizes, like, kernel.attend)
     if like.device.type == "cuda":
+        why = _reason(sizes, like)
         log.warning(
-            f"attention copies whole contexts in every step, and decode steps run without graphs: {_remedy(like)}",
+            f"attention copies whole contexts in every step, and decode steps run without graphs: {why}",
             device=str(like.device),
             dtype=str(like.dtype),
         )
@@ -50,10 +51,10 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
     return SdpaCache(sizes, like)
 
 
-def _remedy(like: Tensor) -> str:
-    """How to get a kernel that reads blocks in place."""
-    if like.dtype == torch.float32:
-        return "no kernel computes in float32, set --dtype bfloat16"
+def _reason(sizes: CacheSizes, like: Tensor) -> str:
+    """Why there is no kernel that reads blocks in place, and what helps if anything does."""
+    if why := lacking(sizes, like):
+        return why
     if importlib.util.find_spec("flashinfer") is None:
         return "install FlashInfer, pip install framesieve[cuda]"
     return "see why FlashInfer does not work above"

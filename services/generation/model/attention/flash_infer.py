@@ -4,6 +4,19 @@
     decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
                     before each replay
 
+What it has kernels for, of what is used here (flashinfer 0.7.2, below flashinfer/):
+
+    device          compute capability 8.0 on             bfloat16 on tensor cores
+    queries         bfloat16, float16                     data/include/flashinfer/attention/prefill.cuh, hopper/
+    keys, values    the queries' dtype; e4m3 by FA2       utils.py, is_fa3_backend_supported
+    head size       64, 128, 256                          utils.py, is_fa3_prefill_head_dim_supported; FA2: prefill.cuh
+                                                          reads rows in swizzled pieces of 64, utils.cuh merges the
+                                                          results of split contexts (DISPATCH_HEAD_DIM)
+    heads a KV head any on tensor cores, else 1, 2, 3 …   data/include/flashinfer/utils.cuh, DISPATCH_GQA_GROUP_SIZE
+    page size       any
+
+Anything else would fail only after minutes of compiling, at each start, so it is refused before FlashInfer is imported.
+
 A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait: our arrays from pinned memory
 of their own, the wrapper's from memory that it has pinned once. So each kernel waits for its own last copy before it
 plans again; those of eager steps take turns.
@@ -35,8 +48,12 @@ from services.generation.to_device import pinned_for, to_device
 LEAST_WORKSPACE_BYTES = 128 * 2**20
 _TILE_ROWS = 128
 _TILES_A_MULTIPROCESSOR = 2
-# From so many query heads for each KV head on, decoding is faster on tensor cores.
+# From so many query heads for each KV head on, decoding is faster on tensor cores; without, 5, 7 and others would fail.
 TENSOR_CORES_FROM = 4
+# The table above.
+LEAST_CAPABILITY = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256)
 # Kernels that plan eager steps.
 TURNS = 2
 # Of prefill: FlashInfer's own choice, and what runs on every card.
@@ -223,11 +240,23 @@ def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
     return max(LEAST_WORKSPACE_BYTES, split + 2**24)
 
 
+def lacking(sizes: CacheSizes, like: Tensor) -> str | None:
+    """Why FlashInfer has no kernels for a model on a CUDA device; None if it has."""
+    if like.dtype not in DTYPES:
+        return f"no kernel computes in {str(like.dtype).removeprefix('torch.')}, set --dtype bfloat16"
+    if sizes.head_dim not in HEAD_DIMS:
+        return (
+            f"FlashInfer has kernels for heads of {', '.join(map(str, HEAD_DIMS))}, this model's have {sizes.head_dim}"
+        )
+    capability = torch.cuda.get_device_capability(like.device)
+    if capability < LEAST_CAPABILITY:
+        return f"FlashInfer is used from compute capability 8.0 on, this device has {'.'.join(map(str, capability))}"
+    return None
+
+
 def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
     """FlashInfer's kernels, if they pass `check_kernels` on this device for this model."""
-    if like.device.type != "cuda" or like.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if importlib.util.find_spec("flashinfer") is None:
+    if like.device.type != "cuda" or lacking(sizes, like) or importlib.util.find_spec("flashinfer") is None:
         return None
     num_multiprocessors = torch.cuda.get_device_properties(like.device).multi_processor_count
     for backend in BACKENDS:

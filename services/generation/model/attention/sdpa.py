@@ -225,7 +225,7 @@ def _of_like_size(sizes: Int64Array) -> Iterator[Int64Array]:
 
 def _longest_run(context: Context, block_tokens: int) -> slice:
     """The longest range of a sequence's tokens whose blocks are adjacent."""
-    blocks = np.array(context.blocks)
+    blocks = np.asarray(context.blocks)
     borders = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), blocks.size]
     first, last = max(pairwise(borders), key=lambda run: run[1] - run[0])
     return slice(first * block_tokens, min(last * block_tokens, context.end))
@@ -239,17 +239,17 @@ def _slots_around(context: Context, run: slice, block_tokens: int) -> Int64Array
 
 def _in_cache(context: Context, run: slice, block_tokens: int) -> slice:
     """The slots of a run of tokens whose blocks are adjacent."""
-    first = context.blocks[run.start // block_tokens] * block_tokens
+    first = int(context.blocks[run.start // block_tokens]) * block_tokens
     return slice(first, first + run.stop - run.start)
 
 
 def _slots(cache: SdpaCache, context: Context) -> Slots:
     """The slots of all tokens of a sequence, in order."""
-    blocks = context.blocks
-    first = blocks[0]
-    if blocks == list(range(first, first + len(blocks))):
-        return slice(first * cache.sizes.block_tokens, first * cache.sizes.block_tokens + context.end)
-    slots = slots_of(blocks, 0, context.end, cache.sizes.block_tokens)
+    block_tokens = cache.sizes.block_tokens
+    run = _longest_run(context, block_tokens)
+    if run == slice(0, context.end):
+        return _in_cache(context, run, block_tokens)
+    slots = slots_of(context.blocks, 0, context.end, block_tokens)
     return to_device(slots, cache.keys[0].device)[None]
 
 

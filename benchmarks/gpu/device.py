@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Self
 
@@ -60,6 +59,23 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = _RE
     return median(taken)
 
 
+class Moment:
+    """When the device has computed what it was given until now; on the CPU, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._now_s = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def until(self, later: Moment) -> float:
+        """Seconds to a later moment, which the device must have reached."""
+        if self._event is not None and later._event is not None:
+            return float(self._event.elapsed_time(later._event)) / 1e3
+        return later._now_s - self._now_s
+
+
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -83,10 +99,10 @@ def about(device: torch.device) -> str:
     )
 
 
-def results_file(device: torch.device) -> Path:
-    """Where the results of a card are kept."""
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-").replace("/", "-")
-    return Path(__file__).parent / f"gpu-{name}.md"
+def card(device: torch.device) -> str:
+    """Its name as a part of a file's."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name.lower().replace(" ", "-").replace("/", "-")
 
 
 def _driver() -> str:

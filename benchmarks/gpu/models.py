@@ -1,15 +1,17 @@
-"""The checkpoints of the GPU benchmark, with random weights drawn on the device."""
+"""The models of the GPU benchmark, in published layouts, with random weights drawn on the device."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLForConditionalGeneration,
@@ -19,6 +21,8 @@ from transformers import (
 
 from common.contract.plan import Grid
 from demo.checkpoint import TINY, Shape, make_config, make_tokenizer, randomise, save_checkpoint
+from services.generation.families.text_model import assemble, fill, make_text
+from services.generation.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +36,34 @@ class DeepStack:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A checkpoint and the sizes to measure it with.
+    """A model and the sizes to measure it with.
 
     vocabulary: None: the tokenizer's. deepstack: None: the layout is Qwen2.5-VL's, otherwise Qwen3-VL's.
-    grids: videos for the tower; the first is short, the forwards of the second match no token budget exactly.
-    prompts: numbers of tokens to prefill. sequences: of decode steps, each with a prompt of context_tokens.
+    law: the layout that is compared with float32 on the CPU, over prompts of so many tokens of text and with videos at
+        so many pruning rates, in chunks.
+    grids: videos for the tower. budgets: tokens of the largest forwards that graphs are captured for.
+    prompts: numbers of tokens to prefill, in each of `chunks`. contexts: of decode steps of each of `sequences`.
+    requests_per_s: arrivals, for arrivals_s seconds each.
     clients: of the whole stack, which ask about clips of clip_s seconds.
     side: of the square matrices whose product measures peak arithmetic.
-    blocks: of the engine's KV cache.
+    blocks: of the engine's KV cache on the CPU; on CUDA it fills the memory.
     """
 
     shape: Shape
     vocabulary: int | None
     deepstack: DeepStack | None
+    law: Shape
+    law_prompts: tuple[int, ...]
+    law_rates: tuple[float, ...]
+    law_chunk: int
     grids: tuple[Grid, ...]
+    budgets: tuple[int, ...]
     prompts: tuple[int, ...]
+    chunks: tuple[int, ...]
     sequences: tuple[int, ...]
-    context_tokens: int
+    contexts: tuple[int, ...]
+    requests_per_s: tuple[float, ...]
+    arrivals_s: float
     clients: tuple[int, ...]
     clip_s: int
     side: int
@@ -57,39 +72,49 @@ class Target:
 
 
 # Sizes of Qwen/Qwen2.5-VL-7B-Instruct, from its config.json.
+_QWEN2_5_VL_7B_SHAPE = Shape(
+    merges=320,
+    hidden=3584,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    intermediate=18944,
+    mrope_section=(16, 24, 24),
+    rope_theta=1e6,
+    tie_word_embeddings=False,
+    tower_hidden=1280,
+    tower_depth=32,
+    tower_heads=16,
+    tower_intermediate=3420,
+    window_px=112,
+    full_attention_blocks=(7, 15, 23, 31),
+    min_pixels=56 * 56,
+    max_pixels=448 * 448,
+    init_range=0.02,
+    context_tokens=128_000,
+)
 _QWEN2_5_VL_7B = Target(
-    Shape(
-        merges=320,
-        hidden=3584,
-        layers=28,
-        heads=28,
-        kv_heads=4,
-        intermediate=18944,
-        mrope_section=(16, 24, 24),
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        tower_hidden=1280,
-        tower_depth=32,
-        tower_heads=16,
-        tower_intermediate=3420,
-        window_px=112,
-        full_attention_blocks=(7, 15, 23, 31),
-        min_pixels=56 * 56,
-        max_pixels=448 * 448,
-        init_range=0.02,
-        context_tokens=128_000,
-    ),
+    _QWEN2_5_VL_7B_SHAPE,
     vocabulary=152_064,
     deepstack=None,
-    grids=(Grid(8, 8, 8), Grid(6, 9, 11), Grid(8, 16, 16)),
+    # Its layers with a smaller product inside, which the CPU computes in float32.
+    law=replace(_QWEN2_5_VL_7B_SHAPE, layers=2, intermediate=4096, tower_depth=2, full_attention_blocks=(1,)),
+    law_prompts=(1, 5, 16, 17, 100, 255, 256, 600),
+    law_rates=(0.0, 0.75),
+    law_chunk=256,
+    grids=(Grid(16, 24, 30), Grid(8, 8, 8), Grid(6, 9, 11)),
+    budgets=(2048, 16384),
     prompts=(2048, 4096, 8192, 16384, 32768),
-    sequences=(1, 2, 4, 8, 16, 32, 64, 128),
-    context_tokens=1024,
+    chunks=(2048, 8192),
+    sequences=(1, 4, 16, 64, 128, 256),
+    contexts=(1024, 8192),
+    requests_per_s=(2, 8),
+    arrivals_s=20,
     clients=(1, 8, 64),
     clip_s=16,
     side=8192,
     copied_bytes=2**32,
-    blocks=10240,
+    blocks=0,
 )
 # Sizes of Qwen/Qwen3-VL-8B-Instruct, from its config.json; its tower has no windows.
 _QWEN3_VL_8B = replace(
@@ -120,10 +145,18 @@ _TINY = Target(
     replace(TINY, context_tokens=4096),
     vocabulary=None,
     deepstack=None,
+    law=replace(TINY, layers=2),
+    law_prompts=(1, 17, 40),
+    law_rates=(0.9,),
+    law_chunk=32,
     grids=(Grid(2, 4, 4), Grid(2, 3, 5)),
+    budgets=(32,),
     prompts=(64, 256),
+    chunks=(64,),
     sequences=(1, 4),
-    context_tokens=32,
+    contexts=(32,),
+    requests_per_s=(20,),
+    arrivals_s=0.2,
     clients=(1, 4),
     clip_s=2,
     side=256,
@@ -172,18 +205,32 @@ _TOKEN_NAMES = ("image_token_id", "video_token_id", "vision_start_token_id", "vi
 
 
 @contextmanager
-def written(target: Target, device: torch.device, dtype: torch.dtype) -> Iterator[Path]:
-    """A temporary folder with the target's checkpoint."""
+def written(whole: Any, shape: Shape) -> Iterator[Path]:
+    """A temporary folder with the checkpoint of transformers' model of a shape."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(target.shape)
-        config, model_class = layout(target, tokenizer)
-        config.dtype = dtype
-        with torch.device(device):
-            model = model_class._from_config(config, dtype=dtype)
-            randomise(model, target.shape.init_range, seed=0)
-        save_checkpoint(Path(folder), model, tokenizer, target.shape)
-        del model
+        save_checkpoint(Path(folder), whole, make_tokenizer(shape), shape)
         yield Path(folder)
+
+
+def drawn(target: Target, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' model of the target."""
+    config, model_class = layout(target, make_tokenizer(target.shape))
+    config.dtype = dtype
+    with torch.device(device):
+        model = model_class._from_config(config, dtype=dtype)
+        randomise(model, target.shape.init_range, seed=0)
+    return model.eval()
+
+
+def language_model(whole: Any) -> LanguageModel:
+    """The engine's model with the weights of transformers', of which it keeps copies only where it rearranges them."""
+    theirs, config = whole.model.language_model, deepcopy(whole.config)
+    text = make_text(type(theirs), type(theirs.rotary_emb), config.text_config, whole.device)
+    fill(text, theirs.state_dict(), "")
+    with torch.device("meta"):
+        lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+    fill(lm_head, whole.lm_head.state_dict(), "")
+    return assemble(config, text, lm_head, embed_levels=0)
 
 
 def layout(target: Target, tokenizer: PreTrainedTokenizerFast) -> tuple[Any, Any]:

@@ -1,0 +1,271 @@
+"""The engine on a device: decode and prefill against the roofline, arrivals, the longest kernels, and `generate`.
+
+Weights are drawn on the device, and prompts are text. The engine is stepped in this thread, so a step's time is all
+that the service's engine thread would take for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine_models import text_question
+from benchmarks.gpu.call import GENERATE, ROOFLINE, Call, Part
+from benchmarks.gpu.device import give_back, wait
+from benchmarks.gpu.generate import generate
+from benchmarks.gpu.models import drawn, language_model
+from benchmarks.gpu.stand_ins import capture_on, plain_kernels
+from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
+from benchmarks.operations import decode_operations, prefill_operations, weights
+from benchmarks.table import Row
+from demo.checkpoint import make_tokenizer
+from services.generation.sampling.sampler import SamplingParams
+
+# Of what is free beside the weights; the rest is for activations, graphs and the profiler.
+CACHE_FRACTION = 0.8
+STEPS = 32  # measured of each kind
+ROOM_TOKENS = 512  # of each answer: all steps until it is cancelled
+# Time that a step is expected to need on a card at most, so that what cannot be done in time is not begun.
+PREFILL_TOKENS_PER_S, STEP_S = 5000, 0.1
+SMALL_PROMPTS, SMALL_TOKENS, SMALL_NEW_TOKENS = 4, 64, 32
+# A greedy token may differ from another model's where that one's two best are closer than its logits are exact: by so
+# many units in the last of bfloat16's eight bits.
+UNITS, BFLOAT16_UNIT = 4, 2**-8
+LONGEST_KERNELS = 20
+PROFILED_STEPS = 8
+ARRIVAL_TOKENS, ARRIVAL_NEW_TOKENS = (0.25, 2.0), 128  # prompts of so many times the shorter context
+SAMPLED = SamplingParams(ROOM_TOKENS, 0.7, top_p=0.8, top_k=20)  # as Qwen3-VL's generation_config.json says
+
+
+def parts(call: Call) -> dict[str, Part]:
+    """In the order in which they are measured: what matters most comes first."""
+    engine = DrawnEngine(call)
+    short, *long = call.target.contexts
+    return {
+        "generate": engine.generate,
+        "decode": lambda: engine.decode((short,)),
+        "prefill": engine.prefill,
+        "kernels": engine.kernels,
+        "arrivals": engine.arrivals,
+        "long": lambda: engine.decode(long),
+    }
+
+
+class DrawnEngine:
+    """The engine over a model that is drawn on the device."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._target, self._device = call, call.target, call.device
+        self._peaks = call.peaks  # measured before the cache fills the memory
+        self._random = np.random.default_rng(0)
+        self._tokenizer: Any = make_tokenizer(call.target.shape).backend_tokenizer
+        self._whole: Any = None
+
+    @cached_property
+    def runner(self) -> TimedRunner:
+        """Its cache fills the device, and its decode steps are captured. Draws the weights."""
+        self._whole = drawn(self._target, self._device, self._call.dtype)
+        model, most = language_model(self._whole), max(self._target.sequences)
+        give_back(self._device)
+        blocks = self._target.blocks
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            blocks = int(CACHE_FRACTION * free / (model.token_bytes * BLOCK_TOKENS))
+        with plain_kernels(self._device):
+            runner = TimedRunner(model, blocks)
+        tokens = max(*self._target.contexts, *self._target.prompts) + ROOM_TOKENS
+        runner.capture_decoding(most, tokens, capture_on(self._device))  # rows say how many steps are replayed
+        return runner
+
+    def _engine(self, chunk_tokens: int) -> SteppedEngine:
+        overlap, most = self._device.type != "cpu", max(self._target.sequences)
+        return SteppedEngine(self.runner, self._tokenizer, chunk_tokens, most, overlap)
+
+    def _ask(self, engine: SteppedEngine, tokens: int, params: SamplingParams) -> Answer:
+        return engine.ask(text_question(tokens, self._random), params)
+
+    def generate(self) -> Iterator[Row]:
+        """Greedy tokens, and the time of a few short prompts, by the engine and by transformers, with equal weights."""
+        engine = self._engine(max(self._target.chunks))
+        questions = [text_question(SMALL_TOKENS, self._random) for _ in range(SMALL_PROMPTS)]
+        for _ in ("warm-up", "measured"):
+            engine = self._engine(max(self._target.chunks))  # whose prefix cache is empty
+            start_s = time.perf_counter()
+            answers = [engine.ask(each, SamplingParams(SMALL_NEW_TOKENS)) for each in questions]
+            engine.drain()
+            theirs = generate(self._whole, np.stack([each.plan.input_ids for each in questions]), SMALL_NEW_TOKENS)
+        alike, excusable = 0, 0
+        for row, answer in enumerate(answers):
+            pairs = zip(answer.token_ids, theirs.token_ids[row].tolist(), strict=True)
+            at = next((place for place, (one, other) in enumerate(pairs) if one != other), SMALL_NEW_TOKENS)
+            alike += at
+            if at < SMALL_NEW_TOKENS:
+                logits = theirs.logits[row, at]
+                margin = float(logits.max() - logits[answer.token_ids[at]])
+                excusable += margin <= UNITS * BFLOAT16_UNIT * float(logits.abs().max())
+            else:
+                excusable += 1
+        what = f"greedy answers to {SMALL_PROMPTS} × {SMALL_TOKENS} tokens"
+        note = f"{alike} of {SMALL_PROMPTS * SMALL_NEW_TOKENS} tokens before the first that differs"
+        yield Row(f"{what}: equal up to a tie", GENERATE, excusable, SMALL_PROMPTS, "answers", at_least=1, note=note)
+        first_s = median(each.times_s[0] - start_s for each in answers)
+        token_s = median(median(np.diff(each.times_s).tolist()) for each in answers)
+        yield Row(f"{what}: first token", GENERATE, first_s, theirs.first_token_s, "s")
+        yield Row(f"{what}: a token of each", GENERATE, token_s, theirs.token_s, "s")
+        self._whole = None
+
+    def decode(self, contexts: Sequence[int]) -> Iterator[Row]:
+        """Steps of one token of every sequence, more and more of them."""
+        capacity = self.runner.blocks * BLOCK_TOKENS
+        for context in contexts:
+            engine, running = self._engine(max(self._target.chunks)), list[Answer]()
+            for count in self._target.sequences:
+                what, more = f"decode of {count} × {context} tokens", count - len(running)
+                if count * (context + ROOM_TOKENS) > capacity:
+                    self._call.skip(what, f"the cache holds {capacity} tokens")
+                    continue
+                if not self._call.fits(what, more * context / PREFILL_TOKENS_PER_S + 2 * STEPS * STEP_S):
+                    continue
+                running += self._prefilled(engine, more, context, SamplingParams(ROOM_TOKENS))
+                yield from self._rows(what, count, context, engine.measure(STEPS))
+            engine.cancel(running)
+
+    def _prefilled(self, engine: SteppedEngine, count: int, context: int, params: SamplingParams) -> list[Answer]:
+        """New answers, once each has its first token."""
+        answers = [self._ask(engine, context, params) for _ in range(count)]
+        while not all(each.times_s for each in answers):
+            engine.step()
+        return answers
+
+    def _rows(self, what: str, count: int, context: int, steps: Steps) -> Iterator[Row]:
+        model = self.runner.model
+        size_bytes = weights(model) * self._call.dtype.itemsize + count * context * model.token_bytes
+        least_s = self._peaks.least_s(decode_operations(model, count, context), size_bytes)
+        note = f"idle {steps.idle:.1%} of the time, {steps.replayed:.0%} of steps replayed"
+        yield Row(what, ROOFLINE, count / steps.seconds, count / least_s, "tokens/s", note=note)
+        yield Row(f"{what}: on the device", "the step", steps.device_s, steps.seconds, "s")
+        yield Row(f"{what}: launch on the host", "the step", steps.launch_s, steps.seconds, "s")
+
+    def prefill(self) -> Iterator[Row]:
+        """One prompt up to its first token."""
+        model = self.runner.model
+        for chunk in self._target.chunks:
+            engine = self._engine(chunk)
+            for tokens in self._target.prompts:
+                what = f"prefill of {tokens} tokens in chunks of {chunk}"
+                if not self._call.fits(what, 3 * tokens / PREFILL_TOKENS_PER_S):
+                    continue
+                taken_s, device_s, launch_s = [], [], []
+                for _ in range(3):
+                    self.runner.launches.clear()
+                    answer = self._ask(engine, tokens, SamplingParams(1))
+                    engine.drain()
+                    wait(self._device)
+                    taken_s.append(answer.times_s[0] - answer.asked_s)
+                    device_s.append(sum(each.device_s for each in self.runner.launches))
+                    launch_s.append(sum(each.host_s for each in self.runner.launches))
+                seconds, computed_s, launched_s = (median(each[1:]) for each in (taken_s, device_s, launch_s))
+                size_bytes = weights(model) * self._call.dtype.itemsize + tokens * model.token_bytes
+                least_s = self._peaks.least_s(prefill_operations(model, tokens), size_bytes)
+                idle = f"idle {max(0, 1 - computed_s / seconds):.1%} of the time"
+                yield Row(what, ROOFLINE, tokens / seconds, tokens / least_s, "tokens/s", note=idle)
+                yield Row(f"{what}: on the device", "the prompt", computed_s, seconds, "s")
+                yield Row(f"{what}: launches on the host", "the prompt", launched_s, seconds, "s")
+
+    def kernels(self) -> Iterator[Row]:
+        """The longest kernels of steps that decode, and of steps that compute a prompt beside; and what drawing tokens
+        costs a step."""
+        chunk, context = min(self._target.chunks), min(self._target.contexts)
+        count = min(64, max(self._target.sequences))
+        if not self._call.fits("kernels", 2 * count * context / PREFILL_TOKENS_PER_S + 8 * STEPS * STEP_S):
+            return
+        engine = self._engine(chunk)
+        running = self._prefilled(engine, count, context, SamplingParams(ROOM_TOKENS))
+        greedy = engine.measure(STEPS)
+        yield from self._profiled(engine, f"decode of {count} × {context}")
+        self._ask(engine, (PROFILED_STEPS + 2) * chunk, SamplingParams(1))
+        yield from self._profiled(engine, f"decode of {count} × {context} beside a prompt")
+        engine.cancel(running)
+        running = self._prefilled(engine, count, context, SAMPLED)
+        drawn_s = engine.measure(STEPS).seconds
+        yield Row(f"a step of {count} tokens, drawn with top-k and top-p", "greedy", drawn_s, greedy.seconds, "s")
+        engine.cancel(running)
+
+    def _profiled(self, engine: SteppedEngine, what: str) -> Iterator[Row]:
+        on_cuda = self._device.type == "cuda"
+        activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
+        engine.step()
+        wait(self._device)
+        with torch.profiler.profile(activities=[activity]) as profile:
+            start_s = time.perf_counter()
+            for _ in range(PROFILED_STEPS):
+                engine.step()
+            wait(self._device)
+            wall_s = time.perf_counter() - start_s
+        by_name: dict[str, float] = defaultdict(float)
+        for each in profile.key_averages():
+            own_us = each.self_device_time_total if on_cuda else each.self_cpu_time_total
+            by_name[each.key] += own_us * 1e-6 / PROFILED_STEPS
+        total_s = sum(by_name.values())
+        yield Row(f"{what}: all kernels", "a profiled step", total_s, wall_s / PROFILED_STEPS, "s")
+        for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST_KERNELS]:
+            if seconds:
+                yield Row(f"{what}: `{name.replace('|', '/')[:160]}`", "all kernels", seconds, total_s, "s")
+
+    def arrivals(self) -> Iterator[Row]:
+        """Requests that arrive at random, so that most steps compute prompts beside answers."""
+        for rate in self._target.requests_per_s:
+            what = f"{rate:g} requests/s"
+            if self._call.fits(what, 3 * self._target.arrivals_s):
+                yield from self._arriving(what, rate)
+
+    def _arriving(self, what: str, rate: float) -> Iterator[Row]:
+        engine, random = self._engine(min(self._target.chunks)), np.random.default_rng(1)
+        gaps_s = random.exponential(1 / rate, max(1, int(rate * self._target.arrivals_s)))
+        least, most = (int(each * min(self._target.contexts)) for each in ARRIVAL_TOKENS)
+        arrivals = [*zip(np.cumsum(gaps_s).tolist(), random.integers(least, most, len(gaps_s)).tolist(), strict=True)]
+        self.runner.launches.clear()
+        answers, left, began_s = list[Answer](), arrivals, time.perf_counter()
+        while left or not all(each.finished for each in answers):
+            now_s = time.perf_counter() - began_s
+            due = [each for each in left if each[0] <= now_s]
+            left = left[len(due) :]
+            for at_s, length in due:
+                answers.append(self._ask(engine, length, SamplingParams(ARRIVAL_NEW_TOKENS)))
+                answers[-1].asked_s = began_s + at_s
+            if not engine.step() and left:
+                time.sleep(max(0.0, left[0][0] - (time.perf_counter() - began_s)))
+        wall_s = time.perf_counter() - began_s
+        wait(self._device)
+        first_s = [each.times_s[0] - each.asked_s for each in answers]
+        between_s = [gap for each in answers for gap in np.diff(each.times_s).tolist()]
+        mixed = [each for each in engine.steps if each.prompt_tokens and each.answer_tokens]
+        replayed = sum(each.replayed > 0 for each in engine.steps)
+        computed = sum(each.prompt_tokens + each.answer_tokens for each in engine.steps)
+        note = (
+            f"{len(answers)} requests of {least} to {most} tokens, {ARRIVAL_NEW_TOKENS} new; {len(mixed)} of "
+            f"{len(engine.steps)} steps compute prompts beside answers, {replayed} replay a graph"
+        )
+        tokens = sum(each for _, each in arrivals)
+        least_s = self._peaks.least_s(2.0 * weights(self.runner.model) * tokens, 0)
+        yield Row(
+            f"{what}: tokens", f"prompts by {ROOFLINE}", computed / wall_s, tokens / least_s, "tokens/s", note=note
+        )
+        device_s = sum(each.device_s for each in self.runner.launches)
+        launch_s = sum(each.host_s for each in self.runner.launches)
+        yield Row(f"{what}: on the device", "the wall", device_s, wall_s, "s")
+        yield Row(f"{what}: launches on the host", "the wall", launch_s, wall_s, "s")
+        yield Row(f"{what}: first token, median", "19 of 20", median(first_s), _late(first_s), "s")
+        yield Row(f"{what}: between two tokens, median", "19 of 20", median(between_s), _late(between_s), "s")
+
+
+def _late(values: Sequence[float]) -> float:
+    """The value that 19 of 20 are at most."""
+    return quantiles(values, n=20)[-1] if len(values) > 1 else values[0]

@@ -1,0 +1,211 @@
+"""An engine that the benchmark steps itself, and how long host and device take for its steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from traceback import extract_tb
+from typing import Any
+
+import torch
+
+from benchmarks.engine_models import Question
+from benchmarks.gpu.device import Moment, wait
+from common.contract.errors import FramesieveError
+from services.generation.engine.engine import Engine
+from services.generation.engine.stats import Step
+from services.generation.kv_cache.blocks import BlockAllocator
+from services.generation.model.language_model import LanguageModel
+from services.generation.model.runner import Runner
+from services.generation.request.batch import Window
+from services.generation.request.encoded_media import MediaItem
+from services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from services.generation.sampling.sampler import SamplingParams
+
+BLOCK_TOKENS = 16
+MOST_WAITING = 4096
+SETTLING_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the device was given. host_s: until that was done. began, ended: on the device."""
+
+    host_s: float
+    began: Moment
+    ended: Moment
+
+    @property
+    def device_s(self) -> float:
+        return self.began.until(self.ended)
+
+
+class TimedRunner(Runner):
+    """Notes its launches, of forwards and of sampling.
+
+    watch: what each of them runs in. failures: of launches, with the line of each.
+    """
+
+    def __init__(self, model: LanguageModel, blocks: int) -> None:
+        super().__init__(model, blocks, BLOCK_TOKENS)
+        self.blocks = blocks
+        self.launches: list[Launch] = []
+        self.failures: list[str] = []
+        self.watch: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def launch(self, windows: Sequence[Window], before: Any = None) -> Any:
+        return _Launched(self, self.timed(lambda: super(TimedRunner, self).launch(windows, before)))
+
+    def timed(self, work: Callable[[], Any]) -> Any:
+        began, start_s = Moment(self.model.device), time.perf_counter()
+        try:
+            with self.watch():
+                done = work()
+        except RuntimeError as error:
+            frames = [each for each in extract_tb(error.__traceback__) if "site-packages" not in each.filename]
+            self.failures.append(f"{error}, at {frames[-1].filename}:{frames[-1].lineno}")
+            raise
+        self.launches.append(Launch(time.perf_counter() - start_s, began, Moment(self.model.device)))
+        return done
+
+
+class _Launched:
+    """A launched step, whose sampling is timed, too."""
+
+    def __init__(self, runner: TimedRunner, launched: Any) -> None:
+        self._runner, self._launched = runner, launched
+
+    def sample(self) -> Any:
+        return self._runner.timed(self._launched.sample)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._launched, name)
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """An answer so far. times_s: of its events with tokens, on the performance counter. error: why it failed."""
+
+    request: Request | None = None
+    asked_s: float = field(default_factory=time.perf_counter)
+    times_s: list[float] = field(default_factory=list)
+    events: list[Tokens] = field(default_factory=list)
+    finished: bool = False
+    error: FramesieveError | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self.error = event.error
+        if isinstance(event, Tokens):
+            self.times_s.append(time.perf_counter())
+            self.events.append(event)
+        self.finished |= isinstance(event, Finished)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(chain.from_iterable(each.token_ids for each in self.events))
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Means of equal steps, in seconds.
+
+    seconds: from one to the next. launch_s: of the host's launches. device_s: between the beginning and the end of what
+    was launched, on the device. idle: the share of the time in which the device has nothing to do. replayed: the share
+    of steps with graphs.
+    """
+
+    seconds: float
+    launch_s: float
+    device_s: float
+    idle: float
+    replayed: float
+
+
+class SteppedEngine:
+    """An engine over a runner, which may have had others; greedy unless asked otherwise, end tokens ignored."""
+
+    def __init__(
+        self, runner: TimedRunner, tokenizer: Tokenizer, chunk_tokens: int, most_running: int, overlap: bool
+    ) -> None:
+        self.runner, self.steps = runner, list[Step]()
+        self._answers: list[Answer] = []
+        self._tokenizer = tokenizer
+        self._engine = Engine(
+            runner,
+            BlockAllocator(runner.blocks, BLOCK_TOKENS),
+            chunk_tokens,
+            most_running,
+            MOST_WAITING,
+            on_step=self.steps.append,
+            overlap=overlap,
+        )
+
+    def ask(self, question: Question, params: SamplingParams) -> Answer:
+        """Submits a question, with its media, if any, already encoded."""
+        answer, plan = Answer(), question.plan
+        counts = [question.embeds.shape[1] for _ in plan.media]
+        keys = [os.urandom(32) for _ in counts]  # no question hits the prefix cache
+        answer.request = Request("bench", plan, counts, keys, params, Detokenizer(self._tokenizer), answer)
+        self._answers.append(answer)
+        self._engine.submit(answer.request)
+        for key in keys:
+            item = MediaItem(0, question.kept, question.embeds.to(self.runner.model.dtype), 0, key)
+            self._engine.deliver(answer.request, item)
+        return answer
+
+    def step(self) -> bool:
+        """Whether there was anything to do. Raises the error of an answer that failed."""
+        stepped = self._engine.step()
+        for error in (each.error for each in self._answers):
+            if error is not None:
+                raise error
+        self._answers = [each for each in self._answers if not each.finished]
+        return stepped
+
+    def drain(self) -> None:
+        """Steps until all are answered."""
+        while self.step():
+            pass
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        for each in answers:
+            assert each.request is not None
+            self._engine.cancel(each.request)
+            self._answers.remove(each)
+        self.drain()
+
+    def measure(self, steps: int) -> Steps:
+        """Of the next steps. All running answers must last longer."""
+        for _ in range(SETTLING_STEPS):
+            self.step()
+        self.steps.clear()
+        self.runner.launches.clear()
+        start_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        seconds = (time.perf_counter() - start_s) / steps
+        wait(self.runner.model.device)
+        device_s = sum(each.device_s for each in self.runner.launches) / steps
+        return Steps(
+            seconds=seconds,
+            launch_s=sum(each.host_s for each in self.runner.launches) / steps,
+            device_s=device_s,
+            idle=max(0.0, 1 - device_s / seconds),
+            replayed=sum(each.replayed > 0 for each in self.steps) / len(self.steps),
+        )
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raises RuntimeError where the host waits for a CUDA device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

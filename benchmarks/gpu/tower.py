@@ -1,0 +1,188 @@
+"""The tower on a device, and the way of its embeddings to generation in one host.
+
+The checkpoint has the published tower and a language model of one small layer. Frames are on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.call import ROOFLINE, Call, Part
+from benchmarks.gpu.device import seconds
+from benchmarks.gpu.models import drawn, written
+from benchmarks.media_hop import hop
+from benchmarks.table import Row
+from common.checkpoint import Checkpoint
+from common.contract.plan import Grid
+from common.contract.retention import EVS, METHODS, NONE, Pruning
+from services.encoder.families import load_tower
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.settings import EncoderSettings
+from services.encoder.tower import graphs
+from services.encoder.tower.attention import attend_by_length, find_attention
+from services.encoder.tower.graphs import with_graphs
+from services.encoder.tower.tower import Tower
+from services.encoder.tower.transfers import Readback, send
+
+RATE = 0.75
+BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default
+REPEATS, HOP_ROUNDS = 8, 1
+# Time that each may need at most.
+GRAPHS_S, FORWARDS_S, ATTENTION_S, HOP_S = 60, 20, 10, 60
+
+
+def parts(call: Call) -> dict[str, Part]:
+    """In the order in which they are measured: what matters most comes first."""
+    measured = DrawnTower(call)
+    return {
+        "graphs": measured.graphs,
+        "longest": measured.longest,
+        "forwards": measured.forwards,
+        "hop": measured.hop,
+        "pruning": measured.pruning,
+    }
+
+
+class DrawnTower:
+    """The tower of a checkpoint that is drawn on the device."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._target, self._device = call, call.target, call.device
+
+    @cached_property
+    def _tower(self) -> Tower:
+        small = replace(self._target.shape, layers=1, intermediate=64)
+        target = replace(self._target, shape=small, vocabulary=None)
+        whole = drawn(target, self._device, self._call.dtype)
+        folder = self._call.made.enter_context(written(whole, small))
+        return load_tower(Checkpoint(folder), "auto", self._device)
+
+    def graphs(self) -> Iterator[Row]:
+        """Each video by replays of graphs of up to so many tokens, and by the same forwards without."""
+        for budget in self._target.budgets:
+            if not self._call.fits(f"graphs of up to {budget} tokens", GRAPHS_S):
+                continue
+            replaying = with_graphs(self._tower, budget)
+            for grid in self._target.grids:
+                slices = self._slices(grid)
+                with patch.object(graphs, "pays", return_value=True):  # also where it is slower
+                    replayed_s = self._median(partial(_encode, replaying, slices, grid, budget))
+                eager_s = self._median(partial(_encode, self._tower, slices, grid, budget))
+                tokens = _at_once(grid, budget) * grid.slice_tokens
+                note = f"forwards of {tokens} tokens" if replaying.packing else "nothing was captured here"
+                what = f"{_name(grid)} by graphs of up to {budget} tokens"
+                yield Row(what, "the same without graphs", replayed_s, eager_s, "s", note=note)
+
+    def longest(self) -> Iterator[Row]:
+        """Attention of one layer over the first video's slices in a graph's bucket, told how long a slice may be, or
+        only how long the bucket is."""
+        shape, grid = self._target.shape, self._target.grids[0]
+        heads, head_dim = shape.tower_heads, shape.tower_hidden // shape.tower_heads
+        attend = find_attention("auto", self._device, self._call.dtype, heads, head_dim)
+        if attend is None:
+            self._call.skip("attention told the longest slice", "no variable-length kernel works here")
+            return
+        at = torch.device("cpu") if attend is attend_by_length else self._device
+        for budget in self._target.budgets:
+            patches, most = shape.merge**2 * budget, shape.merge**2 * grid.slice_tokens
+            what = f"attention in a bucket of {budget} tokens, told slices of up to {most} patches"
+            if not self._call.fits(what, ATTENTION_S):
+                continue
+            lengths = [most] * min(grid.t, budget // grid.slice_tokens)
+            empty = [0] * (budget // 32 - len(lengths))  # slices that a bucket has room for
+            ends = torch.tensor([0, *lengths, *empty], device=at).cumsum(0, dtype=torch.int32)
+            query, key, value = torch.randn(
+                patches, 3, heads, head_dim, device=self._device, dtype=self._call.dtype
+            ).unbind(1)
+            bounded_s, unbounded_s = (
+                self._median(partial(attend, query, key, value, ends, ends, each, each)) for each in (most, patches)
+            )
+            yield Row(what, f"told up to {patches}", bounded_s, unbounded_s, "s")
+
+    def forwards(self) -> Iterator[Row]:
+        """Tokens/s as in the service, against the roofline."""
+        if not self._call.fits("forwards", GRAPHS_S):
+            return
+        weights = (self._tower.sizes.patch_weights + self._tower.sizes.token_weights) * self._call.dtype.itemsize
+        for grid in self._target.grids:
+            slices = self._slices(grid)
+            forwards = math.ceil(grid.t / _at_once(grid, BATCH_TOKENS))
+            operations = 2 * sum(self._tower.cost(each.shape) for each in slices)  # multiplications and additions
+            least_s = self._call.peaks.least_s(operations, forwards * weights)
+            taken_s = self._median(partial(_encode, self._as_served, slices, grid, BATCH_TOKENS))
+            note = f"{taken_s * 1e3:.2f} ms"
+            yield Row(_name(grid), ROOFLINE, grid.tokens / taken_s, grid.tokens / least_s, "tokens/s", note=note)
+
+    def hop(self) -> Iterator[Row]:
+        """The first video's embeddings: checked, copied to the host, sent to another process, copied to the device."""
+        if not self._call.fits("the way to generation", HOP_S):
+            return
+        grid = self._target.grids[0]
+        slices = self._slices(grid)
+        embeds = _encode(self._as_served, slices, grid, BATCH_TOKENS)
+        tower_s = self._median(partial(_encode, self._as_served, slices, grid, BATCH_TOKENS))
+        there = embeds.cpu()
+        what = f"{embeds.nbytes / 2**20:.4g} MiB of embeddings"
+        steps: dict[str, Callable[[], object]] = {
+            "found finite on the device": lambda: bool(embeds.isfinite().all()),
+            "copied to the host": lambda: Readback(embeds).wait(),
+            "found finite on the host": lambda: bool(there.isfinite().all()),
+            "copied to the device": lambda: send(there, self._device),
+        }
+        for name, step in steps.items():
+            yield Row(f"{what} {name}", "the tower", self._median(step), tower_s, "s")
+        yield from hop(HOP_ROUNDS)
+
+    def pruning(self) -> Iterator[Row]:
+        """Scoring, selecting and gathering at rate 0.75 by each method against the tower's forwards, per token."""
+        for grid in self._target.grids:
+            if not self._call.fits(f"pruning of {_name(grid)}", FORWARDS_S):
+                continue
+            slices = self._slices(grid)
+            embeds = _encode(self._as_served, slices, grid, BATCH_TOKENS)
+            tower_s = self._median(partial(_encode, self._as_served, slices, grid, BATCH_TOKENS)) / grid.tokens
+            for method in METHODS:
+                if method != NONE:  # which neither scores nor gathers
+                    pruned_s = self._median(partial(_prune, embeds, grid, method)) / grid.tokens
+                    yield Row(f"{method} of {_name(grid)}", "the tower", pruned_s, tower_s, "s/token", at_most=0.02)
+
+    @cached_property
+    def _as_served(self) -> Tower:
+        return with_graphs(self._tower, BATCH_TOKENS)
+
+    def _median(self, work: Callable[[], object]) -> float:
+        return seconds(work, self._device, REPEATS)
+
+    def _slices(self, grid: Grid) -> list[Tensor]:
+        """Slices of uint8 (F, H, W, 3) on the device."""
+        patches = self._tower.patches
+        shape = (grid.t, patches.temporal_patch, grid.h * patches.token_px, grid.w * patches.token_px, 3)
+        draw = torch.Generator(self._device).manual_seed(0)
+        return list(torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw, device=self._device))
+
+
+def _name(grid: Grid) -> str:
+    return f"{grid.t} slices of {grid.h}×{grid.w} tokens"
+
+
+def _at_once(grid: Grid, budget: int) -> int:
+    return min(grid.t, max(1, budget // grid.slice_tokens))
+
+
+def _encode(tower: Tower, slices: list[Tensor], grid: Grid, budget: int) -> Tensor:
+    """Encodes in forwards of as many slices as fit the budget."""
+    most = _at_once(grid, budget)
+    forwards = (slices[start : start + most] for start in range(0, len(slices), most))
+    return torch.cat([embeds for forward in forwards for embeds in tower.encode(forward)], dim=1)
+
+
+@torch.inference_mode()
+def _prune(embeds: Tensor, grid: Grid, method: str = EVS) -> Tensor:
+    return embeds[:, keep_tokens(embeds[0], grid, Pruning(RATE, method)).long()]

@@ -1,0 +1,64 @@
+"""Runs the largest forward before the service serves, so that from then on the process holds what its forwards take.
+
+torch's allocator keeps the memory of a forward for later ones, CUDA loads kernels, and NCCL connects ranks, at the
+first use. So what is free on the card once the service serves is free for others, such as generation's cache. Not in it
+are embeddings of requests, which --cache-bytes and --output-buffer-bytes limit, and slices that are larger than
+--batch-tokens.
+"""
+
+from __future__ import annotations
+
+import structlog
+import torch
+from torch import Tensor
+
+from common.contract.plan import Grid
+from common.contract.retention import NONE, Pruning
+from services.encoder.pruning.methods import keep_tokens
+from services.encoder.tower.graph_buckets import Size
+from services.encoder.tower.graphs import TowerGraphs, squares
+from services.encoder.tower.parallel.tower import DataParallelTower
+from services.encoder.tower.tower import Tower
+from services.encoder.tower.transfers import Computed, Readback, beside
+
+# Slices of the video that is pruned, and its rate, which leaves most of it.
+_SLICES, _RATE = 8, 0.1
+
+log = structlog.get_logger()
+
+
+@torch.inference_mode()
+def run_largest(towers: DataParallelTower, largest: Size) -> None:
+    """Runs two forwards of all ranks, the second launched while the first computes, and prunes by every method.
+
+    largest: what a forward of one rank holds. If the device lacks memory for it, warns: the batcher then runs slices
+    one by one.
+    """
+    slices = largest_slices(towers.own, largest) * towers.count
+    try:
+        _, embeds = towers.encode(slices), towers.encode(slices)
+        Computed(towers.own.device).wait()
+        _prune(towers.own, torch.cat(embeds, dim=1)[:, : largest.tokens])
+    except torch.OutOfMemoryError as error:
+        log.warning("the device lacks memory for a forward of --batch-tokens", error=str(error))
+
+
+def largest_slices(tower: Tower, largest: Size) -> list[Tensor]:
+    """Black slices, uint8 (F, H, W, 3), that fill one forward of one rank."""
+    assert isinstance(tower.forward, TowerGraphs)
+    frames, patch_px = tower.patches.temporal_patch, tower.patches.patch_px
+    sides = squares(largest, tower.forward.shape)
+    return [torch.zeros(frames, side.rows * patch_px, side.columns * patch_px, 3, dtype=torch.uint8) for side in sides]
+
+
+def _prune(tower: Tower, embeds: Tensor) -> None:
+    """Scores, gathers and reads embeddings, (1 + levels, tokens, D), as those of a video."""
+    if embeds.shape[1] < _SLICES:
+        return
+    grid = Grid(_SLICES, 1, embeds.shape[1] // _SLICES)
+    for method in tower.pruning_methods:
+        if method != NONE:
+            with beside(tower.device, "prune"):
+                video = embeds[:, : grid.tokens]
+                kept = keep_tokens(video[0], grid, Pruning(_RATE, method))
+                Readback(video[:, kept.long()], kept).wait()

@@ -1,0 +1,74 @@
+"""Experts of a mixture without a wait for the device, where torch's grouped product reads its offsets on the host.
+
+It does so on CUDA except with bfloat16 on compute capability 9 and 10: the host waits at both products of each layer,
+and no graph can hold them. What is used there depends on the number of rows T; k of E experts compute a row.
+
+    3 · T · k ≤ E    the weights of each row's experts are gathered: read, written and read again
+    T ≤ 256          all experts compute all rows: more arithmetic, but each weight is read once
+    more             torch's grouped product; the host waits
+
+So steps that decode and short chunks of prompts do not wait, and graphs of up to 256 rows can be captured. No card has
+run this yet.
+
+Source: `transformers.integrations.moe`, whose functions the first and the last are; torch's condition:
+aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
+
+EXPERTS = "framesieve_experts"
+# All experts compute at most so many rows. An estimate: about here the arithmetic of 128 experts, of 768 columns each,
+# takes an A100 as long as the launches of one product for each expert.
+MOST_ROWS = 256
+# How often a gathered weight is moved, for once otherwise.
+_GATHERED = 3
+
+
+def waits(weight: Tensor) -> bool:
+    """Whether torch's grouped product with such weights makes the host wait."""
+    if weight.device.type != "cuda":
+        return False
+    return weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability(weight.device)[0] not in (9, 10)
+
+
+def rows_without_wait(text: Any, rows: int) -> int:
+    """Of so many rows, those that a text model computes without a wait: all, or as many as all experts compute."""
+    return min(rows, MOST_ROWS) if text.config._experts_implementation == EXPERTS else rows
+
+
+def compute_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """The function registered with transformers, for experts with a gate and without biases.
+
+    rows: [T, D]. experts: int64 [T, k], the experts of each row; weights: [T, k], theirs. Returns [T, D].
+    """
+    count, chosen = experts.shape
+    if _GATHERED * count * chosen <= module.num_experts:
+        computed: Tensor = batched_mm_experts_forward(module, rows, experts, weights)
+    elif count <= MOST_ROWS:
+        computed = _by_all_experts(module, rows, experts, weights)
+    else:
+        computed = grouped_mm_experts_forward(module, rows, experts, weights)
+    return computed
+
+
+def _by_all_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    gate_and_up: nn.Parameter = module.gate_up_proj  # [E, 2 · I, D]
+    product = F.linear(rows, gate_and_up.flatten(0, 1)).unflatten(1, gate_and_up.shape[:2])  # [T, E, 2 · I]
+    inner: Tensor = module._apply_gate(product)  # [T, E, I]
+    outputs = torch.bmm(inner.transpose(0, 1), module.down_proj.mT)  # [E, T, D]
+    own = outputs[experts, torch.arange(len(rows), device=rows.device)[:, None]]  # [T, k, D]
+    return (own * weights[..., None]).sum(1).to(rows.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, compute_experts)

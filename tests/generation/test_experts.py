@@ -1,0 +1,82 @@
+"""Experts of a mixture on devices where torch's grouped product would wait: the same numbers, without a wait."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextExperts
+
+from services.generation.families import text_model
+from services.generation.model import experts
+from services.generation.model.experts import EXPERTS, MOST_ROWS, compute_experts, rows_without_wait, waits
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import NoSynchronisation, Recorder
+from tests.law import Question, answer, assert_law
+from tests.oracle import Text
+from tests.tiny import TinyEngine, load_models, random_item
+
+NUM_EXPERTS, CHOSEN, WIDTH, INNER = 16, 3, 8, 24
+
+
+@pytest.mark.parametrize("count", [1, 2, MOST_ROWS, MOST_ROWS + 1])
+def test_each_row_is_computed_by_its_experts_and_few_rows_without_a_wait(count: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    sizes = {"num_experts": NUM_EXPERTS, "hidden_size": WIDTH, "moe_intermediate_size": INNER}
+    module = Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**sizes))
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=draw)
+    rows, weights = torch.randn(count, WIDTH, generator=draw), torch.rand(count, CHOSEN, generator=draw)
+    chosen = torch.rand(count, NUM_EXPERTS, generator=draw).argsort()[:, :CHOSEN]
+    with torch.inference_mode(), NoSynchronisation() if count <= MOST_ROWS else nullcontext():
+        found = compute_experts(module, rows, chosen, weights)
+    expected = torch.zeros_like(rows)
+    for row in range(count):
+        for place in range(CHOSEN):
+            expert = int(chosen[row, place])
+            gate, up = (module.gate_up_proj[expert] @ rows[row]).split(INNER)
+            inner = gate * gate.sigmoid() * up
+            expected[row] += weights[row, place] * (module.down_proj[expert] @ inner)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_law_holds_and_decode_steps_are_captured_where_torch_would_wait(tmp_path: Path) -> None:
+    """Chunks of more rows than all experts compute, chunks of fewer, and replayed decode steps."""
+    with patch.object(text_model, "waits", return_value=True):
+        models = load_models("qwen3_vl_moe", tmp_path)
+    config = cast(Any, models.engine.text.config)
+    assert config._experts_implementation == EXPERTS
+    assert rows_without_wait(models.engine.text, 1000) == MOST_ROWS
+    engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
+    video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
+    questions = [Question((Text((20 + number, 21)), video, Text((30,) * number)), 7 + number) for number in range(4)]
+    with patch.object(experts, "MOST_ROWS", 4):
+        assert use_paged(engine, "flash_infer").runner.capture_decoding(4, 256, capture)
+        assert_law(models, engine, questions, answer(engine, questions, arrivals=[0, 1, 3, 8]))
+    assert capture.replayed
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "capability", "expected"),
+    [
+        ("cpu", torch.float32, (0, 0), False),
+        ("cuda", torch.bfloat16, (9, 0), False),
+        ("cuda", torch.bfloat16, (10, 0), False),
+        ("cuda", torch.bfloat16, (8, 0), True),
+        ("cuda", torch.bfloat16, (12, 0), True),
+        ("cuda", torch.float16, (9, 0), True),
+    ],
+)
+def test_torchs_grouped_product_is_used_where_it_does_not_wait(
+    kind: str, dtype: torch.dtype, capability: tuple[int, int], expected: bool
+) -> None:
+    weight = SimpleNamespace(device=torch.device(kind), dtype=dtype)
+    with patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        assert waits(cast(Tensor, weight)) == expected
