@@ -28,7 +28,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "build" / "gpu-bundle.tar.xz"
 MAX_BYTES = 60 * 2**20
 SITE = ".gpu"
