@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 
+from benchmarks.media_handover import handover
 from benchmarks.media_hop import hop
 from benchmarks.media_inline import inline
 from benchmarks.media_memory import memory
@@ -34,6 +35,7 @@ MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "overlap": overlap,
     "second-question": second_question,
     "hop": hop,
+    "handover": handover,
     "inline": inline,
     "pruning": pruning,
     "memory": memory,

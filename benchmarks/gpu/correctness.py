@@ -153,7 +153,7 @@ class Law:
         ]
         engine.drain()
         mixed = sum(each.prompt_tokens > 0 and each.answer_tokens > 0 for each in engine.steps)
-        replayed = sum(each.replayed > 0 for each in engine.steps)
+        replayed = sum(each.replayed for each in engine.steps)
         assert mixed, "no step computed prompts beside answers"
         assert bool(replayed) == graphs, f"{replayed} of {len(engine.steps)} steps replayed a graph"
         ours, plain = [], []

@@ -247,7 +247,7 @@ class DrawnEngine:
         first_s = [each.times_s[0] - each.asked_s for each in answers]
         between_s = [gap for each in answers for gap in np.diff(each.times_s).tolist()]
         mixed = [each for each in engine.steps if each.prompt_tokens and each.answer_tokens]
-        replayed = sum(each.replayed > 0 for each in engine.steps)
+        replayed = sum(each.replayed for each in engine.steps)
         computed = sum(each.prompt_tokens + each.answer_tokens for each in engine.steps)
         note = (
             f"{len(answers)} requests of {least} to {most} tokens, {ARRIVAL_NEW_TOKENS} new; {len(mixed)} of "

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from traceback import extract_tb
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -20,12 +20,14 @@ from services.generation.engine.engine import Engine
 from services.generation.engine.stats import Step
 from services.generation.kv_cache.blocks import BlockAllocator
 from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Runner
+from services.generation.model.runner import Launched, Runner, Sampled
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
 from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from services.generation.sampling.sampler import SamplingParams
+
+T = TypeVar("T")
 
 BLOCK_TOKENS = 16
 MOST_WAITING = 4096
@@ -58,10 +60,11 @@ class TimedRunner(Runner):
         self.failures: list[str] = []
         self.watch: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def launch(self, windows: Sequence[Window], before: Any = None) -> Any:
-        return _Launched(self, self.timed(lambda: super(TimedRunner, self).launch(windows, before)))
+    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
+        launched = self.timed(lambda: super(TimedRunner, self).launch(windows, before))
+        return _TimedLaunched(launched.windows, launched.logits, launched.began_ns, launched.replayed, self)
 
-    def timed(self, work: Callable[[], Any]) -> Any:
+    def timed(self, work: Callable[[], T]) -> T:
         began, start_s = Moment(self.model.device), time.perf_counter()
         try:
             with self.watch():
@@ -74,17 +77,14 @@ class TimedRunner(Runner):
         return done
 
 
-class _Launched:
+@dataclass(frozen=True, slots=True)
+class _TimedLaunched(Launched):
     """A launched step, whose sampling is timed, too."""
 
-    def __init__(self, runner: TimedRunner, launched: Any) -> None:
-        self._runner, self._launched = runner, launched
+    runner: TimedRunner
 
-    def sample(self) -> Any:
-        return self._runner.timed(self._launched.sample)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._launched, name)
+    def sample(self) -> Sampled:
+        return self.runner.timed(lambda: Launched.sample(self))
 
 
 @dataclass(eq=False, slots=True)
@@ -197,7 +197,7 @@ class SteppedEngine:
             launch_s=sum(each.host_s for each in self.runner.launches) / steps,
             device_s=device_s,
             idle=max(0.0, 1 - device_s / seconds),
-            replayed=sum(each.replayed > 0 for each in self.steps) / len(self.steps),
+            replayed=sum(each.replayed for each in self.steps) / len(self.steps),
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.call import ROOFLINE, Call, Part
 from benchmarks.gpu.device import seconds
 from benchmarks.gpu.models import drawn, written
-from benchmarks.media_hop import hop
+from benchmarks.media_handover import embeds_handover
 from benchmarks.table import Row
 from common.checkpoint import Checkpoint
 from common.contract.plan import Grid
@@ -138,7 +138,7 @@ class DrawnTower:
         }
         for name, step in steps.items():
             yield Row(f"{what} {name}", "the tower", self._median(step), tower_s, "s")
-        yield from hop(HOP_ROUNDS)
+        yield from embeds_handover(HOP_ROUNDS)
 
     def pruning(self) -> Iterator[Row]:
         """Scoring, selecting and gathering at rate 0.75 by each method against the tower's forwards, per token."""

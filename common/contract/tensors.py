@@ -61,15 +61,19 @@ def pieces(data: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 class TensorBuffer:
-    """Collects the pieces of one array, in order, in a buffer that is allocated once.
+    """Collects the pieces of one array, in order, in a buffer that is allocated once, or holds one that came whole.
 
     pieces:  [0 ........ 1 MiB)[1 MiB ..... 2 MiB)[2 MiB .. end)
     received ───────────────────▲ the next piece must start here
     """
 
-    def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
+    def __init__(self, dtype: DType, shape: Sequence[int], whole: memoryview | None = None) -> None:
+        """whole: all bytes of the array, which may be read only."""
         self.dtype = dtype
         self.shape = tuple(shape)
+        if whole is not None:
+            self.data, self.received_bytes = whole, whole.nbytes
+            return
         # np.empty uses huge pages and does not fill with zeros: every byte is written before it is read.
         self.data = np.empty(size_bytes(dtype, shape), np.uint8).data
         self.received_bytes = 0

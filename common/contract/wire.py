@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from time import monotonic_ns
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.contract.errors import InvalidRequest, PeerContract
 from common.contract.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
@@ -25,6 +27,8 @@ MAX_MEDIA = 512
 MAX_RUNS = 2**18
 # Older than any event that is measured. The largest floats overflow when they are converted to nanoseconds.
 _MAX_AGO_S = 1e9
+
+Take: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
 _DTYPE_TO_WIRE = {
     DType.UINT8: tensor_pb2.DTYPE_UINT8,
@@ -62,28 +66,45 @@ def tensor_chunks(dtype: DType, shape: Sequence[int], data: memoryview) -> Itera
 
 
 def fill_chunk(
-    chunk: tensor_pb2.TensorChunk, dtype: DType, shape: Sequence[int], offset_bytes: int, piece: memoryview
+    chunk: tensor_pb2.TensorChunk, dtype: DType, shape: Sequence[int], offset_bytes: int, piece: memoryview | None
 ) -> None:
-    """Fills an empty message with a piece of an array. Filling a nested message in place avoids a second copy."""
+    """Fills an empty message with a piece of an array. Filling a nested message in place avoids a second copy.
+
+    piece: None announces the whole array, which was handed over in shared memory.
+    """
     chunk.dtype, chunk.offset_bytes = _DTYPE_TO_WIRE[dtype], offset_bytes
     chunk.shape.extend(shape)
-    chunk.data = bytes(piece)
+    if piece is None:
+        chunk.shared = True
+    else:
+        chunk.data = bytes(piece)
 
 
-def buffer_for(chunk: tensor_pb2.TensorChunk, dtypes: Sequence[DType], shape: Sequence[int]) -> TensorBuffer:
-    """An empty buffer for the array that `chunk` begins.
+def buffer_for(
+    chunk: tensor_pb2.TensorChunk, dtypes: Sequence[DType], shape: Sequence[int], take: Take | None = None
+) -> TensorBuffer:
+    """A buffer for the array that `chunk` begins: empty, or complete if the array is in shared memory.
 
-    Raises PeerContract, before it allocates, if the chunk's type or shape is not an expected one.
+    take: takes so many bytes of shared memory; None: the request named no socket for them.
+    Raises PeerContract, before it allocates, if the chunk's type or shape is not an expected one; and what `take` does.
     """
     dtype, sent = dtype_of(chunk.dtype), shape_of(chunk.shape)
     if dtype not in dtypes or sent != tuple(shape):
         allowed = " or ".join(each.label for each in dtypes)
         raise PeerContract(f"expected {allowed} {list(shape)}, got {dtype.label} {list(sent)}")
-    return TensorBuffer(dtype, shape)
+    if not chunk.shared:
+        return TensorBuffer(dtype, shape)
+    if take is None or chunk.data or chunk.offset_bytes:
+        raise PeerContract("shared memory must be asked for, and holds a whole array")
+    return TensorBuffer(dtype, shape, take(size_bytes(dtype, shape)).data)
 
 
 def add_chunk(buffer: TensorBuffer, chunk: tensor_pb2.TensorChunk) -> int:
     """Adds a piece and returns its size in bytes. Raises PeerContract unless it continues the buffer's array."""
+    if chunk.shared:
+        if not buffer.complete:
+            raise PeerContract("an array begins in messages and goes on in shared memory")
+        return 0
     data = chunk.data
     buffer.add(dtype_of(chunk.dtype), chunk.shape, chunk.offset_bytes, data)
     return len(data)

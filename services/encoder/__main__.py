@@ -10,6 +10,7 @@ from functools import partial
 from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.checkpoint import Checkpoint
+from common.handover import receiver_of
 from common.process import ExitStatus
 from common.security.credentials import Credentials
 from common.serving.guards import check_ports, upstream_credentials
@@ -56,7 +57,13 @@ async def _serve(
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(
-                checkpoint.fingerprint, cache, output_bytes, channel, credentials, settings.max_inline_bytes
+                checkpoint.fingerprint,
+                cache,
+                output_bytes,
+                channel,
+                credentials,
+                settings.max_inline_bytes,
+                partial(receiver_of, settings.preprocessing),
             )
             register = partial(add_EncoderServiceServicer_to_server, servicer)
             step = StepWatch.of(lambda: batcher.forward_began_ns, settings.step_timeout_s, tower.device.type)

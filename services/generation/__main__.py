@@ -15,6 +15,7 @@ from common.byte_semaphore import ByteSemaphore
 from common.channels import open_channel
 from common.chat_templates import chat_templates
 from common.checkpoint import Checkpoint
+from common.handover import receiver_of
 from common.process import ExitStatus, leave_cores_to_others
 from common.serving.guards import check_ports, upstream_credentials
 from common.serving.server import StepWatch, run, serve
@@ -84,7 +85,12 @@ async def main() -> ExitStatus:
             open_channel(settings.encoder, credentials) as encoder,
         ):
             media = MediaClient(
-                preprocessing, encoder, _model_input(checkpoint, model), media_buffer, settings.max_inline_bytes
+                preprocessing,
+                encoder,
+                _model_input(checkpoint, model),
+                media_buffer,
+                settings.max_inline_bytes,
+                partial(receiver_of, settings.encoder),
             )
             limit = PromptLimit(
                 built.limit_tokens, model.context_tokens if model.position_axes == 1 and not model.compact else None

@@ -91,7 +91,7 @@ def test_the_tower_call_measures_graphs_attention_and_the_hop(tmp_path: Path, mo
         "by graphs of up to",
         "told slices of up to",
         "copied to the host",
-        "one process to another",
+        "encoder to generation",
         "evs of",
     ):
         assert any(what in row for row in rows), what

@@ -18,6 +18,8 @@ from torch import Tensor
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.tensors import DType
 from common.contract.wire import grid_message, named_media, plan_messages, tensor_chunks
+from common.handover import Sender, sender_to
+from common.sealed_memory import SealedMemory
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.tower.patches import PatchShape
@@ -161,7 +163,8 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
     """Keeps the contract unless a test bends the plan, the frames or the end.
 
     stall: each selected item waits for `resumed` after its first slice. fail: raised after that, for all items or for
-    those whose content is in `failing`.
+    those whose content is in `failing`. hand_over: makes the shared memory of a slice; by default, slices are sent in
+    messages.
     """
 
     patches: PatchShape
@@ -172,6 +175,7 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
     failing: frozenset[int] = frozenset()
     fetched_ago_s: float | None = None
     stall: bool = False
+    hand_over: Callable[[bytes], SealedMemory] | None = None
     on_select: Callable[[], None] = lambda: None
     prompts: list[prompt_pb2.Prompt] = field(default_factory=list)
     selected: list[int] = field(default_factory=list)
@@ -187,19 +191,22 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
         media = media_of(first.prompt)
         for plan in plan_messages(self.bend_plan(plan_of(media, self.patches, self.embed_levels))):
             yield PreprocessResponse(plan=plan, fetched_ago_s=self.fetched_ago_s)
-        async for request in requests:
-            index = request.select.media_index
-            self.selected.append(index)
-            self.on_select()
-            messages = self.bend_frames(item_messages(index, media[index], self.patches))
-            for message in messages[:1]:
-                yield message
-            if self.stall:
-                await self._stall()
-            if self.fail and (not self.failing or content_of(index, media[index]) in self.failing):
-                raise self.fail
-            for message in messages[1:]:
-                yield message
+        with sender_to(first.handover if self.hand_over else b"", "Preprocess") as sender:
+            async for request in requests:
+                index = request.select.media_index
+                self.selected.append(index)
+                self.on_select()
+                messages = self.bend_frames(item_messages(index, media[index], self.patches))
+                if self.hand_over:
+                    await _hand_over(messages, sender, self.hand_over)
+                for message in messages[:1]:
+                    yield message
+                if self.stall:
+                    await self._stall()
+                if self.fail and (not self.failing or content_of(index, media[index]) in self.failing):
+                    raise self.fail
+                for message in messages[1:]:
+                    yield message
 
     async def _stall(self) -> None:
         self.stalled.set()
@@ -208,3 +215,14 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+
+async def _hand_over(
+    messages: list[PreprocessResponse], sender: Sender | None, memory_of: Callable[[bytes], SealedMemory]
+) -> None:
+    """Sends the slices in shared memory; the messages announce them."""
+    assert sender is not None
+    for chunk in (each.frames.chunk for each in messages):
+        with memory_of(chunk.data) as memory:
+            assert await sender.send(memory, len(chunk.data))
+        chunk.data, chunk.shared = b"", True

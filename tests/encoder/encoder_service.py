@@ -20,6 +20,7 @@ from common.byte_semaphore import ByteSemaphore
 from common.channels import error_from_status
 from common.checkpoint import Checkpoint
 from common.contract.wire import int32_array
+from common.handover import Receiver
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from services.encoder.families import load_tower
@@ -108,7 +109,7 @@ async def running(
     watch(batcher, cache, outputs)
     try:
         async with serving(f"unix:{folder}/p", fake) as upstream:
-            servicer = EncoderServicer(FINGERPRINT, cache, outputs, upstream)
+            servicer = EncoderServicer(FINGERPRINT, cache, outputs, upstream, receiver=Receiver)
             async with serving(f"unix:{folder}/e", servicer) as channel:
                 yield Stack(encoder_pb2_grpc.EncoderServiceStub(channel), fake, tower, batcher, cache, outputs)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
 from common.contract.wire import grid_message, plan_messages
+from common.handover import Sender, sender_to
+from common.sealed_memory import SealedMemory
 from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
@@ -94,7 +96,8 @@ def progress_message(index: int, decoded: int, encoded: int) -> EncodeResponse:
 class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
     """Sends the plan, reads all selections, then sends the items.
 
-    hold: if given, items are sent after it is set. fault: raised instead of sending items.
+    hold: if given, items are sent after it is set. fault: raised instead of sending items. hand_over: makes the shared
+    memory of embeddings; by default, they are sent in messages.
     """
 
     plan: PromptPlan
@@ -102,6 +105,7 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
     fetched_ago_s: float | None = None
     hold: asyncio.Event | None = None
     fault: Exception | None = None
+    hand_over: Callable[[bytes], SealedMemory] | None = None
     selections: list[list[int]] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     cancelled: int = 0
@@ -110,7 +114,8 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
         self.metadata.append(dict(context.invocation_metadata() or ()))
         selected: list[int] = []
         try:
-            assert (await anext(requests)).HasField("prompt")
+            first = await anext(requests)
+            assert first.HasField("prompt")
             for message in plan_messages(self.plan):
                 yield EncodeResponse(plan=message, fetched_ago_s=self.fetched_ago_s)
             self.selections.append(selected)
@@ -120,11 +125,27 @@ class Encoder(encoder_pb2_grpc.EncoderServiceServicer):
                 await self.hold.wait()
             if self.fault:
                 raise self.fault
-            for item in self.items:
-                yield item
+            with sender_to(first.handover if self.hand_over else b"", "Encode") as sender:
+                for item in self.items:
+                    yield await _handed_over(item, sender, self.hand_over) if sender and self.hand_over else item
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+
+async def _handed_over(
+    item: EncodeResponse, sender: Sender, memory_of: Callable[[bytes], SealedMemory]
+) -> EncodeResponse:
+    """Hands over the embeddings of a message, if it has any; returns the message that announces them."""
+    if not item.HasField("embeds"):
+        return item
+    announcement = EncodeResponse()
+    announcement.CopyFrom(item)
+    chunk = announcement.embeds.chunk
+    with memory_of(chunk.data) as memory:
+        assert await sender.send(memory, len(chunk.data))
+    chunk.data, chunk.shared = b"", True
+    return announcement
 
 
 @dataclass

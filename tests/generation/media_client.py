@@ -11,6 +11,7 @@ import torch
 
 from common.byte_semaphore import ByteSemaphore
 from common.contract.plan import Grid, Modality, PromptPlan
+from common.handover import Receiver
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from services.generation.request.encoded_media import MediaItem
@@ -47,7 +48,7 @@ def items() -> list[EncodeResponse]:
 async def client_of(folder: Path, *peers: Any, buffer_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
     room = ByteSemaphore(buffer_bytes)
     async with serving(f"unix:{folder}/peers", *peers) as channel:
-        yield MediaClient(channel, channel, model, room), room
+        yield MediaClient(channel, channel, model, room, receiver=Receiver), room
 
 
 async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:

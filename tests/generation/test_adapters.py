@@ -120,7 +120,7 @@ def rewrite(mine: AdapterFolder, change: Callable[[dict[str, Tensor]], object]) 
 def test_adapters_add_to_layers_that_are_joined_as_on_cuda(adapted: Adapted) -> None:
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
-        patch.object(packed_linear, "_can_pack", return_value=False),
+        patch.object(packed_linear, "_can_pack", lambda _: False),
     ):
         joined = without_adapters(adapted)
     assert any(isinstance(each, packed_linear.JoinedLinear) for each in joined.text.modules())

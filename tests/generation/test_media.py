@@ -187,6 +187,9 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "more slices than there are": (field(1, "progress.decoded_slices", 3), "to 3"),
     "encoded before decoded": (field(0, "progress.encoded_slices", 2), "1 and 2"),
     "progress of no item": (field(0, "progress.media_index", 5), "item 5, "),
+    "shared memory that was not asked for": (field(2, "embeds.chunk.shared", True), "holds a whole array"),
+    "pieces that go on in shared memory": (field(3, "embeds.chunk.shared", True), "goes on in shared memory"),
+    "an encoding with a short name": (field(2, "embeds.encoding", b"short"), "encoding must have 32 bytes"),
     "more repairs than frames": (field(2, "embeds.repaired_frames", 5), "between 0 and 4, got 5"),
 }
 

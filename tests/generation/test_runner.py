@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -228,11 +229,39 @@ def test_linear_layers_are_packed_on_the_cpu(tiny_checkpoint: Path) -> None:
     assert [name.split(".")[-1] for name in joined] == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
+def test_few_weights_are_held_twice_while_layers_are_joined(tiny_checkpoint: Path) -> None:
+    """In float64, so that weights are read one by one, as they are on CUDA, and not mapped with their file."""
+    held: list[int] = []
+
+    class Watched(packed_linear._Product):
+        def __init__(self, linears: Sequence[nn.Linear]) -> None:
+            super().__init__(linears)
+            held.append(tensor_bytes())
+
+    before = tensor_bytes()
+    with (
+        patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
+        patch.object(packed_linear, "_can_pack", lambda _: False),
+        patch.object(packed_linear, "_Product", Watched),
+    ):
+        model = load(tiny_checkpoint, torch.float64)
+    assert max(held) - before < 1.2 * (tensor_bytes() - before)
+    assert model.dtype == torch.float64
+
+
+def tensor_bytes() -> int:
+    """Of all tensors of this process."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.device == CPU]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "minicpmv_4_5", "mistral3"])
 def test_the_law_holds_with_layers_joined_and_norms_fused_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
-        patch.object(packed_linear, "_can_pack", return_value=False),
+        patch.object(packed_linear, "_can_pack", lambda _: False),
         patch.object(norms, "FUSING_DEVICES", ("cpu",)),
     ):
         models = load_models(family, tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse
 from tests.common.loopback import speaking
 
 ENCODE = "/framesieve.v1.EncoderService/Encode"
@@ -33,7 +33,9 @@ class Halfway:
 
     async def passed_on(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
         request_id = str(dict(context.invocation_metadata())[REQUEST_ID_KEY])
-        call = self._encode(requests, timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),))
+        call = self._encode(
+            _without_handover(requests), timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),)
+        )
         self.calls += 1
         try:
             async for sent in call:
@@ -54,6 +56,14 @@ class Halfway:
         finally:
             self.calls -= 1
             call.cancel()
+
+
+async def _without_handover(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """So that embeddings come in messages, which can be halved."""
+    async for sent in requests:
+        request = EncodeRequest.FromString(sent)
+        request.ClearField("handover")
+        yield request.SerializeToString()
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from services.preprocessing.sources.sealed_memory import sealed
+from common.sealed_memory import sealed
 from services.preprocessing.workers import worker
 from services.preprocessing.workers.worker import Piece, Task
 

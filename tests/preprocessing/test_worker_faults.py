@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.contract.errors import MediaRejected, Overloaded, PeerContract
-from services.preprocessing.sources.sealed_memory import mapped, sealed
+from common.sealed_memory import SealedMemory, sealed
 from services.preprocessing.workers import worker_pool
 from services.preprocessing.workers.job_queue import JobQueue
 from services.preprocessing.workers.process import Fault
@@ -140,11 +140,12 @@ async def test_memory_that_could_change_or_has_a_wrong_size_breaks_the_contract(
     near, far = socket.socketpair()
     far.close()
     before = open_descriptors()
-    assert mapped(sealed(memoryview(b"abc")), MIB).tolist() == [97, 98, 99]
+    content = SealedMemory(sealed(memoryview(b"abc"))).mapped(MIB)
     for wrong in (unsealed, near.detach(), sealed(memoryview(b"")), sealed(memoryview(bytes(MIB + 1)))):
         with pytest.raises(PeerContract):
-            mapped(wrong, MIB)
+            SealedMemory(wrong).mapped(MIB)
     assert open_descriptors() == before - 2  # `unsealed` and `near` are closed
+    assert content.tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize("what", ["no json", "two arrays", "an end", "a failure without reason"])

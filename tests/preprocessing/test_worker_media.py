@@ -218,9 +218,9 @@ async def test_an_impossible_slice_breaks_the_contract() -> None:
     job = VideoSlices(planned(bytes_source("video", b"media"), read_packets(bytes_source("video", clip(4))), (0, 1)))
     facts = {"repaired_frames": 0, "decode_s": 0.5, "resize_s": 0.25, "decoded_ns": 5, "resized_ns": 7}
     pixels: UInt8Array = np.zeros(2 * HEIGHT_PX * WIDTH_PX * 3, np.uint8)
-    assert job.piece(0, Facts(facts), pixels).pixels.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
+    assert job.piece(0, Facts(facts), pixels, None).pixels.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
     for wrong in ({"repaired_frames": 3}, {"repaired_frames": -1}, {"decode_s": float("nan")}, {"resize_s": -1.0}):
         with pytest.raises(PeerContract):
-            job.piece(0, Facts(facts | wrong), pixels)
+            job.piece(0, Facts(facts | wrong), pixels, None)
     with pytest.raises(PeerContract):
-        job.piece(0, Facts(facts), pixels[1:])
+        job.piece(0, Facts(facts), pixels[1:], None)

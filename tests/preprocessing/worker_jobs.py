@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.sealed_memory import SealedMemory
 from services.preprocessing.sources.source import Source, bytes_source
 from services.preprocessing.video.resize import UInt8Array
 from services.preprocessing.workers.job_queue import JobQueue
@@ -42,7 +43,9 @@ class Ask:
     def order(self, done: int) -> Order:
         return Order(self.name, {**self.facts, "first": done})
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> tuple[Facts, UInt8Array]:
+    def piece(
+        self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None
+    ) -> tuple[Facts, UInt8Array]:
         return facts, data
 
 
@@ -81,8 +84,9 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def open_memories() -> int:
-    """Descriptors of sealed memory that this process has open."""
-    return sum(path.name.startswith("memfd:framesieve") for path in open_paths())
+    """Descriptors and mappings of sealed memory that this process has."""
+    mapped = Path("/proc/self/maps").read_text().count("memfd:framesieve")
+    return mapped + sum(path.name.startswith("memfd:framesieve") for path in open_paths())
 
 
 def open_paths(process: int | str = "self") -> list[Path]:

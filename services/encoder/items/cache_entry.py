@@ -12,6 +12,7 @@ It knows neither gRPC nor where frames come from. It belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from common.byte_semaphore import ByteSemaphore
 from common.contract.errors import Unavailable
-from common.contract.plan import MediaPlan
+from common.contract.plan import DIGEST_BYTES, MediaPlan
 from common.contract.tensors import TensorBuffer
 from services.encoder.items.batcher import Batcher, ForwardTimes
 from services.encoder.pruning.methods import SCORES_BYTES, Scores
@@ -69,6 +70,8 @@ class CacheEntry:
     """Unpruned embeddings of one media item, (1 + levels, tokens, D), and the pruning scores computed from them.
 
     key: its cache key; None: the entry is never looked up and never kept.
+    encoding: 32 bytes that name its embeddings, to the last bit: nothing else has this name, but embeddings that a
+        prompt brings, which are the same whenever its content hash is.
     waiters: how many requested items wait for it or read it. kept: the cache accounts for it, and it outlives them.
     cancel_stream: cancels the stream that delivers its slices, unless that stream is wanted for another reason; None
         while no stream delivers, so that a waiter has to lead.
@@ -80,6 +83,7 @@ class CacheEntry:
     ) -> None:
         self.key = key
         self.plan = plan
+        self.encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
         self.scores: dict[str, Scores] = {}
         self.scoring = threading.Lock()  # held while scores are added: items are gathered in several threads
         self.waiters = 0

@@ -24,6 +24,7 @@ from common.contract.errors import MediaRejected
 from common.contract.plan import Int32Array, MediaPlan, Modality
 from common.contract.retention import NONE, Pruning, retained_count
 from common.contract.tensors import DType
+from common.sealed_memory import SealedMemory
 from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import busy
 from common.telemetry.tracing import record, span
@@ -34,30 +35,47 @@ from services.encoder.metrics import count_item
 from services.encoder.pruning.methods import keep_tokens
 from services.encoder.tower.transfers import Readback, beside
 
+_BLOCK_BYTES = 2**20
+
 _DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeds:
-    """What is sent of one item: kept, int32 [K] (None: all tokens), and its embeddings [1 + levels, K, D] as bytes."""
+    """What is sent of one item: kept, int32 [K] (None: all tokens), and its embeddings [1 + levels, K, D] as bytes.
 
+    encoding: names the encoding that they are of. memory: what the bytes are in, if that can be handed over.
+    """
+
+    encoding: bytes
     kept: Int32Array | None
     dtype: DType
     shape: tuple[int, int, int]
     data: memoryview
+    memory: SealedMemory | None
 
 
 class Item:
-    """One media item of one request. output_bytes: limits embeddings that wait to be sent, over all requests."""
+    """One media item of one request.
+
+    output_bytes: limits embeddings that wait to be sent, over all requests. shares: its receiver takes shared memory.
+    """
 
     def __init__(
-        self, media_index: int, plan: MediaPlan, pruning: Pruning, cache: EmbedsCache, output_bytes: ByteSemaphore
+        self,
+        media_index: int,
+        plan: MediaPlan,
+        pruning: Pruning,
+        cache: EmbedsCache,
+        output_bytes: ByteSemaphore,
+        shares: bool = False,
     ) -> None:
         self.media_index = media_index
         self.plan = plan
         self._pruning = pruning
         self._cache = cache
         self._output_bytes = output_bytes
+        self._shares = shares
         self._count = retained_count(plan.grid, pruning, plan.modality)
         self._size_bytes = embeds_bytes(cache.tower, self._count)
         self._reserved = False
@@ -191,21 +209,44 @@ class Item:
         # `device_of`: the current device of a new thread is cuda:0.
         tracing = span("prune", **tokens, **how)
         with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
-            wanted = [embeds]
+            kept = None
             if prunes:
                 with entry.scoring:
                     kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
-                wanted = [embeds[:, kept.long()], kept]
-            embeds, *indices = Readback(*wanted).wait()
+            memory = in_shared_memory(embeds, kept) if self._shares else None
+            if memory is not None:
+                data = memory.mapped(self._size_bytes).data
+            else:
+                data = _bytes_of(embeds if kept is None else embeds[:, kept.long()])
+            indices = None if kept is None else Readback(kept).wait()[0].numpy()
         count_item(self.plan, self._pruning, self._count)
         self._pruned_ns = monotonic_ns()
-        levels, count, width = embeds.shape
-        return Embeds(
-            kept=indices[0].numpy() if indices else None,
-            dtype=_DTYPES[embeds.dtype],
-            shape=(levels, count, width),
-            data=embeds.view(torch.uint8).numpy().data,
-        )
+        shape = (len(embeds), self._count, embeds.shape[2])
+        return Embeds(entry.encoding, indices, _DTYPES[embeds.dtype], shape, data, memory)
+
+
+def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory | None:
+    """The kept tokens of embeddings (1 + levels, tokens, D); None where the machine has no more descriptors or memory.
+
+    On the CPU they are gathered in blocks that stay in its cache until they are written.
+    """
+    tokens = embeds.shape[1] if kept is None else len(kept)
+    block = max(1, _BLOCK_BYTES // (embeds.shape[2] * embeds.itemsize)) if embeds.is_cpu else tokens
+    try:
+        memory = SealedMemory()
+        for level in embeds:
+            for start in range(0, tokens, block):
+                rows = slice(start, start + block)
+                memory.write(_bytes_of(level[rows] if kept is None else level[kept[rows].long()]))
+        memory.seal()
+    except OSError:
+        return None
+    return memory
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, once they are there."""
+    return Readback(tensor).wait()[0].view(torch.uint8).numpy().data
 
 
 def _remedy(plan: MediaPlan) -> str:

@@ -26,6 +26,7 @@ from common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Una
 from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
 from common.contract.tensors import DType, TensorBuffer
 from common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, named_media
+from common.handover import Receiver
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from services.encoder.items.cache_entry import CacheEntry, FrameSlice
@@ -93,10 +94,17 @@ class PreprocessStream:
     It belongs to its request until `detach`, then to the waiters of the entries that it delivers to.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, options: Mapping[str, Any], plan_check: PlanCheck) -> None:
-        """options: of the call, such as its metadata."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        options: Mapping[str, Any],
+        plan_check: PlanCheck,
+        receiver: Receiver | None = None,
+    ) -> None:
+        """options: of the call, such as its metadata. receiver: of frames in shared memory; the stream closes it."""
         self.fetched_ns: int | None = None  # when media fetched by URL were complete; set by `plan`, if there are any
         self._plan_check = plan_check
+        self._receiver = receiver
         self._call: Any = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(**options)
         self._selected: list[tuple[int, MediaPlan]] = []  # whose frames are due, in the order of selection
         self._entries: dict[int, CacheEntry] = {}  # that get these frames, by media index
@@ -126,7 +134,8 @@ class PreprocessStream:
             await asyncio.wait([writing, reading])
 
     async def _write_prompt(self, prompt: prompt_pb2.Prompt, files: AsyncIterator[tuple[str, bytes]]) -> None:
-        await write_to(self._call, PreprocessRequest(prompt=prompt))
+        handover = self._receiver.address if self._receiver else b""
+        await write_to(self._call, PreprocessRequest(prompt=prompt, handover=handover))
         async for _, piece in files:
             await write_to(self._call, PreprocessRequest(file={"data": piece}))
 
@@ -141,7 +150,7 @@ class PreprocessStream:
             if plan is not None:
                 self._plan_check.check(plan, media, brought)
                 self._reading = asyncio.create_task(self._read())
-                self._reading.add_done_callback(_retrieve_error)
+                self._reading.add_done_callback(self._end_reading)
                 return plan
         raise PeerContract("preprocessing ended before its plan was complete")
 
@@ -179,6 +188,8 @@ class PreprocessStream:
         """Ends the request's claim to the stream, which continues while other requests wait for its slices."""
         self._detached = True
         self.cancel_if_unwanted()
+        if self._reading is None:
+            self._close_receiver()
 
     def cancel_if_unwanted(self) -> None:
         """Cancels the call once its request has detached and no entry that it delivers to has a waiter."""
@@ -252,7 +263,8 @@ class PreprocessStream:
                 came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
                 raise PeerContract(f"expected frame {start} of {item.frames} of media {media_index}, got {came}")
             if buffer is None:
-                buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
+                take = self._receiver.take if self._receiver else None
+                buffer = buffer_for(chunk.chunk, [DType.UINT8], shape, take)
                 repaired, heard_ns = chunk.repaired_frames, monotonic_ns()
                 decoded_ns = from_ago_s(chunk.decoded_ago_s, heard_ns)
                 resized_ns = from_ago_s(chunk.resized_ago_s, heard_ns)
@@ -275,8 +287,12 @@ class PreprocessStream:
         message: PreprocessResponse | None = await read_from(self._call, STAGE)
         return message
 
+    def _end_reading(self, reading: asyncio.Task[None]) -> None:
+        """Marks the task's error as retrieved: if nothing waits for the stream any more, asyncio would log it."""
+        self._close_receiver()
+        if not reading.cancelled():
+            reading.exception()
 
-def _retrieve_error(reading: asyncio.Task[None]) -> None:
-    """Marks the task's error as retrieved: if nothing waits for the stream any more, asyncio would log it."""
-    if not reading.cancelled():
-        reading.exception()
+    def _close_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from common.byte_semaphore import ByteSemaphore
@@ -17,6 +18,7 @@ from common.contract.errors import Overloaded
 from common.contract.plan import PromptPlan
 from common.contract.tensors import pieces
 from common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
+from common.handover import Sender
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
 from services.encoder.items.cache_entry import StageTimes
 from services.encoder.items.item import Item
@@ -32,6 +34,7 @@ class Responses:
 
     def __init__(self, room: ByteSemaphore) -> None:
         """room: that of all embeddings that wait to be sent."""
+        self.sender: Sender | None = None  # to a caller who takes shared memory
         self._room = room
         self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_QUEUED)
         self._order = asyncio.Lock()
@@ -55,19 +58,29 @@ class Responses:
             self._queue.put_nowait(progress)
 
     async def put_embeds(self, item: Item) -> None:
-        """Puts the final progress of an obtained item, then its embeddings in pieces."""
+        """Puts the final progress of an obtained item, then its embeddings: in pieces, or in shared memory.
+
+        Returns once the caller has taken the latter.
+        """
         embeds = item.embeds
         async with self._order:
             if progress := self._progress(item):
                 await self._put(progress)
-        extra: dict[str, Any] = {"repaired_frames": item.repaired_frames, "ages": _ages(item.times)}
+        extra: dict[str, Any] = {
+            "repaired_frames": item.repaired_frames,
+            "ages": _ages(item.times),
+            "encoding": embeds.encoding,
+        }
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
-        for offset, piece in pieces(embeds.data):
+        shared = bool(self.sender and embeds.memory and await self.sender.send(embeds.memory, embeds.data.nbytes))
+        for offset, piece in [(0, None)] if shared else pieces(embeds.data):
             response = EncodeResponse(embeds=EmbedsChunk(media_index=item.media_index, **extra))
             fill_chunk(response.embeds.chunk, embeds.dtype, embeds.shape, offset, piece)
             await self.put(response)
             extra = {}
+        if self.sender and shared:
+            await self._read(self.sender.taken)
 
     async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
         """Yields everything that is put until `task` is done, then raises the error of the task, if any."""
@@ -79,10 +92,14 @@ class Responses:
         task.result()
 
     async def _put(self, response: EncodeResponse) -> None:
+        await self._read(partial(self._queue.put, response))
+
+    async def _read(self, wait: Callable[[], Awaitable[None]]) -> None:
+        """Waits for something that depends on the caller's reading. Raises Overloaded as `put` does."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_UNREAD_S):
-                    return await self._queue.put(response)
+                    return await wait()
             if self._room.waiting:
                 raise Overloaded(
                     f"the caller has read nothing for {_UNREAD_S:g} s, and others wait for the room it holds"

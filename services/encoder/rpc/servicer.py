@@ -11,7 +11,7 @@ stream or from another's. It owns the order of messages, and maps CUDA out-of-me
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -24,6 +24,7 @@ from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.plan import PromptPlan
 from common.contract.requests import check_prompt, received_pieces, selections
 from common.contract.retention import Pruning
+from common.handover import Receiver, sender_to
 from common.security.credentials import NO_CREDENTIALS, Credentials
 from common.serving.interceptors import passed_on
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
@@ -46,7 +47,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     """Serves the embeddings of `cache`.
 
     fingerprint: of the checkpoint. output_bytes: limits embeddings that wait to be sent, at least as large as the
-    cache's `encoding_bytes`. preprocessing: the channel to it; credentials: the token shown to it.
+    cache's `encoding_bytes`. preprocessing: the channel to it; credentials: the token shown to it. receiver: makes a
+    receiver of frames in shared memory for a call of preprocessing, if that may run on this host.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         preprocessing: grpc.aio.Channel,
         credentials: Credentials = NO_CREDENTIALS,
         max_inline_bytes: int = MAX_INLINE_BYTES,
+        receiver: Callable[[], Receiver | None] = lambda: None,
     ) -> None:
         assert output_bytes.size_bytes >= cache.encoding_bytes.size_bytes
         self._tower = cache.tower
@@ -65,6 +68,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._preprocessing = preprocessing
         self._credentials = credentials
         self._max_inline_bytes = max_inline_bytes
+        self._receiver = receiver
         self._plan_check = PlanCheck(self._tower.patches, self._tower.embed_levels, fingerprint, self._tower.arrange)
 
     async def Encode(self, request_iterator: Requests, context: Context) -> AsyncIterator[EncodeResponse]:
@@ -91,13 +95,15 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         check_prompt(first.prompt.prompt, self._max_inline_bytes)
         prunings = checked_prunings(first.prompt, self._tower)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
-        stream = PreprocessStream(self._preprocessing, options, self._plan_check)
+        stream = PreprocessStream(self._preprocessing, options, self._plan_check, self._receiver())
         try:
             grids = {index: embeds.grid for index, embeds in brought.items()}
             plan = await stream.plan(first.prompt.prompt, received_pieces(requests, first.prompt.prompt), grids)
+            handover = first.handover
             del first  # its media may be large
             await responses.put_plan(plan, stream.fetched_ns)
-            await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)
+            with sender_to(handover, "Encode") as responses.sender:
+                await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)
         except torch.OutOfMemoryError as error:
             log.warning("out of memory on the device", error=str(error))
             raise Overloaded("the encoder's device has no memory left") from error
@@ -118,7 +124,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
         async def select(group: asyncio.TaskGroup) -> None:
             async for index in selections:
-                item = Item(index, plan.media[index], prunings[index], self._cache, self._output_bytes)
+                shares = responses.sender is not None
+                item = Item(index, plan.media[index], prunings[index], self._cache, self._output_bytes, shares)
                 items.append(item)
                 await item.start(stream, brought.pop(index).tensor if index in brought else None)
                 started.put_nowait((item, group.create_task(item.obtain(stream, responses.offer_progress))))

@@ -63,4 +63,5 @@ def load_text(
     weights = read_weights(checkpoint, prefix, dtype, device, shards, in_fp8)
     change(text, weights)
     fill(text, weights, prefix)
+    del weights  # while layers are joined, both copies of all weights would be held
     return with_output_layer(checkpoint, config, text, embed_levels, classes.whole._tp_plan["lm_head"], group)

@@ -15,7 +15,7 @@ class MediaItem:
 
     kept: int32 [K], strictly increasing; None if all tokens were kept.
     embeds: [1 + embed_levels, K, hidden_size] in the model's dtype, finite, on the host.
-    digest: of kept and embeddings as they were sent.
+    digest: equal only for items whose kept and embeddings are equal to the last bit, as they were sent.
     """
 
     media_index: int

@@ -280,14 +280,18 @@ class Request:
         if end <= prompt:
             return self.rope.content(first, end)
         own = max(first, prompt)
-        ids = self.output_ids[own - prompt : end - prompt]
+        ids = np.array(self.output_ids[own - prompt : end - prompt], np.int64)
         positions = np.arange(own, end, dtype=np.int32) + np.int32(self.rope.delta)
-        identities = np.concatenate([self.rope.identities[:, first:own], [[0] * len(ids), ids]], axis=1)
+        if own == first:
+            return bytes(ids.nbytes) + ids.tobytes() + 3 * positions.tobytes()
+        identities = np.concatenate([self.rope.identities[:, first:own], [np.zeros_like(ids), ids]], axis=1)
         both = np.concatenate([self.rope.positions[:, first:own], np.broadcast_to(positions, (3, end - own))], axis=1)
         return identities.tobytes() + both.tobytes()
 
     def encoded_media_within(self, first: int, end: int) -> tuple[EncodedMedia, ...]:
         """The items that have rows among tokens [first, end)."""
+        if not self.rope.spans or first >= self.rope.spans[-1].end:
+            return ()
         ids = set(self.rope.identities[0, first:end].tolist()) - {0}
         return tuple(encoded for encoded in self.encoded_media if encoded and encoded.id in ids) if ids else ()
 

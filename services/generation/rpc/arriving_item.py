@@ -8,15 +8,17 @@ Violations raise PeerContract. This module does not know calls and sessions.
 
 from __future__ import annotations
 
+import math
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from common.contract.errors import PeerContract
-from common.contract.plan import Int32Array, MediaPlan, tagged_digest
+from common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
 from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array
+from common.contract.wire import Take, add_chunk, buffer_for, from_ago_s, int32_array
 from common.telemetry.metrics import busy
 from framesieve.v1 import encoder_pb2
 from services.generation.request.encoded_media import MediaItem
@@ -25,7 +27,7 @@ from services.generation.to_device import pinned_for
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
 
-_DIGEST_DOMAIN = b"framesieve media item v2"
+_DIGEST_DOMAIN = b"framesieve media item v3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class ArrivingItem:
         self._device = model.device
         self._buffer: TensorBuffer | None = None
         self._kept: Int32Array | None = None
+        self._encoding = b""
         self._repaired_frames = 0
         self._progress = Progress(index, 0, 0)
         self.left_ns: dict[Stage, int] = {}  # when the item left each of its stages; empty until the first piece
@@ -89,8 +92,8 @@ class ArrivingItem:
         self._progress = reached
         return reached
 
-    def add(self, message: encoder_pb2.EmbedsChunk, received_ns: int) -> None:
-        """Adds a piece. received_ns: when it was read, on the clock of `left_ns`."""
+    def add(self, message: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None = None) -> None:
+        """Adds a piece. received_ns: when it was read, on the clock of `left_ns`. take: see `buffer_for`."""
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None:
@@ -102,7 +105,10 @@ class ArrivingItem:
                 )
             self._repaired_frames = message.repaired_frames
             self._note_ages(message.ages, received_ns)
-            self._buffer = buffer_for(message.chunk, list(TORCH_DTYPES), self._shape)
+            if len(message.encoding) not in (0, DIGEST_BYTES):
+                raise PeerContract(f"item {self._index}: encoding must have {DIGEST_BYTES} bytes, if any")
+            self._encoding = message.encoding or secrets.token_bytes(DIGEST_BYTES)
+            self._buffer = buffer_for(message.chunk, list(TORCH_DTYPES), self._shape, take)
         elif message.HasField("kept"):
             raise PeerContract(f"item {self._index}: only the first piece may have kept")
         add_chunk(self._buffer, message.chunk)
@@ -115,8 +121,9 @@ class ArrivingItem:
             # Checked after the conversion: finite float32 values can overflow float16.
             embeds = sent.to(self._dtype)
             kept = b"" if self._kept is None else self._kept.tobytes()
-            digest = tagged_digest(_DIGEST_DOMAIN, (self._buffer.dtype.label.encode(), kept, self._buffer.data))
-            if not bool(embeds.isfinite().all()):
+            digest = tagged_digest(_DIGEST_DOMAIN, (self._buffer.dtype.label.encode(), kept, self._encoding))
+            # Both are NaN where any value is.
+            if not all(math.isfinite(extreme) for extreme in embeds.aminmax()):
                 raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
             embeds = pinned_for(embeds, self._device)
         return MediaItem(self._index, self._kept, embeds, self._repaired_frames, digest)

@@ -10,7 +10,7 @@ still missing (retried_call.py). This module does not know the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from common.contract.plan import PromptPlan
 from common.contract.requests import check_prompt, detach_files, file_pieces
 from common.contract.retention import Pruning, retained_count
 from common.contract.wire import grid_message, named_media, prunings_of
+from common.handover import Receiver
 from common.serving.retries import Retries
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -48,12 +49,15 @@ class MediaClient:
         model: ModelInput,
         media_buffer: ByteSemaphore,
         max_inline_bytes: int = MAX_INLINE_BYTES,
+        receiver: Callable[[], Receiver | None] = lambda: None,
     ) -> None:
+        """receiver: makes a receiver of embeddings in shared memory for a call, if the encoder may run on this host."""
         self._preprocessing = PreprocessingServiceStub(preprocessing)
         self._encoder = EncoderServiceStub(encoder)
         self._model = model
         self._media_buffer = media_buffer
         self._max_inline_bytes = max_inline_bytes
+        self._receiver = receiver
         self._preprocessing_retries = Retries("preprocessing")
         self._encoder_retries = Retries("encoder")
 
@@ -96,7 +100,8 @@ class MediaClient:
         call: Mapping[str, Any],
     ) -> RetriedCall:
         requests = partial(_encode_requests, prompt, files, pruning)
-        return RetriedCall(self._encoder.Encode, requests, "encoder", self._encoder_retries, **call)
+        retries = self._encoder_retries
+        return RetriedCall(self._encoder.Encode, requests, "encoder", retries, receiver=self._receiver, **call)
 
     def _preprocess(self, prompt: prompt_pb2.Prompt, call: Mapping[str, Any]) -> RetriedCall:
         requests = partial(_preprocess_requests, prompt)
@@ -173,7 +178,7 @@ class MediaSession:
                     event = _selected(arriving, response.progress.media_index).progress(response.progress)
                 case "embeds":
                     item = _selected(arriving, response.embeds.media_index)
-                    item.add(response.embeds, clock.now_ns())
+                    item.add(response.embeds, clock.now_ns(), self._upstream.take)
                     if item.complete:
                         event = await asyncio.to_thread(item.finish)
                 case other:
@@ -202,10 +207,11 @@ class MediaSession:
 
 
 async def _encode_requests(
-    prompt: prompt_pb2.Prompt, files: Sequence[bytes], pruning: prompt_pb2.Pruning, selected: Selected
+    prompt: prompt_pb2.Prompt, files: Sequence[bytes], pruning: prompt_pb2.Pruning, selected: Selected, handover: bytes
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
     """The prompt and its files; then, once bytes are reserved, the selected items."""
-    yield encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning))
+    first = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning)
+    yield encoder_pb2.EncodeRequest(prompt=first, handover=handover)
     for piece in file_pieces(files):
         yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:
@@ -213,7 +219,7 @@ async def _encode_requests(
 
 
 async def _preprocess_requests(
-    prompt: prompt_pb2.Prompt, _: Selected
+    prompt: prompt_pb2.Prompt, _: Selected, handover: bytes
 ) -> AsyncIterator[preprocessing_pb2.PreprocessRequest]:
     yield preprocessing_pb2.PreprocessRequest(prompt=prompt)
 

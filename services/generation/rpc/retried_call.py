@@ -18,7 +18,8 @@ import structlog
 from common.channels import end_writing, read_from, write_to
 from common.contract.errors import DeadlinePassed, PeerContract, Unavailable
 from common.contract.plan import PromptPlan
-from common.contract.wire import PlanReceiver, from_ago_s
+from common.contract.wire import PlanReceiver, Take, from_ago_s
+from common.handover import Receiver
 from common.serving.retries import Retries
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
@@ -30,18 +31,20 @@ log = structlog.get_logger()
 class RetriedCall:
     """An Encode or Preprocess call that is started again on another replica if it is lost after its first message.
 
-    method: of the service's stub. requests: the messages to write, given the future of the selected items.
+    method: of the service's stub. requests: the messages to write, given the future of the selected items and the
+    address of a receiver of shared memory, empty without one. receiver: makes one for each attempt.
     timeout: in seconds, for all attempts together; None for no limit. `cancel` must be called at the end.
     """
 
     def __init__(
         self,
         method: Callable[..., Call],
-        requests: Callable[[Selected], AsyncIterator[Any]],
+        requests: Callable[[Selected, bytes], AsyncIterator[Any]],
         stage: str,
         retries: Retries,
         timeout: float | None = None,
         metadata: Any = None,
+        receiver: Callable[[], Receiver | None] = lambda: None,
     ) -> None:
         self._method = method
         self._requests = requests
@@ -50,6 +53,7 @@ class RetriedCall:
         self._clock = asyncio.get_running_loop().time
         self._ends_s = None if timeout is None else self._clock() + timeout
         self._metadata = metadata
+        self._new_receiver = receiver
         self._attempt = 0
         self._answered = False
         self.fetched_ns: int | None = None
@@ -76,6 +80,11 @@ class RetriedCall:
         self._answered = True
         return message
 
+    @property
+    def take(self) -> Take | None:
+        """Takes an array that the service handed over in shared memory; None if it was not asked to."""
+        return self._receiver.take if self._receiver else None
+
     async def resume(self, lost: Unavailable, plan: PromptPlan, missing: Sequence[int]) -> None:
         """Selects the missing items in a new call. Raises `lost` if no new call can be made or its plan differs."""
         await self._restart(lost)
@@ -94,6 +103,8 @@ class RetriedCall:
         self._call.cancel()
         self._writing.cancel()
         self._selected.cancel()
+        if self._receiver:
+            self._receiver.close()
 
     def _start(self) -> None:
         timeout = None if self._ends_s is None else max(0.0, self._ends_s - self._clock())
@@ -101,7 +112,9 @@ class RetriedCall:
         self._answered = False
         self._selected: Selected = asyncio.get_running_loop().create_future()
         self._call = self._method(timeout=timeout, metadata=self._metadata)
-        self._writing = asyncio.create_task(_write_all(self._call, self._requests(self._selected)))
+        self._receiver = self._new_receiver()
+        handover = self._receiver.address if self._receiver else b""
+        self._writing = asyncio.create_task(_write_all(self._call, self._requests(self._selected, handover)))
 
     async def _restart(self, lost: Unavailable) -> None:
         """Retries only calls that had answered: gRPC itself has already retried the others."""

@@ -235,14 +235,19 @@ def plan_responses(plan: PromptPlan, fetched_ns: int | None) -> Iterator[preproc
         fetched_ago_s = None
 
 
-def frames_responses(media_index: int, piece: Slice) -> Iterator[preprocessing_pb2.PreprocessResponse]:
-    """One slice in chunks. The first chunk says how many frames were repaired and how long ago it was made."""
+def frames_responses(
+    media_index: int, piece: Slice, shared: bool = False
+) -> Iterator[preprocessing_pb2.PreprocessResponse]:
+    """One slice in chunks. The first chunk says how many frames were repaired and how long ago it was made.
+
+    shared: it was handed over in shared memory, and is one chunk without bytes.
+    """
     first: dict[str, Any] = {
         "repaired_frames": piece.repaired_frames,
         "decoded_ago_s": ago_s(piece.decoded_ns),
         "resized_ago_s": ago_s(piece.resized_ns),
     }
-    for offset, part in pieces(piece.pixels.data):
+    for offset, part in [(0, None)] if shared else pieces(piece.pixels.data):
         frames = preprocessing_pb2.FramesChunk(media_index=media_index, first_frame=piece.first_frame, **first)
         response = preprocessing_pb2.PreprocessResponse(frames=frames)
         fill_chunk(response.frames.chunk, DType.UINT8, piece.pixels.shape, offset, part)

@@ -17,10 +17,11 @@ import grpc
 from common.contract.errors import InvalidRequest
 from common.contract.limits import MAX_INLINE_BYTES
 from common.contract.requests import received_pieces, selections
+from common.handover import Sender, sender_to
 from common.telemetry.logs import add_request_stats
 from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from common.telemetry.tracing import span
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
+from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from services.preprocessing.conversation import Conversation
 from services.preprocessing.fetch.fetcher import Fetcher
@@ -72,18 +73,20 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         requests = aiter(request_iterator)
         first = await anext(requests, None)
         parsed = await self._parse(first)
+        assert first is not None
         with ExitStack() as received:
-            conversation, fetched_ns = await self._fetch(await _receive(requests, first, parsed, received))
+            conversation, fetched_ns = await self._fetch(await _receive(requests, first.prompt, parsed, received))
             received.pop_all()  # from here on the plan owns the files
         with span("plan"):
             planned = await self._plan(conversation)
         add_request_stats(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
-        with planned.files:
+        with planned.files, sender_to(first.handover, "Preprocess") as sender:
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
             async for media_index in selections(requests, len(planned.media)):
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
-                async with aclosing(self._frames(media_index, planned.media[media_index])) as responses:
+                frames = self._frames(media_index, planned.media[media_index], sender)
+                async with aclosing(frames) as responses:
                     async for response in responses:
                         yield response
 
@@ -117,7 +120,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         STAGE_BUSY_SECONDS.labels("plan").observe(planned.plan_s)
         return planned
 
-    async def _frames(self, media_index: int, media: PlannedMedia) -> AsyncGenerator[PreprocessResponse, None]:
+    async def _frames(
+        self, media_index: int, media: PlannedMedia, sender: Sender | None
+    ) -> AsyncGenerator[PreprocessResponse, None]:
         job = slices_job(media)
         if job is None:
             return
@@ -127,17 +132,17 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     stats.add(each)
                     count_frames(each)
                     add_request_stats(frames=len(each.pixels))
-                    for response in frames_responses(media_index, each):
+                    shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
+                    for response in frames_responses(media_index, each, shared):
                         yield response
 
 
 async def _receive(
-    requests: Requests, first: PreprocessRequest | None, conversation: Conversation, received: ExitStack
+    requests: Requests, prompt: prompt_pb2.Prompt, conversation: Conversation, received: ExitStack
 ) -> Conversation:
     """The conversation with the files that follow the prompt. `received` closes them."""
-    assert first is not None
     files: dict[str, ReceivedFile] = {}
-    async for name, piece in received_pieces(requests, first.prompt):
+    async for name, piece in received_pieces(requests, prompt):
         if name not in files:
             files[name] = ReceivedFile(name)
             received.callback(files[name].close)

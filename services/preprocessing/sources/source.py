@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.contract.errors import MediaForbidden, MediaRejected, Overloaded
+from common.sealed_memory import SealedMemory
 from services.preprocessing.sources.digests import Digests, digest_of, digests
-from services.preprocessing.sources.sealed_memory import SealedMemory
 
 _READ_BYTES = 2**20
 _HEAD_BYTES = 64

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from common.sealed_memory import SealedMemory
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.decode import DecodedFrame, decode_frames
 from services.preprocessing.video.packets import PacketIndex
@@ -28,6 +29,7 @@ class Slice:
 
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
+    memory: what the frames are in, if another process made them.
     """
 
     first_frame: int
@@ -37,6 +39,7 @@ class Slice:
     resize_s: float
     decoded_ns: int
     resized_ns: int
+    memory: SealedMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)

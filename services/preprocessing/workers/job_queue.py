@@ -21,7 +21,7 @@ from typing import Generic, Self, TypeAlias, TypeVar
 import numpy as np
 
 from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
-from services.preprocessing.sources.sealed_memory import mapped, sealed
+from common.sealed_memory import SealedMemory, sealed
 from services.preprocessing.sources.source import resource_errors_as_overloaded
 from services.preprocessing.workers.jobs import Job
 from services.preprocessing.workers.limits import Limits
@@ -240,8 +240,9 @@ class JobQueue:
         if message.truncated:  # this process had no free descriptor for the array
             message.close()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        data = [mapped(each, run.job.piece_bytes) for each in message.descriptors]
-        return run.job.piece(run.done, message.facts, data[0] if data else np.empty(0, np.uint8))
+        memory = SealedMemory(message.descriptors[0]) if message.descriptors else None
+        data = np.empty(0, np.uint8) if memory is None else memory.mapped(run.job.piece_bytes)
+        return run.job.piece(run.done, message.facts, data, memory)
 
     async def _receive(self, run: _Run[T], worker: WorkerProcess) -> Message:
         clock = asyncio.get_running_loop().time

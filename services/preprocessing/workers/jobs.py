@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.contract.errors import PeerContract
+from common.sealed_memory import SealedMemory
 from services.preprocessing.sources.source import Source
 from services.preprocessing.video.completeness import MAX_MISSING
 from services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
@@ -67,8 +68,11 @@ class Job(Protocol[T_co]):
         """What to send to a worker that continues after `done` pieces."""
         ...
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> T_co:
-        """Piece `number` from what a worker sent. Raises PeerContract for impossible values."""
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> T_co:
+        """Piece `number` from what a worker sent. memory: what `data` is in.
+
+        Raises PeerContract for impossible values.
+        """
         ...
 
 
@@ -85,7 +89,7 @@ class IndexVideo:
     def order(self, done: int) -> Order:
         return Order("index_video")
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> PacketIndex:
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> PacketIndex:
         if data.size % 8:
             raise PeerContract("a worker's index is not an array of int64")
         return index_of(facts, data.view(np.int64))
@@ -104,7 +108,7 @@ class IndexPicture:
     def order(self, done: int) -> Order:
         return Order("index_picture")
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> Picture:
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Picture:
         height, width = _frame_size(facts)
         return Picture(height, width, facts.integer("orientation", 1, 8), bool(facts.integer("moves", 0, 1)))
 
@@ -123,7 +127,7 @@ class IndexPictures:
     def order(self, done: int) -> Order:
         return Order("index_pictures", numbers=np.array(self.ends, np.int64))
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> PictureIndex:
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> PictureIndex:
         return picture_index_of(facts, self.ends)
 
 
@@ -196,11 +200,11 @@ class VideoSlices:
         }
         return Order(name, facts | sent | _sent_facts(video, [video.view]), np.concatenate([places, numbers]))
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
         video = self.video
         first = (self.begin + number) * video.slice_frames
         frames = min(video.slice_frames, len(video.places) - first)
-        made = _slice(first, (frames, video.height_px, video.width_px, 3), facts, data)
+        made = _slice(first, (frames, video.height_px, video.width_px, 3), facts, data, memory)
         self._repaired.append(made.repaired_frames)
         return made
 
@@ -233,8 +237,8 @@ class PictureSlices:
         facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
         return Order("picture_slices", facts | _sent_facts(picture, picture.views) | {"tile_px": picture.tile_px or ()})
 
-    def piece(self, number: int, facts: Facts, data: UInt8Array) -> Slice:
-        return _slice(number, (1, *self.picture.frame_px(number), 3), facts, data)
+    def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
+        return _slice(number, (1, *self.picture.frame_px(number), 3), facts, data, memory)
 
 
 def _sent_facts(media: PlannedVideo | PlannedPicture, views: Sequence[View | None]) -> dict[str, Any]:
@@ -341,7 +345,9 @@ def _epochs(facts: Facts) -> tuple[Epoch, ...]:
     return tuple(Epoch(*parts[at : at + 2]) for at in range(0, len(parts), 2))
 
 
-def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array) -> Slice:
+def _slice(
+    first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array, memory: SealedMemory | None
+) -> Slice:
     if data.size != np.prod(shape):
         raise PeerContract(f"a worker's slice has {data.size} bytes, which is not the size of {shape}")
     repaired = facts.integer("repaired_frames", 0, shape[0])
@@ -353,6 +359,7 @@ def _slice(first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Ar
         resize_s=facts.seconds("resize_s"),
         decoded_ns=facts.integer("decoded_ns", 0, _INT64),
         resized_ns=facts.integer("resized_ns", 0, _INT64),
+        memory=memory,
     )
 
 

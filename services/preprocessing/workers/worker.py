@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from common.contract.errors import FramesieveError, MediaRejected
 from common.contract.plan import MAX_FRAME_SIDE_PX
 from common.process import give_back_freed_memory
-from services.preprocessing.sources.sealed_memory import sealed
+from common.sealed_memory import sealed
 from services.preprocessing.sources.source import Source, check_file_size
 from services.preprocessing.video.decode import RemainingPlaces
 from services.preprocessing.video.packets import PacketIndex, read_packets

@@ -1,0 +1,255 @@
+"""Embeddings and frames from one service to the next on one host: handed over in shared memory, against messages.
+
+Embeddings go from the encoder's tensor to an item that generation has checked, frames from the memory that a worker
+made to bytes that the encoder can read. Theirs is how both travelled before there was shared memory: in pieces of 1 MiB
+in gRPC messages, collected in a buffer; and embeddings were hashed, and checked value by value.
+One server sends everything over a unix socket: `python -m benchmarks.media_handover ADDRESS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.media_processes import cpu_s
+from benchmarks.table import Row, Timings
+from common.channels import open_channel
+from common.contract.plan import Grid, MediaPlan, Modality, Run
+from common.contract.tensors import DType, TensorBuffer, pieces
+from common.contract.wire import add_chunk, buffer_for, fill_chunk, int32_tensor
+from common.handover import Receiver, Sender, sender_to
+from common.process import keep_freed_memory
+from common.sealed_memory import SealedMemory, sealed
+from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
+from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from services.encoder.items.item import in_shared_memory
+from services.generation.rpc.arriving_item import ArrivingItem, ModelInput
+
+if TYPE_CHECKING:
+    from services.preprocessing.video.slices import Slice
+
+SERVICE = "benchmarks.Handover"
+# 10,000 of 20,000 tokens of 1,024 values, with three levels of deepstack, in bfloat16: 82 MB.
+GRID, KEPT, LEVELS, WIDTH, DTYPE = Grid(100, 10, 20), 10_000, 4, 1024, torch.bfloat16
+# 64 slices of two frames: 152 MB.
+SLICES, FRAMES_SHAPE = 64, (2, 616, 644, 3)
+PAGE_BYTES = 4096
+AT_MOST = 0.15
+
+
+def handover(rounds: int) -> list[Row]:
+    """Seconds from the call to the last array."""
+    return asyncio.run(_handover(rounds, ("all", "kept", "frames")))
+
+
+def embeds_handover(rounds: int) -> list[Row]:
+    """The rows of embeddings, which need no PyAV."""
+    return asyncio.run(_handover(rounds, ("all", "kept")))
+
+
+async def _handover(rounds: int, kinds: Sequence[str]) -> list[Row]:
+    every: Mapping[str, Callable[[grpc.aio.Channel], Awaitable[None]]] = {
+        "all shared": partial(read_embeds, "All", True),
+        "all": partial(read_embeds, "All", False),
+        "kept shared": partial(read_embeds, "Kept", True),
+        "kept": partial(read_embeds, "Kept", False),
+        "frames shared": partial(read_frames, True),
+        "frames": partial(read_frames, False),
+    }
+    contenders = {name: every[name] for kind in kinds for name in (f"{kind} shared", kind)}
+    taken, cpu = Timings(), Timings()
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"unix:{folder}/handover.sock"
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.media_handover", address]) as server:
+            try:
+                async with open_channel(address) as channel:
+                    await asyncio.wait_for(channel.channel_ready(), 60)
+                    for number in range(rounds + 1):
+                        for name, contender in contenders.items():
+                            start, cpu_start = time.perf_counter(), cpu_s(server.pid) + time.process_time()
+                            await contender(channel)
+                            if number:  # the first is a warm-up
+                                taken.add(name, time.perf_counter() - start)
+                                cpu.add(name, cpu_s(server.pid) + time.process_time() - cpu_start)
+            finally:
+                server.terminate()
+    other = "gRPC messages, hashed and checked as before"
+    embeds = "82 MB of embeddings, encoder to generation"
+    what = {
+        "all": (embeds, other),
+        "kept": (f"{embeds}, pruned from 164 MB", other),
+        "frames": ("152 MB of frames, preprocessing to the encoder", "gRPC messages"),
+    }
+    return [
+        Row(
+            *what[name],
+            taken.median(f"{name} shared"),
+            taken.median(name),
+            "s",
+            at_most=AT_MOST,
+            note=f"processor time of both ends in ms: {cpu.median(f'{name} shared') * 1e3:.0f}, messages "
+            f"{cpu.median(name) * 1e3:.0f}",
+        )
+        for name in kinds
+    ]
+
+
+# --- the receivers ----------------------------------------------------------------------------------------------
+
+
+async def read_embeds(method: str, shares: bool, channel: grpc.aio.Channel) -> None:
+    grid = GRID if method == "Kept" else Grid(GRID.t // 2, GRID.h, GRID.w)
+    plan = MediaPlan(
+        modality=Modality.VIDEO,
+        grid=grid,
+        runs=(Run(0, grid.tokens),),
+        frames=2 * grid.t,
+        frame_height_px=28 * grid.h,
+        frame_width_px=28 * grid.w,
+        seconds_per_grid=Fraction(1),
+        timestamps_s=(),
+        content_hash=bytes(32),
+    )
+    model = ModelInput(bytes(32), 1, WIDTH, LEVELS - 1, DTYPE, torch.device("cpu"))
+    if not shares:
+        await _as_before(_stream(channel, method, b"", EncodeResponse.FromString))
+        return
+    receiver = Receiver()
+    item = ArrivingItem(0, plan, KEPT, model)
+    async for response in _stream(channel, method, receiver.address, EncodeResponse.FromString):
+        item.add(response.embeds, time.monotonic_ns(), receiver.take)
+    receiver.close()
+    await asyncio.to_thread(item.finish)
+
+
+async def _as_before(responses: AsyncIterator[EncodeResponse]) -> None:
+    buffer: TensorBuffer | None = None
+    async for response in responses:
+        chunk = response.embeds.chunk
+        buffer = buffer or buffer_for(chunk, [DType.BFLOAT16], (LEVELS, KEPT, WIDTH))
+        add_chunk(buffer, chunk)
+    assert buffer is not None
+    await asyncio.to_thread(_check_as_before, buffer)
+
+
+def _check_as_before(buffer: TensorBuffer) -> None:
+    hashlib.sha256(buffer.data).digest()
+    assert bool(torch.frombuffer(buffer.data, dtype=DTYPE).isfinite().all())
+
+
+async def read_frames(shares: bool, channel: grpc.aio.Channel) -> None:
+    receiver = Receiver() if shares else None
+    take = receiver.take if receiver else None
+    buffer: TensorBuffer | None = None
+    received = 0
+    address = receiver.address if receiver else b""
+    async for response in _stream(channel, "Frames", address, PreprocessResponse.FromString):
+        chunk = response.frames.chunk
+        buffer = buffer or buffer_for(chunk, [DType.UINT8], FRAMES_SHAPE, take)
+        add_chunk(buffer, chunk)
+        if buffer.complete:
+            np.frombuffer(buffer.data, np.uint8)[::PAGE_BYTES].max()  # shared memory is mapped when it is read
+            received, buffer = received + 1, None
+    assert received == SLICES
+    if receiver:
+        receiver.close()
+
+
+def _stream(channel: Any, name: str, request: bytes, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    return aiter(channel.unary_stream(f"/{SERVICE}/{name}", response_deserializer=parse)(request))
+
+
+# --- the server -------------------------------------------------------------------------------------------------
+
+
+async def serve(address: str) -> None:
+    keep_freed_memory()  # as the services do
+    torch.manual_seed(0)
+    embeds = torch.randn(LEVELS, GRID.tokens, WIDTH).to(DTYPE)
+    half = embeds[:, : GRID.tokens // 2].clone()
+    kept = torch.randperm(GRID.tokens)[:KEPT].sort().values.int()
+
+    async def send_all(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
+        with sender_to(request, "Encode") as sender:
+            async for response in _embeds_responses(half, None, sender):
+                yield response
+
+    async def send_kept(request: bytes, context: Any) -> AsyncIterator[EncodeResponse]:
+        with sender_to(request, "Encode") as sender:
+            async for response in _embeds_responses(embeds, kept, sender):
+                yield response
+
+    async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
+        from services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
+
+        with sender_to(request, "Encode") as sender:
+            for each in _slices():
+                shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
+                for response in frames_responses(0, each, shared):
+                    yield response
+
+    sends: dict[str, Any] = {"All": (send_all, EncodeResponse), "Kept": (send_kept, EncodeResponse)}
+    sends["Frames"] = (send_frames, PreprocessResponse)
+    handlers: dict[str, Any] = {
+        name: grpc.unary_stream_rpc_method_handler(send, response_serializer=kind.SerializeToString)
+        for name, (send, kind) in sends.items()
+    }
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
+    server.add_insecure_port(address)
+    await server.start()
+    await server.wait_for_termination()
+
+
+async def _embeds_responses(
+    embeds: Tensor, kept: Tensor | None, sender: Sender | None
+) -> AsyncIterator[EncodeResponse]:
+    first = EmbedsChunk(encoding=bytes(32), ages=StageAges())
+    if kept is not None:
+        first.kept.CopyFrom(int32_tensor(kept.numpy()))
+    shape = (LEVELS, KEPT, WIDTH)
+    if sender:
+        memory = await asyncio.to_thread(in_shared_memory, embeds, kept)
+        assert memory is not None
+        assert await sender.send(memory, 2 * LEVELS * KEPT * WIDTH)
+        fill_chunk(first.chunk, DType.BFLOAT16, shape, 0, None)
+        yield EncodeResponse(embeds=first)
+        await sender.taken()
+        return
+    sent = embeds if kept is None else await asyncio.to_thread(lambda: embeds[:, kept.long()])
+    for offset, piece in pieces(sent.view(torch.uint8).numpy().data):
+        response = EncodeResponse(embeds=EmbedsChunk() if offset else first)
+        fill_chunk(response.embeds.chunk, DType.BFLOAT16, shape, offset, piece)
+        yield response
+
+
+@cache
+def _slices() -> list[Slice]:
+    from services.preprocessing.video.slices import Slice
+
+    found = []
+    for number in range(SLICES):
+        pixels: NDArray[np.uint8] = np.full(FRAMES_SHAPE, number, np.uint8)
+        made = Slice(2 * number, pixels, 0, 0.0, 0.0, 0, 0)
+        found.append(replace(made, memory=SealedMemory(sealed(pixels.data))))
+    return found
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))
