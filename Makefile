@@ -58,7 +58,7 @@ test-gpu: $(GPU_SETUP)  ## Run the checks that need a CUDA device
 	$(GPU_PYTHON) -m pytest tests/gpu
 
 gpu-bundle: setup  ## Pack all that test-gpu and bench-gpu need on a machine without an index (an hour the first time)
-	$(BIN)/python -m benchmarks.gpu_bundle
+	$(BIN)/python -m benchmarks.gpu.bundle
 
 lint: setup  ## Check style, types, import layers and protos
 	$(BIN)/ruff check

@@ -28,26 +28,35 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUNDLE = ROOT / "build" / "gpu-bundle.tar.xz"
 MAX_BYTES = 60 * 2**20
 SITE = ".gpu"
 ARCHITECTURES = "9.0a"
 GENERATED = "framesieve/v1"
 # What the tests, the benchmark and the services import.
-SERVICES = "framesieve[preprocessing,encoder,generation,client]"
-ROOTS = (SERVICES, "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
-# What comes with torch, computes on CPUs alone, or is not imported by FlashInfer's attention.
+ROOTS = ("framesieve[encoder,generation]", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
+MEDIA_ROOTS = ("framesieve[preprocessing,client]",)
+# What comes with torch, computes on CPUs, downloads checkpoints, or is not imported by FlashInfer's attention.
 LEFT_OUT = {
     "torch",
     "intel-openmp",
+    "hf-xet",
     *("cuda-python", "cuda-tile", "nccl-extensions", "nccl4py", "ninja", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
 }
-PYAV = "av"
 FLASH_INFER_VERSION = "0.7.2"
 FLASH_INFER = f"flashinfer-python=={FLASH_INFER_VERSION}"
 # Of FlashInfer's folder `data`: its kernels, and the templates that name them.
 KEPT_DATA = ("aot/*/*.so", "csrc/batch_*")
+# Large, and not imported with attention.
+UNUSED = (
+    "b12x",
+    "flashinfer/data",
+    "flashinfer/experimental/b12x",
+    "flashinfer/experimental/cake_vsa_sm90_cute",
+    "flashinfer/fused_moe/backends/cudnn_frost/artifacts",
+    "flashinfer/moe_ep",
+)
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
@@ -60,7 +69,7 @@ def main() -> None:
     tools, site = cache / FLASH_INFER_VERSION / "tools", BUNDLE.with_name("gpu-bundle")
     install_flash_infer(tools)
     compile_kernels(tools, cuda_home(cache / "cuda"))
-    install(site, versions(tools, LEFT_OUT if media else {*LEFT_OUT, PYAV}))
+    install(site, versions(tools, (*ROOTS, *MEDIA_ROOTS) if media else ROOTS))
     strip_flash_infer(site, tools)
     name_framesieve(site)
     pack(site)
@@ -109,16 +118,16 @@ def compile_kernels(tools: Path, cuda: Path) -> None:
     run(sys.executable, ROOT / "deploy" / "flash_infer_kernels.py", **environment)
 
 
-def versions(tools: Path, left_out: set[str]) -> list[str]:
-    """name==version of all packages that ROOTS and FlashInfer need, as installed here."""
+def versions(tools: Path, roots: Iterable[str]) -> list[str]:
+    """name==version of all packages that these and FlashInfer need, as installed here."""
     here = installed(tools)
     seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [Requirement(each) for each in (*ROOTS, FLASH_INFER)]
+    waiting = [Requirement(each) for each in (*roots, FLASH_INFER)]
     found: dict[str, str] = {}
     while waiting:
         wanted = waiting.pop()
         name = canonical(wanted.name)
-        if name in left_out or (key := (name, frozenset(wanted.extras))) in seen:
+        if name in LEFT_OUT or (key := (name, frozenset(wanted.extras))) in seen:
             continue
         seen.add(key)
         if name not in here:
@@ -157,8 +166,9 @@ def install(site: Path, packages: Iterable[str]) -> None:
 
 def strip_flash_infer(site: Path, tools: Path) -> None:
     """Takes FlashInfer's sources away, and brings in the kernels."""
+    for each in UNUSED:
+        shutil.rmtree(site / each)
     data = Path("flashinfer", "data")
-    shutil.rmtree(site / data)
     for path in (path for pattern in KEPT_DATA for path in (tools / data).glob(pattern)):
         copy = site / path.relative_to(tools)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +184,7 @@ def name_framesieve(site: Path) -> None:
 
 
 def pack(site: Path) -> None:
-    with tarfile.open(BUNDLE, "w:xz") as archive:
+    with tarfile.open(BUNDLE, "w:xz", preset=3) as archive:
         archive.add(site, SITE)
         for path in sorted((ROOT / GENERATED).glob("*.py")):
             archive.add(path, f"{GENERATED}/{path.name}")
