@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
@@ -39,9 +39,6 @@ from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from services.encoder.items.item import in_shared_memory
 from services.generation.rpc.arriving_item import ArrivingItem, ModelInput
-
-if TYPE_CHECKING:
-    pass
 
 SERVICE = "benchmarks.Handover"
 # 10,000 of 20,000 tokens of 1,024 values, with three levels of deepstack, in bfloat16: 82 MB.
