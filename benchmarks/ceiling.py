@@ -199,7 +199,16 @@ def _services(folder: Path) -> Iterator[Mapping[str, str]]:
     sockets = {name: f"unix:{folder / name}" for name in ("preprocessing", "encoder", "generation", "bare")}
     http = f"127.0.0.1:{free_port()}"
     upstream = ("--preprocessing", sockets["preprocessing"], "--encoder", sockets["encoder"])
-    sizes = ("--max-num-seqs", str(max(STREAMS)), "--max-num-batched-tokens", "8192", "--kv-cache-tokens", "131072")
+    sizes = (
+        "--max-num-seqs",
+        str(max(STREAMS)),
+        "--max-num-batched-tokens",
+        "8192",
+        "--kv-cache-tokens",
+        "131072",
+        "--threads",
+        "1",
+    )
     commands = {
         "preprocessing": ("services.preprocessing", "--listen", sockets["preprocessing"]),
         "generation": ("benchmarks.ceiling_service", "--listen", sockets["generation"], *upstream, *sizes),
