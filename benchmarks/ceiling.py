@@ -4,7 +4,7 @@
     grpc       tokens a second of all streams together, against a bare gRPC server that writes a ready message per token
     http       the same by the gateway
 
-On two cores the client, generation and the gateway share them, so HTTP's figure is of all three.
+The client, generation and the gateway share the machine's cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ceiling_service import TOKEN, constant_logits
+from benchmarks.ceiling_service import TEXT, TOKEN, constant_logits
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row, Timings
 from common.channels import open_channel
@@ -52,6 +52,7 @@ from services.generation.sampling.sampler import SamplingParams
 
 STREAMS, TOKENS = (64, 256), 256
 CONTEXT_TOKENS, STEPS, BLOCK_TOKENS = 2000, 200, 16
+WARM_UP_STEPS = 64  # in which all prompts are computed
 STEP_S = 1e-3
 
 
@@ -94,16 +95,18 @@ def engine(rounds: int) -> list[Row]:
 
 
 def _engine(rows: int, rounds: int) -> Row:
-    tokens = CONTEXT_TOKENS + STEPS * rounds + 8
+    tokens = CONTEXT_TOKENS + STEPS * rounds + WARM_UP_STEPS
     blocks = rows * -(-tokens // BLOCK_TOKENS)
     runner = Instant(blocks, rows)
     engine = Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), 2**15, rows, 0, overlap=True)
     events = list[Event]()
-    for number in range(rows):
-        sampling = SamplingParams(tokens - CONTEXT_TOKENS)
-        engine.submit(Request(str(number), _plan(number), (), (), sampling, None, events.append))
-    while len(events) < 2 * rows:
+    sampling = SamplingParams(tokens - CONTEXT_TOKENS)
+    requests = [Request(str(number), _plan(number), (), (), sampling, None, events.append) for number in range(rows)]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(WARM_UP_STEPS - 2):
         engine.step()
+    assert all(request.output_ids for request in requests), "some still wait for their prompt"
     taken = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -177,7 +180,6 @@ async def _ask_by_grpc(address: str) -> AsyncIterator[Callable[[], Coroutine[Any
 
 @asynccontextmanager
 async def _ask_by_http(address: str) -> AsyncIterator[Callable[[], Coroutine[Any, Any, int]]]:
-    """Counts events: each token has text, so it has an event of its own or shares one that a slow client left."""
     messages = [{"role": "user", "content": "What moves?"}]
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
     body = json.dumps({"messages": messages, **options, "stream_options": {"include_usage": True}})
@@ -187,8 +189,11 @@ async def _ask_by_http(address: str) -> AsyncIterator[Callable[[], Coroutine[Any
         async def ask() -> int:
             async with client.stream("POST", "/v1/chat/completions", content=body) as answer:
                 pieces = [piece async for piece in answer.aiter_raw()]
-            usage = next(line for line in b"".join(pieces[-3:]).splitlines() if b'"prompt_tokens"' in line)
-            return int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
+            lines = b"".join(pieces).split(b"data: ")
+            chunks = [json.loads(line) for line in lines if line.startswith(b"{")]
+            text = "".join(each["choices"][0]["delta"].get("content", "") for each in chunks if each["choices"])
+            assert text == TEXT * TOKENS, "a part of the answer is lost"
+            return int(chunks[-1]["usage"]["completion_tokens"])
 
         yield ask
 
@@ -199,19 +204,18 @@ def _services(folder: Path) -> Iterator[Mapping[str, str]]:
     sockets = {name: f"unix:{folder / name}" for name in ("preprocessing", "encoder", "generation", "bare")}
     http = f"127.0.0.1:{free_port()}"
     upstream = ("--preprocessing", sockets["preprocessing"], "--encoder", sockets["encoder"])
-    sizes = (
-        "--max-num-seqs",
-        str(max(STREAMS)),
-        "--max-num-batched-tokens",
-        "8192",
-        "--kv-cache-tokens",
-        "131072",
-        "--threads",
-        "1",
-    )
+    limits = ("--max-num-seqs", str(max(STREAMS)), "--max-num-batched-tokens", "8192", "--kv-cache-tokens", "131072")
     commands = {
         "preprocessing": ("services.preprocessing", "--listen", sockets["preprocessing"]),
-        "generation": ("benchmarks.ceiling_service", "--listen", sockets["generation"], *upstream, *sizes),
+        "generation": (
+            "benchmarks.ceiling_service",
+            "--listen",
+            sockets["generation"],
+            *upstream,
+            *limits,
+            "--threads",
+            "1",
+        ),
         "gateway": ("services.gateway", "--listen", http, "--generation", sockets["generation"]),
         "bare": ("benchmarks.ceiling_bare", sockets["bare"], str(TOKENS)),
     }

@@ -13,8 +13,8 @@ from services.generation.__main__ import main
 from services.generation.model.runner import Runner
 from services.generation.request.batch import Packed
 
-# The token that every answer repeats: one with text.
-TOKEN = 300
+# The token that every answer repeats, and its text.
+TOKEN, TEXT = 300, "any"
 
 
 def constant_logits(runner: Runner, packed: Packed, ids: Tensor, features: Tensor | None) -> Tensor:

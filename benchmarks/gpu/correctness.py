@@ -43,7 +43,6 @@ from services.generation.model import attention
 from services.generation.model.attention import flash_infer
 from services.generation.model.attention.cache import FP8, CacheSizes
 from services.generation.model.language_model import LanguageModel
-from services.generation.sampling.detokenizer import load_tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 AT_MOST = 2.0
@@ -182,8 +181,7 @@ class Law:
 
     def _engine(self, runner: TimedRunner) -> SteppedEngine:
         chunk_tokens = self._call.target.law_chunk
-        tokenizer = load_tokenizer(self._checkpoint.folder)
-        return SteppedEngine(runner, tokenizer, chunk_tokens, MOST_RUNNING, overlap=True)
+        return SteppedEngine(runner, chunk_tokens, MOST_RUNNING, overlap=True)
 
     def waits(self) -> Iterator[Row]:
         """Launches of steps in which the host does not wait for the device, with the sampling of every family."""

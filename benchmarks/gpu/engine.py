@@ -25,7 +25,6 @@ from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
 from benchmarks.operations import decode_operations, prefill_operations, weights
 from benchmarks.table import Row
-from demo.checkpoint import make_tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
@@ -65,7 +64,6 @@ class DrawnEngine:
         self._call, self._target, self._device = call, call.target, call.device
         self._peaks = call.peaks  # measured before the cache fills the memory
         self._random = np.random.default_rng(0)
-        self._tokenizer: Any = make_tokenizer(call.target.shape).backend_tokenizer
         self._whole: Any = None
 
     @cached_property
@@ -86,7 +84,7 @@ class DrawnEngine:
 
     def _engine(self, chunk_tokens: int) -> SteppedEngine:
         overlap, most = self._device.type != "cpu", max(self._target.sequences)
-        return SteppedEngine(self.runner, self._tokenizer, chunk_tokens, most, overlap)
+        return SteppedEngine(self.runner, chunk_tokens, most, overlap)
 
     def _ask(self, engine: SteppedEngine, tokens: int, params: SamplingParams) -> Answer:
         return engine.ask(text_question(tokens, self._random), params)

@@ -24,7 +24,6 @@ from services.generation.model.runner import Launched, Runner, Sampled
 from services.generation.request.batch import Window
 from services.generation.request.encoded_media import MediaItem
 from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from services.generation.sampling.sampler import SamplingParams
 
 T = TypeVar("T")
@@ -130,12 +129,9 @@ class Steps:
 class SteppedEngine:
     """An engine over a runner, which may have had others; greedy unless asked otherwise, end tokens ignored."""
 
-    def __init__(
-        self, runner: TimedRunner, tokenizer: Tokenizer, chunk_tokens: int, most_running: int, overlap: bool
-    ) -> None:
+    def __init__(self, runner: TimedRunner, chunk_tokens: int, most_running: int, overlap: bool) -> None:
         self.runner, self.steps = runner, list[Step]()
         self._answers: list[Answer] = []
-        self._tokenizer = tokenizer
         self._engine = Engine(
             runner,
             BlockAllocator(runner.blocks, BLOCK_TOKENS),
@@ -151,7 +147,7 @@ class SteppedEngine:
         answer, plan = Answer(), question.plan
         counts = [question.embeds.shape[1] for _ in plan.media]
         keys = [os.urandom(32) for _ in counts]  # no question hits the prefix cache
-        answer.request = Request("bench", plan, counts, keys, params, Detokenizer(self._tokenizer), answer)
+        answer.request = Request("bench", plan, counts, keys, params, None, answer)
         self._answers.append(answer)
         self._engine.submit(answer.request)
         for key in keys:

@@ -79,7 +79,7 @@ class JoinedLinear(nn.Module):
     """One of several layers that are called with the same rows, one after another, and computed by the first of them.
 
     A product of one row takes as long as reading its weights, and small ones take longer to begin than to read. Layers
-    that are quantised, or have hooks, are left as they are.
+    that are quantised are left as they are.
     """
 
     number: Tensor

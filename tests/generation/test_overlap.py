@@ -250,6 +250,27 @@ def test_a_launch_that_fails_costs_its_own_request_only(
     assert tiny.engine.stats().blocks_used == 0
 
 
+def test_an_answer_that_has_ended_does_not_fail_with_the_step_too_many(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = asked_of(models, [SamplingParams(8)] * 4, False)[0].answer
+    tiny = TinyEngine(models.engine, overlap=True)
+    ended = answer.index(answer[3])
+    asked = tiny.ask("0", [PROMPTS[0]], SamplingParams(8, eos_ids=(answer[3],)))
+    launch = Runner.launch
+
+    def failing(self: Runner, *args: Any) -> Launched:
+        if len(tiny.runner.steps) > ended + 1:
+            raise ValueError("no memory")
+        return launch(self, *args)
+
+    monkeypatch.setattr(Runner, "launch", failing)
+    tiny.drain()
+    assert asked.answer == answer[: ended + 1]
+    assert asked.finished
+    assert not asked.failed
+
+
 @pytest.mark.parametrize("sizes", [{"overlap": True}, {"max_draft_tokens": 2}])
 def test_a_token_that_a_state_refuses_costs_its_own_request_only(models: Models, sizes: dict[str, Any]) -> None:
     wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]

@@ -216,29 +216,30 @@ class Engine:
             return None
         launched = self._attempt(windows, lambda: self._runner.launch(windows, self._unread))
         self._read()
-        sampled = self._attempt(windows, launched.sample) if launched else None
-        if sampled:
+        result = launched if isinstance(launched, Exception) else self._attempt(windows, launched.sample)
+        if not isinstance(result, Exception):
             self._mark_launched(windows)
-            return sampled
-        launched = None  # its logits take memory
-        for window in windows if len(windows) > 1 else ():
+            return result
+        del launched  # its logits take memory
+        if len(windows) == 1:
+            with self._lock:
+                self._fail([windows[0].request], _as_failure(result))  # unless the step before has ended it
+            return None
+        for window in windows:
             if window.request.status is not Status.DONE:  # the step before may have ended it
                 self._unread = self._launch([window])
                 self._read()
         return None
 
-    def _attempt(self, windows: Sequence[Window], work: Callable[[], T]) -> T | None:
-        """The result of work; None if it failed, and with it the request if it was for one window."""
+    def _attempt(self, windows: Sequence[Window], work: Callable[[], T]) -> T | Exception:
+        """The result of work, or why it failed."""
         try:
             return work()
         except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
             raise
         except Exception as error:
             log.exception("step failed", request_ids=[window.request.id for window in windows])
-            if len(windows) == 1:
-                with self._lock:
-                    self._fail([windows[0].request], _as_failure(error))
-            return None
+            return error.with_traceback(None)  # whose frames hold the step's memory
 
     def _mark_launched(self, windows: Sequence[Window]) -> None:
         """Later steps are computed behind this one, so they may use the keys and values that it will write."""

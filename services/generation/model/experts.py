@@ -66,6 +66,7 @@ def _by_all_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor)
     gate_and_up: nn.Parameter = module.gate_up_proj  # [E, 2 · I, D]
     product = F.linear(rows, gate_and_up.flatten(0, 1)).unflatten(1, gate_and_up.shape[:2])  # [T, E, 2 · I]
     inner: Tensor = module._apply_gate(product)  # [T, E, I]
+    del product  # the largest of them
     outputs = torch.bmm(inner.transpose(0, 1), module.down_proj.mT)  # [E, T, D]
     own = outputs[experts, torch.arange(len(rows), device=rows.device)[:, None]]  # [T, k, D]
     return (own * weights[..., None]).sum(1).to(rows.dtype)

@@ -171,6 +171,7 @@ class Runner:
         """
         began_ns, windows = time.monotonic_ns(), decodes_first(windows)
         late = [window.request for window in windows if window.request.num_unread]
+        assert before or not late, "a token that was not read belongs to the step before"
         logits = self.forward(windows, before.tokens_of(late) if before and late else None)
         return Launched(windows, logits, began_ns, self.replayed)
 

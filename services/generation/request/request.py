@@ -119,7 +119,10 @@ TRANSITIONS = {
 
 
 class BlockTable(list[int]):
-    """The blocks of a sequence, in order, also as an array that grows with them: steps read it, not the list."""
+    """The blocks of a sequence, in order, also as an array, which steps read.
+
+    Changed by `+=`, by assigning to slices and by `del` alone: the array follows these.
+    """
 
     def __init__(self, blocks: Iterable[int] = ()) -> None:
         super().__init__(blocks)

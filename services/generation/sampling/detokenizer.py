@@ -84,10 +84,14 @@ class Detokenizer:
         return text + rest
 
     def _shorten_window(self, text: str) -> None:
-        """Drops older tokens. The window's first character may now decode as broken, but was released before."""
+        """Drops older tokens. The window's first character may now decode as broken, but was released before.
+
+        Not while tokens without text follow an unfinished character, which would be dropped.
+        """
         pending = len(text) - self._decoded
-        self._window = self._window[-WINDOW_TOKENS:]
-        self._decoded = len(self._tokenizer.decode(self._window)) - pending
+        kept = self._window[-WINDOW_TOKENS:]
+        if (decoded := len(self._tokenizer.decode(kept)) - pending) >= 0:
+            self._window, self._decoded = kept, decoded
 
     def _release(self, fresh: str) -> tuple[str, bool]:
         """Returns the part of held and fresh text that no stop string can begin in, and whether one is complete."""

@@ -44,7 +44,7 @@ class StepLimits:
     max_num_seqs: int
 
 
-# By default, and for devices of so many bytes.
+# Defaults: of devices below LARGE_FROM_BYTES, and from there on.
 SMALL, LARGE = StepLimits(2048, 64), StepLimits(8192, 256)
 LARGE_FROM_BYTES = 40 * 10**9
 
@@ -82,7 +82,7 @@ def build(
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
-        _capture(runner, limits.max_num_seqs * (1 + settings.speculative_tokens), limit_tokens, group)
+        _capture(runner, _decoded_rows(settings, limits), limit_tokens, group)
     return Built(runner, blocks, limit_tokens, limits)
 
 
@@ -162,8 +162,7 @@ def fitting_tokens(
     longest = min(model.context_tokens, settings.max_model_len or model.context_tokens)
     context = min(longest, settings.max_model_len or UNLIMITED_CONTEXT_TOKENS)
     rows, requests = limits.max_num_batched_tokens, limits.max_num_seqs
-    decoded = requests * (1 + settings.speculative_tokens)
-    sampled = min(rows, decoded)
+    sampled = _decoded_rows(settings, limits)
     sizes = Sizes(rows, sampled, min(requests, sampled), max(rows, context))
     try:
         needs = measure(
@@ -171,7 +170,7 @@ def fitting_tokens(
             BLOCK_TOKENS,
             sizes,
             memory,
-            lambda each: capture(each, decoded, longest),
+            lambda each: capture(each, sampled, longest),
         )
     except torch.OutOfMemoryError as error:
         raise StartupError(
@@ -208,6 +207,11 @@ def _capture(runner: Runner, most_rows: int, most_tokens: int, group: Group | No
     if group:
         remedy = "if memory is short on its device, lower --max-num-seqs or --gpu-memory-fraction"
         group.end_unless_alike(captured, "capturing decode steps as graphs", remedy)
+
+
+def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
+    """The most rows of a step of decodes: a token of each sequence, and its draft tokens."""
+    return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.speculative_tokens))
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:

@@ -153,7 +153,7 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     )
     shape = (1 + model.embed_levels, rows, model.hidden_size)
     logits = runner.compute(packed, torch.zeros(shape, dtype=model.dtype, device=model.device))
-    # Among those of draft tokens, rows are copied.
+    # `sample_and_verify` copies the rows of one position where there are draft tokens.
     sampled = logits[: sizes.requests].clone() if sizes.sampled > sizes.requests else logits
     sample(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled])
 
