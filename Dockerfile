@@ -58,7 +58,7 @@ ARG CUDA=
 RUN pip install ".[lora$CUDA]"
 ENV CUDA_HOME=${CUDA:+/venv/lib/python3.11/site-packages/nvidia/cu13}
 RUN if [ -n "$CUDA" ]; then \
-    pip install 'cuda-toolkit[nvcc,crt,cccl,cudart]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
+    pip install 'cuda-toolkit[nvcc,crt,cccl,cudart,curand]==13.0.*' && mkdir --parents $CUDA_HOME/lib64/stubs && \
     ln --symbolic ../lib/libcudart.so.13 $CUDA_HOME/lib64/libcudart.so && \
     echo | gcc -shared -x c - -Wl,-soname,libcuda.so.1 -o $CUDA_HOME/lib64/stubs/libcuda.so; fi
 # Kernels for bfloat16 and heads of 128, for Ampere, Ada and Hopper. Others are compiled at a service's first start.

@@ -62,13 +62,20 @@ class Receiver:
         """The array that a message announces, read only, uint8 [size_bytes]. It outlives the receiver.
 
         Raises PeerContract unless its descriptor was sent before the message, and is of sealed memory of this size;
-        Overloaded where the process has no descriptor left.
+        Overloaded where the process has no descriptor or memory left.
         """
-        memory, sender = self._next()
-        with memory:
-            content = memory.mapped(size_bytes, min_bytes=size_bytes)
-        with suppress(OSError):  # the sender has ended, what it sent is here
+        try:
+            memory, sender = self._next()
+            with memory:
+                content = memory.mapped(size_bytes, min_bytes=size_bytes)
+        except OSError as error:
+            raise Overloaded(f"this process cannot take shared memory: {error.strerror}") from error
+        try:
             sender.send(_TAKEN)
+        except BlockingIOError:
+            raise PeerContract("a sender of shared memory does not read what it is told") from None
+        except OSError:  # the sender has ended, what it sent is here
+            pass
         return content
 
     def close(self) -> None:
@@ -85,6 +92,7 @@ class Receiver:
                 connection, _ = self._listening.accept()
             except BlockingIOError:
                 raise PeerContract("a message announces shared memory that was not sent") from None
+            connection.setblocking(False)
             try:
                 memory = _received(connection, self.address)
             except PeerContract:  # a stranger

@@ -60,14 +60,15 @@ def main() -> int:
     device = torch.zeros(1, device=device).device  # `cuda` has no index, and would not equal its tensors' device
     if args.call is None:
         command = [sys.executable, "-m", "benchmarks.gpu"]
-        return max(subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS)
+        return int(any([subprocess.call([*command, each, *sys.argv[1:]]) for each in DEFAULT_CALLS]))  # noqa: C419
     folder = args.out or (Path(__file__).parents[1] if device.type == "cuda" else Path())
     faulthandler.dump_traceback_later(60 * args.minutes, exit=True, file=STDERR)
     try:
         configure_logging("benchmarks", "auto", "warning")  # to stderr
         # Each call imports what it needs alone: the stack needs PyAV.
         parts_of: Callable[[Call], Mapping[str, Part]] = import_module(f"benchmarks.gpu.{args.call}").parts
-        with closing(Call(args.call, TARGETS[args.target], args.target, device, 60 * args.minutes, folder)) as call:
+        name = "-".join([args.call, *(args.only or ())])
+        with closing(Call(name, TARGETS[args.target], args.target, device, 60 * args.minutes, folder)) as call:
             parts = parts_of(call)
             if unknown := set(args.only or ()) - parts.keys():
                 parser.error(f"--only {unknown.pop()}: {args.call} has the parts {', '.join(parts)}")

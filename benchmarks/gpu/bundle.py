@@ -99,8 +99,10 @@ def cuda_home(folder: Path) -> Path:
     stub = home / "lib64" / "stubs" / "libcuda.so"
     if not stub.exists():
         pip("--target", folder, "cuda-toolkit[nvcc,crt,cccl,cudart,curand]==13.0.*")
-        stub.parent.mkdir(parents=True)
-        (home / "lib64" / "libcudart.so").symlink_to(home / "lib" / "libcudart.so.13")
+        stub.parent.mkdir(parents=True, exist_ok=True)
+        library = home / "lib64" / "libcudart.so"
+        library.unlink(missing_ok=True)
+        library.symlink_to(home / "lib" / "libcudart.so.13")
         # Only a host with a card has the driver's library: an empty one of its name stands in for it.
         run("cc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", stub)
     return home

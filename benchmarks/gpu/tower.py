@@ -27,8 +27,8 @@ from services.encoder.pruning.methods import keep_tokens
 from services.encoder.settings import EncoderSettings
 from services.encoder.tower import graphs
 from services.encoder.tower.attention import attend_by_length, find_attention
-from services.encoder.tower.graphs import with_graphs
-from services.encoder.tower.tower import Tower
+from services.encoder.tower.graphs import bucket_ranges, with_graphs
+from services.encoder.tower.tower import ModelForward, Tower
 from services.encoder.tower.transfers import Readback, send
 
 RATE = 0.75
@@ -91,12 +91,15 @@ class DrawnTower:
             return
         at = torch.device("cpu") if attend is attend_by_length else self._device
         for budget in self._target.budgets:
-            patches, most = shape.merge**2 * budget, shape.merge**2 * grid.slice_tokens
+            forward = self._tower.forward
+            assert isinstance(forward, ModelForward)
+            bucket = bucket_ranges(forward.shape, budget)[-1][-1]
+            patches, most = shape.merge**2 * budget, shape.merge**2 * bucket.longest
             what = f"attention in a bucket of {budget} tokens, told slices of up to {most} patches"
             if not self._call.fits(what, ATTENTION_S):
                 continue
-            lengths = [most] * min(grid.t, budget // grid.slice_tokens)
-            empty = [0] * (budget // 32 - len(lengths))  # slices that a bucket has room for
+            lengths = [shape.merge**2 * grid.slice_tokens] * min(grid.t, budget // grid.slice_tokens, bucket.slices)
+            empty = [0] * (bucket.slices - len(lengths))  # slices that the bucket has room for
             ends = torch.tensor([0, *lengths, *empty], device=at).cumsum(0, dtype=torch.int32)
             query, key, value = torch.randn(
                 patches, 3, heads, head_dim, device=self._device, dtype=self._call.dtype

@@ -115,7 +115,7 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
         yield Target(address, address, tuple(metrics))
         return
     unwind_on_signals()
-    stack = LocalStack(model)
+    stack = LocalStack(model, report=stderr.print)
     with stderr.status("starting three services …"):
         stack.start()
     try:

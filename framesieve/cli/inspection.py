@@ -115,7 +115,7 @@ def inspect(
             inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **access))
         else:
             unwind_on_signals()
-            stack = LocalStack(model, services=("preprocessing", "encoder"))
+            stack = LocalStack(model, services=("preprocessing", "encoder"), report=stderr.print)
             with stderr.status("starting preprocessing and the encoder for this command …"), stack:
                 addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
                 inspected = asyncio.run(inspect_media(*addresses, part, prunings, **access))

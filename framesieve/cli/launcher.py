@@ -216,7 +216,7 @@ class LocalStack:
 
     def _wait_until_ready(self, services: Iterable[str], began_s: float) -> None:
         """began_s: when the start began, on the monotonic clock."""
-        waiting, reports = list(services), 0
+        waiting, reports = list(services), int((time.monotonic() - began_s) // REPORT_S)
         while waiting:
             if self._given_up:
                 raise StartupError("the start was cancelled")
@@ -228,10 +228,10 @@ class LocalStack:
                 raise StartupError(
                     f"{waiting[0]} was not ready after {self._ready_timeout_s:g} s{self._log_tail(waiting[0])}"
                 )
-            if elapsed_s >= (reports + 1) * REPORT_S:
+            waiting = [service for service in waiting if not self._is_serving(service)]
+            if waiting and elapsed_s >= (reports + 1) * REPORT_S:
                 reports = int(elapsed_s // REPORT_S)
                 self._report(f"still starting after {reports * REPORT_S:g} s: {', '.join(waiting)}")
-            waiting = [service for service in waiting if not self._is_serving(service)]
             time.sleep(POLL_S)
 
     def _is_serving(self, service: str) -> bool:
@@ -256,7 +256,8 @@ class LocalStack:
 
     def _setting(self, service: str, name: str, default: str) -> str:
         """What a flag of the service says, as `--name value` or `--name=value`, or its variable."""
-        value = os.environ.get(f"FRAMESIEVE_{name.replace('-', '_').upper()}", default)
+        variable = f"FRAMESIEVE_{name.replace('-', '_').upper()}"  # which the services read in any case
+        value = next((each for key, each in os.environ.items() if key.upper() == variable), "") or default
         flags = self._flags.get(service, ())
         for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
             given, equals, inline = flag.partition("=")

@@ -213,22 +213,37 @@ async def test_what_was_not_sent_is_refused_at_once(receiver: Receiver, sender: 
             receiver.take(1)
 
 
+async def test_a_sender_that_reads_nothing_is_refused_before_its_receiver_would_wait(receiver: Receiver) -> None:
+    def take_many() -> None:
+        for _ in range(1000):
+            socket.send_fds(connection, [receiver.address[16:]], [memory.descriptor])
+            receiver.take(1)
+
+    with connected(receiver.address) as connection, memory_of(b"1") as memory, pytest.raises(PeerContract):
+        take_many()
+
+
 async def test_without_a_descriptor_left_calls_go_on_without_shared_memory_or_are_refused(receiver: Receiver) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with sender_to(receiver.address, "Encode") as sender:
+    late = Receiver()
+    with sender_to(receiver.address, "Encode") as sender, sender_to(late.address, "Encode") as other:
         assert sender is not None
+        assert other is not None
         for _ in range(2):
             await hand_over(sender, b"1")
+        await hand_over(other, b"1")
         receiver.take(1)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
         try:
             assert receiver_of("127.0.0.1:1") is None
             with sender_to(receiver.address, "Encode") as none:
                 assert none is None
-            with pytest.raises(Overloaded):
-                receiver.take(1)
+            for each in (receiver, late):  # connected, and not yet
+                with pytest.raises(Overloaded):
+                    each.take(1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            late.close()
 
 
 async def test_content_is_read_only_and_starts_where_the_memory_does(receiver: Receiver, sender: Sender) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic_ns
 
@@ -213,11 +214,13 @@ class Item:
             if prunes:
                 with entry.scoring:
                     kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
-            memory = in_shared_memory(embeds, kept) if self._shares else None
-            if memory is not None:
-                data = memory.mapped(self._size_bytes).data
-            else:
-                data = _bytes_of(embeds if kept is None else embeds[:, kept.long()])
+            memory, data = None, None
+            with suppress(OSError):  # the machine lacks descriptors or memory
+                if self._shares:
+                    memory = in_shared_memory(embeds, kept)
+                    data = memory.mapped(self._size_bytes).data
+            if data is None:
+                memory, data = None, _bytes_of(embeds if kept is None else embeds[:, kept.long()])
             indices = None if kept is None else Readback(kept).wait()[0].numpy()
         count_item(self.plan, self._pruning, self._count)
         self._pruned_ns = monotonic_ns()
@@ -225,25 +228,22 @@ class Item:
         return Embeds(entry.encoding, indices, _DTYPES[embeds.dtype], shape, data, memory)
 
 
-def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory | None:
-    """The kept tokens of embeddings (1 + levels, tokens, D); None where the machine has no more descriptors or memory.
+def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory:
+    """The kept tokens of embeddings (1 + levels, tokens, D). Raises OSError without descriptors or memory.
 
     On the CPU they are gathered in blocks that stay in its cache until they are written, by numpy: torch's threads
     would wait for each other after each block.
     """
-    try:
-        memory = SealedMemory()
-        for level in embeds:
-            if kept is None or not embeds.is_cpu:
-                memory.write(_bytes_of(level if kept is None else level[kept.long()]))
-                continue
-            rows, indices = level.view(torch.uint8).numpy(), kept.numpy()
-            step = max(1, _BLOCK_BYTES // rows.shape[1])
-            for start in range(0, len(indices), step):
-                memory.write(rows.take(indices[start : start + step], axis=0).data)
-        memory.seal()
-    except OSError:
-        return None
+    memory = SealedMemory()
+    for level in embeds:
+        if kept is None or not embeds.is_cpu:
+            memory.write(_bytes_of(level if kept is None else level[kept.long()]))
+            continue
+        rows, indices = level.view(torch.uint8).numpy(), kept.numpy()
+        step = max(1, _BLOCK_BYTES // rows.shape[1])
+        for start in range(0, len(indices), step):
+            memory.write(rows.take(indices[start : start + step], axis=0).data)
+    memory.seal()
     return memory
 
 

@@ -37,8 +37,9 @@ def run_largest(towers: DataParallelTower, largest: Size) -> None:
     slices = largest_slices(towers.own, largest) * towers.count
     try:
         _, embeds = towers.encode(slices), towers.encode(slices)
+        joined = torch.cat(embeds, dim=1)[:, : largest.tokens]
         Computed(towers.own.device).wait()
-        _prune(towers.own, torch.cat(embeds, dim=1)[:, : largest.tokens])
+        _prune(towers.own, joined)
     except torch.OutOfMemoryError as error:
         log.warning("the device lacks memory for a forward of --batch-tokens", error=str(error))
 
