@@ -379,7 +379,7 @@ async def test_slow_bodies_and_unread_streams_hold_nobody_up(door: Gateway) -> N
     unread = json.dumps(question("Why?", max_tokens=400, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20))
     post = "POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
 
-    async def drip() -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(f"{post}content-length: 1000000\r\n\r\n".encode())
         while True:
             writer.write(b" ")
@@ -391,7 +391,7 @@ async def test_slow_bodies_and_unread_streams_hold_nobody_up(door: Gateway) -> N
             _, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1024)
             slow.callback(writer.close)
             if number < 100:
-                tasks.append(asyncio.create_task(drip()))
+                tasks.append(asyncio.create_task(drip(writer)))
             else:  # its reader stops at the limit
                 writer.write(f"{post}content-length: {len(unread)}\r\n\r\n{unread}".encode())
         running = partial(lambda: metric_in(httpx.get(f"{door.url}/metrics").text, RUNNING, method="ChatCompletions"))
