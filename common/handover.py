@@ -73,7 +73,7 @@ class Receiver:
         try:
             sender.send(_TAKEN)
         except BlockingIOError:
-            raise PeerContract("a sender of shared memory does not read what it is told") from None
+            raise PeerContract("the sender of shared memory does not read acknowledgements") from None
         except OSError:  # the sender has ended, what it sent is here
             pass
         return content

@@ -6,7 +6,7 @@ on transformers' own model of the same weights, in one forward: in float32 on th
 on the device. The latter is off by what bfloat16 rounds; ours may be off by AT_MOST times that, since it rounds as
 often in another order. Where keys and values are stored in fp8, transformers' are rounded to it, too.
 
-On the CPU, plain functions stand in for FlashInfer and for graphs.
+On the CPU, FlashInfer's kernels and CUDA graphs are replaced by plain functions.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def parts(call: Call) -> dict[str, Part]:
 
 
 class Law:
-    """The model and its references. A greedy answer and those that are drawn are compared alike."""
+    """The model and its references. Greedy and sampled answers are compared in the same way."""
 
     def __init__(self, call: Call) -> None:
         self._call, self._device = call, call.device
@@ -325,7 +325,7 @@ def tests(call: Call) -> Iterator[Row]:
 
 
 def of_log(name: str, lines: Sequence[str], call: Call) -> Iterator[Row]:
-    """What pytest printed: the tests that passed, of those that were not skipped."""
+    """A row of how many tests passed, of those that were not skipped, read from the output of pytest."""
     passed, skipped = (sum(f" {word}" in line for line in lines) for word in ("PASSED", "SKIPPED"))
     failed = [line.split()[0] for line in lines if " FAILED" in line or " ERROR" in line]
     if skipped:

@@ -1,4 +1,4 @@
-"""What stands in for FlashInfer's kernels and for CUDA graphs on the CPU, to try a call without a card."""
+"""Replaces FlashInfer's kernels and CUDA graphs by plain functions on the CPU, to try a call without a card."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How the encoder and generation compute on a CPU."""
+"""How models of the encoder and generation compute linear layers, and what is compiled for the CPU."""

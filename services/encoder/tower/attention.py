@@ -31,7 +31,7 @@ VARLEN = "framesieve_flash_varlen"
 # The largest difference between two kernels on values of about one, in bfloat16.
 TOLERANCE = 2e-2
 _HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
-# Sequences with which a kernel is tried, empty ones after them, rows behind the last, and the length that it is told.
+# A kernel is tried with these sequences, followed by empty ones and by rows in no sequence, and is told this length.
 _LENGTHS, _EMPTY, _BEHIND = (3, 64, 1, 150), 4, 20
 _BOUND = 2 * max(_LENGTHS)
 _CACHED_SCORES = 2**21  # 4 MiB in bfloat16
