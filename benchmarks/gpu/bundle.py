@@ -103,7 +103,8 @@ def cuda_home(folder: Path) -> Path:
         library = home / "lib64" / "libcudart.so"
         library.unlink(missing_ok=True)
         library.symlink_to(home / "lib" / "libcudart.so.13")
-        # The linker needs the driver's library, which only a host with a card has. An empty library of that name is enough.
+        # The linker needs the driver's library, which only a host with a card has.
+        # An empty library of that name is enough.
         run("cc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", stub)
     return home
 
