@@ -6,9 +6,9 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_
 ENV GRPC_VERBOSITY=ERROR
 WORKDIR /app
 RUN python -m venv /venv
-ENV PATH=/venv/bin:$PATH
+ENV PATH=/venv/bin:$PATH PACKAGE=/venv/lib/python3.11/site-packages/framesieve
 # Only the files that pip needs: a change of code does not reinstall dependencies. pip generates framesieve/v1 from
-# protos/ and installs it; the services' own code is copied below.
+# protos/ and installs it as $PACKAGE/v1; the services' own code is copied beside it below.
 COPY pyproject.toml README.md ./
 COPY protos protos
 
@@ -28,26 +28,26 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r
 ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/framesieve
 
 FROM preprocessing-dependencies AS preprocessing
-COPY common common
-COPY services/__init__.py services/
-COPY services/preprocessing services/preprocessing
-COPY demo/framesieve-demo demo/framesieve-demo
+COPY common $PACKAGE/common
+COPY services/__init__.py $PACKAGE/services/
+COPY services/preprocessing $PACKAGE/services/preprocessing
+COPY demo/framesieve-demo $PACKAGE/framesieve-demo
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 50051 9101
-ENTRYPOINT ["python", "-m", "services.preprocessing"]
+ENTRYPOINT ["python", "-m", "framesieve.services.preprocessing"]
 CMD ["--listen", "0.0.0.0:50051"]
 
 FROM torch-dependencies AS encoder
-COPY common common
-COPY services/__init__.py services/
-COPY services/cpu services/cpu
-COPY services/encoder services/encoder
-COPY demo/framesieve-demo demo/framesieve-demo
+COPY common $PACKAGE/common
+COPY services/__init__.py $PACKAGE/services/
+COPY services/cpu $PACKAGE/services/cpu
+COPY services/encoder $PACKAGE/services/encoder
+COPY demo/framesieve-demo $PACKAGE/framesieve-demo
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 USER framesieve
 EXPOSE 50052 9102
-ENTRYPOINT ["python", "-m", "services.encoder"]
+ENTRYPOINT ["python", "-m", "framesieve.services.encoder"]
 CMD ["--listen", "0.0.0.0:50052"]
 
 FROM torch-dependencies AS generation
@@ -67,28 +67,29 @@ ARG MAX_JOBS=2
 COPY deploy/flash_infer_kernels.py /tmp/
 RUN if [ -n "$CUDA" ]; then \
     FLASHINFER_WORKSPACE_BASE=/tmp/compiled python /tmp/flash_infer_kernels.py && rm -r /tmp/compiled; fi
-COPY common common
-COPY services/__init__.py services/
-COPY services/cpu services/cpu
-COPY services/generation services/generation
-COPY demo/framesieve-demo demo/framesieve-demo
+COPY common $PACKAGE/common
+COPY services/__init__.py $PACKAGE/services/
+COPY services/cpu $PACKAGE/services/cpu
+COPY services/generation $PACKAGE/services/generation
+COPY demo/framesieve-demo $PACKAGE/framesieve-demo
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 # The compiler's files need more room than a /tmp in memory has.
 ENV TMPDIR=${CUDA:+/var/cache/framesieve}
 USER framesieve
 EXPOSE 50053 9103
-ENTRYPOINT ["python", "-m", "services.generation"]
+ENTRYPOINT ["python", "-m", "framesieve.services.generation"]
 CMD ["--listen", "0.0.0.0:50053"]
 
 FROM base AS gateway
 RUN pip install '.[gateway,otel]'
-COPY common common
-COPY services/__init__.py services/
-COPY services/gateway services/gateway
-COPY framesieve framesieve
-COPY demo/clip.mp4 demo/
+COPY common $PACKAGE/common
+COPY services/__init__.py $PACKAGE/services/
+COPY services/gateway $PACKAGE/services/gateway
+COPY framesieve/*.py framesieve/py.typed $PACKAGE/
+COPY framesieve/client $PACKAGE/client
+COPY demo/clip.mp4 $PACKAGE/
 RUN useradd --system --uid 10001 framesieve
 USER framesieve
 EXPOSE 8000
-ENTRYPOINT ["python", "-m", "services.gateway"]
+ENTRYPOINT ["python", "-m", "framesieve.services.gateway"]
 CMD ["--listen", "0.0.0.0:8000"]

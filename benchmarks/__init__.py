@@ -1,3 +1,3 @@
 """Benchmarks: each measures a part of the system against another way to do the same."""
 
-import services  # noqa: F401  # its OpenMP setting holds for the peer too
+import framesieve.services  # noqa: F401  # its OpenMP setting holds for the peer too

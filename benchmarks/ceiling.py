@@ -31,24 +31,24 @@ from torch import Tensor
 from benchmarks.ceiling_service import TEXT, TOKEN, constant_logits
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row, Timings
-from common.channels import open_channel
-from common.checkpoint import DEMO_MODEL, Checkpoint
-from common.contract.plan import PromptPlan
-from common.process import free_port
-from common.security.credentials import NO_CREDENTIALS
-from common.serving.probe import is_serving, serves_http
+from framesieve.common.channels import open_channel
+from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.process import free_port
+from framesieve.common.security.credentials import NO_CREDENTIALS
+from framesieve.common.serving.probe import is_serving, serves_http
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
+from framesieve.services.generation.model.attention.pages import PagePlan
+from framesieve.services.generation.model.graphs import Captured
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.request.request import Event, Request
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from framesieve.v1.prompt_pb2 import ROLE_USER, Message, Part, Prompt
-from services.generation.engine.engine import Engine
-from services.generation.families import load_language_model
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.attention.flash_infer import FlashInferCache
-from services.generation.model.attention.pages import PagePlan
-from services.generation.model.graphs import Captured
-from services.generation.model.runner import Runner
-from services.generation.request.request import Event, Request
-from services.generation.sampling.sampler import SamplingParams
 
 STREAMS, TOKENS = (64, 256), 256
 CONTEXT_TOKENS, STEPS, BLOCK_TOKENS = 2000, 200, 16
@@ -206,7 +206,7 @@ def _services(folder: Path) -> Iterator[Mapping[str, str]]:
     upstream = ("--preprocessing", sockets["preprocessing"], "--encoder", sockets["encoder"])
     limits = ("--max-num-seqs", str(max(STREAMS)), "--max-num-batched-tokens", "8192", "--kv-cache-tokens", "131072")
     commands = {
-        "preprocessing": ("services.preprocessing", "--listen", sockets["preprocessing"]),
+        "preprocessing": ("framesieve.services.preprocessing", "--listen", sockets["preprocessing"]),
         "generation": (
             "benchmarks.ceiling_service",
             "--listen",
@@ -216,7 +216,7 @@ def _services(folder: Path) -> Iterator[Mapping[str, str]]:
             "--threads",
             "1",
         ),
-        "gateway": ("services.gateway", "--listen", http, "--generation", sockets["generation"]),
+        "gateway": ("framesieve.services.gateway", "--listen", http, "--generation", sockets["generation"]),
         "bare": ("benchmarks.ceiling_bare", sockets["bare"], str(TOKENS)),
     }
     with ExitStack() as running:

@@ -16,7 +16,7 @@ from benchmarks.engine_models import Model, models
 from benchmarks.engine_services import through_services
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
-from common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
     "throughput": throughput,

@@ -18,18 +18,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from benchmarks.engine_models import GRID, Question
 from benchmarks.timing import Timed
-from common.checkpoint import Checkpoint
-from common.process import keep_freed_memory
-from services.generation.engine.engine import Engine
-from services.generation.engine.stats import Step
-from services.generation.families import load_language_model
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.graphs import CudaCapture
-from services.generation.model.runner import Runner
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.process import keep_freed_memory
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.graphs import CudaCapture
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
+from framesieve.services.generation.sampling.sampler import SamplingParams
 
 NEW_TOKENS = 64
 BLOCK_TOKENS, BLOCKS = 16, 2048  # the service's defaults

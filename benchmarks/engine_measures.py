@@ -12,7 +12,7 @@ from benchmarks.engine_contenders import EngineContender, Generate
 from benchmarks.engine_models import Model, Question, question
 from benchmarks.operations import prefill_operations
 from benchmarks.table import Row, Timings
-from common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import Checkpoint
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
 RATE = 0.75

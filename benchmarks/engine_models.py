@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from common.checkpoint import DEMO_MODEL, Checkpoint
-from common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import Pruning, retained_count
 from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
-from services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
+from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 GRID = Grid(8, 10, 10)
 BEFORE_TOKENS, AFTER_TOKENS = 14, 16  # of text; 830 tokens in all

@@ -24,7 +24,7 @@ from benchmarks.media_tensors import tensors
 from benchmarks.media_throughput import throughput
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
-from common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {
     "tensors": tensors,

@@ -28,17 +28,17 @@ from torch import Tensor
 
 from benchmarks.media_processes import cpu_s
 from benchmarks.table import Row, Timings
-from common.channels import open_channel
-from common.contract.plan import Grid, MediaPlan, Modality, Run
-from common.contract.tensors import DType, TensorBuffer, pieces
-from common.contract.wire import add_chunk, buffer_for, fill_chunk, int32_tensor
-from common.handover import Receiver, Sender, sender_to
-from common.process import keep_freed_memory
-from common.sealed_memory import SealedMemory, sealed
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, Run
+from framesieve.common.contract.tensors import DType, TensorBuffer, pieces
+from framesieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, int32_tensor
+from framesieve.common.handover import Receiver, Sender, sender_to
+from framesieve.common.process import keep_freed_memory
+from framesieve.common.sealed_memory import SealedMemory, sealed
+from framesieve.services.encoder.items.item import in_shared_memory
+from framesieve.services.generation.rpc.arriving_item import ArrivingItem, ModelInput
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.items.item import in_shared_memory
-from services.generation.rpc.arriving_item import ArrivingItem, ModelInput
 
 SERVICE = "benchmarks.Handover"
 # 10,000 of 20,000 tokens of 1,024 values, with three levels of deepstack, in bfloat16: 82 MB.
@@ -195,8 +195,8 @@ async def serve(address: str) -> None:
                 yield response
 
     async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
-        from services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
-        from services.preprocessing.video.slices import Slice
+        from framesieve.services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
+        from framesieve.services.preprocessing.video.slices import Slice
 
         with sender_to(request, "Encode") as sender:
             for number, memory in enumerate(frames):

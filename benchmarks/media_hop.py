@@ -20,10 +20,10 @@ import grpc
 
 from benchmarks.media_processes import cpu_s
 from benchmarks.table import Row, Timings
-from common.channels import open_channel
-from common.contract.tensors import PIECE_BYTES, DType, pieces
-from common.contract.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
-from common.process import keep_freed_memory
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.tensors import PIECE_BYTES, DType, pieces
+from framesieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
+from framesieve.common.process import keep_freed_memory
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
 from framesieve.v1.tensor_pb2 import TensorChunk
 

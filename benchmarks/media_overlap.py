@@ -29,12 +29,12 @@ from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.media_frames import read_frames, responses
 from benchmarks.media_second_question import first_token
 from benchmarks.table import Row, Timings
-from common.channels import open_channel
-from common.contract.retention import Pruning
 from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.retention import Pruning
 from framesieve.v1 import preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.media_clips import pictures
 from benchmarks.table import Row, Timings
-from common.checkpoint import DEMO_MODEL, Checkpoint
-from common.contract.plan import Grid
-from common.contract.retention import METHODS, NONE, Pruning
-from services.encoder.families import load_tower
-from services.encoder.pruning.methods import keep_tokens
-from services.encoder.tower.tower import Tower
+from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import METHODS, NONE, Pruning
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.tower.tower import Tower
 
 # The first is the grid of the demo's clips; the second that of two minutes of 448×448.
 GRIDS = (Grid(16, 4, 4), Grid(60, 16, 16))

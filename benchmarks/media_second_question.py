@@ -21,7 +21,7 @@ LARGE_PX = 224 * 224
 FIRST_SEED = 10_100_000
 QUESTIONS = {"first": ("What happens in the video?", 0.75), "second": ("Which shape moves?", 0.5)}
 LARGE_AT_MOST, DEMO_AT_MOST = 0.05, 0.15
-# A file that has just been written is hashed again: see `services.preprocessing.sources.digests`.
+# A file that has just been written is hashed again: see `framesieve.services.preprocessing.sources.digests`.
 SETTLED_S = 2.5
 
 

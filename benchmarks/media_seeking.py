@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.media_clips import RATE, clip
 from benchmarks.table import Row, Timings
-from services.preprocessing.sources.source import bytes_source
-from services.preprocessing.video.decode import decode_frames
-from services.preprocessing.video.packets import read_packets
+from framesieve.services.preprocessing.sources.source import bytes_source
+from framesieve.services.preprocessing.video.decode import decode_frames
+from framesieve.services.preprocessing.video.packets import read_packets
 
 CLIP_FRAMES = 900
 HEIGHT_PX, WIDTH_PX = 360, 640

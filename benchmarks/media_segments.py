@@ -14,13 +14,13 @@ import numpy as np
 
 from benchmarks.media_clips import clip
 from benchmarks.table import Row, Timings
-from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.sources.source import bytes_source
-from services.preprocessing.video.packets import read_packets
-from services.preprocessing.video.slices import PlannedVideo
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import VideoSlices
-from services.preprocessing.workers.segments import slices_of
+from framesieve.services.preprocessing.settings import PreprocessingSettings
+from framesieve.services.preprocessing.sources.source import bytes_source
+from framesieve.services.preprocessing.video.packets import read_packets
+from framesieve.services.preprocessing.video.slices import PlannedVideo
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import VideoSlices
+from framesieve.services.preprocessing.workers.segments import slices_of
 
 RATE, GROUP, LENGTH_S = 25, 250, 600
 WANTED, SENT_PX = 120, (364, 644)

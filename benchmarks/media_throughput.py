@@ -23,15 +23,15 @@ from benchmarks.media_clips import RATE, another_path, clip
 from benchmarks.media_frames import read_frames
 from benchmarks.media_processes import cpu_s
 from benchmarks.table import Row, Timings
-from common.channels import open_channel
-from common.checkpoint import DEMO_MODEL, Checkpoint
-from common.contract.plan import Modality
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Video
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.channels import open_channel
+from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 
 VIDEOS = 4
 FRAMES, MAX_PX = 16, 768 * 28 * 28

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Timed
-from common.checkpoint import Checkpoint
-from common.contract.plan import MediaPlan, Modality
-from common.contract.retention import Pruning, retained_count
-from services.encoder.families import load_tower
-from services.encoder.pruning.methods import keep_tokens
-from services.generation.engine.engine import Engine
-from services.generation.families import load_language_model
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.runner import Runner
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.defaults import sampling_defaults
-from services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
-from services.generation.sampling.params import SamplingRequest
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.sampling import FrameSampling
-from services.preprocessing.video.slices import PlannedMedia
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import MediaPlan, Modality
+from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.sampling.defaults import sampling_defaults
+from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
+from framesieve.services.generation.sampling.params import SamplingRequest
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.sampling import FrameSampling
+from framesieve.services.preprocessing.video.slices import PlannedMedia
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS, BLOCKS = 16, 2048

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

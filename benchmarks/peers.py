@@ -38,11 +38,11 @@ from benchmarks.peers_plot import draw
 from benchmarks.peers_vllm import VllmServer, environment_of
 from benchmarks.report import Beginning
 from benchmarks.timing import Timed
-from common.telemetry.logs import configure_logging
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished, Usage
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.common.telemetry.logs import configure_logging
 
 QUESTION = "Describe what happens."
 NEW_TOKENS = 64

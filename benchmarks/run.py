@@ -19,15 +19,15 @@ from benchmarks.media_clips import another_file
 from benchmarks.one_process import OneProcess
 from benchmarks.peer import Peer
 from benchmarks.timing import Summary, Timed, machine
-from common.checkpoint import DEMO_MODEL
-from common.contract.retention import Pruning
-from common.telemetry.logs import configure_logging
 from demo.drawing import encode
 from demo.scenes import random_scene
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.telemetry.logs import configure_logging
 
 RATES = (0.0, 0.5, 0.75, 0.9)
 CLIENTS = (1, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from common.contract.errors import StartupError
+from framesieve.common.contract.errors import StartupError
 
 
 def is_unix(address: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.checkpoint import field_of
+from framesieve.common.checkpoint import field_of
 
 _SHRUNK_ABOVE = 1.1
 

@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from common.address import check_address
-from common.contract.errors import (
+from framesieve.common.address import check_address
+from framesieve.common.contract.errors import (
     DeadlinePassed,
     FramesieveError,
     InvalidRequest,
@@ -33,8 +33,8 @@ from common.contract.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES, REQUEST_OVERHEAD_BYTES
-from common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES, REQUEST_OVERHEAD_BYTES
+from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 
 REQUEST_ID_KEY = "x-request-id"
 

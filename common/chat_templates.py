@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from common.contract.errors import StartupError
+from framesieve.common.contract.errors import StartupError
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo" / "framesieve-demo"
+DEMO_MODEL = Path(__file__).parents[1] / "framesieve-demo"
 
 _TEXT_FILES = (
     "config.json",

@@ -25,11 +25,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from common.address import is_local
-from common.contract.errors import InvalidRequest, Overloaded, PeerContract
-from common.sealed_memory import SealedMemory, UInt8Array
-from common.telemetry.logs import add_request_stats
-from common.telemetry.metrics import MESSAGE_BYTES
+from framesieve.common.address import is_local
+from framesieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract
+from framesieve.common.sealed_memory import SealedMemory, UInt8Array
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.common.telemetry.metrics import MESSAGE_BYTES
 
 # An address: what a socket's name ends with, then the secret.
 _NAME_BYTES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.contract.errors import StartupError
+from framesieve.common.contract.errors import StartupError
 
 # Tokens of a picture of each version that is supported, where the config does not say.
 _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}

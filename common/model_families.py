@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.contract.plan import Modality
-from common.contract.retention import METHODS, NONE
+from framesieve.common.contract.plan import Modality
+from framesieve.common.contract.retention import METHODS, NONE
 
 _BOTH = (Modality.IMAGE, Modality.VIDEO)
 _PRUNING = tuple(method for method in METHODS if method != NONE)

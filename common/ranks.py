@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.process import when_parent_ends
+from framesieve.common.process import when_parent_ends
 
 _LENGTH = struct.Struct(">Q")
 _EXIT_S = 5.0

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.errors import PeerContract
+from framesieve.common.contract.errors import PeerContract
 
 UInt8Array: TypeAlias = NDArray[np.uint8]
 

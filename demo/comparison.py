@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.retention import EVS, NONE, RANDOM
 from demo.questions import TOPICS
 from demo.scenes import KINDS
+from framesieve.common.contract.retention import EVS, NONE, RANDOM
 
 _Z = 1.96
 FLIPS = 10_000

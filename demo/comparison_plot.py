@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from common.contract.retention import EVS, NONE
 from demo.comparison import Cell, wilson
 from demo.scenes import KINDS
+from framesieve.common.contract.retention import EVS, NONE
 
 COLUMNS = 4
 

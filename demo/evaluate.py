@@ -19,9 +19,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-from common.checkpoint import DEMO_MODEL
-from common.contract.plan import Grid
-from common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, RANDOM, Pruning, retained_count
 from demo.clips import EVALUATION_CLIPS, EVALUATION_SEEDS, FRAMES, scene_of
 from demo.comparison import Answered, Cell, tables
 from demo.drawing import encode
@@ -31,6 +28,9 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.cli.signals import unwind_on_signals
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, RANDOM, Pruning, retained_count
 
 RATES = (0.5, 0.75, 0.85, 0.9, 0.95)
 CLIPS_IN_FLIGHT = 4

@@ -13,13 +13,13 @@ from random import Random
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
 from demo.clips import SIDE_PX, scene_of
 from demo.drawing import Pixels
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, prune
 from demo.questions import questions_about
-from services.preprocessing.prompt.positions import GridSpan
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.preprocessing.prompt.positions import GridSpan
 
 BATCH = 8
 

@@ -26,8 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
-from common.contract.plan import Grid
-from common.contract.retention import EVS, RANDOM, Pruning, retained_count
 from demo.checkpoint import DEMO, IMAGE_MEAN, IMAGE_STD, make_tokenizer
 from demo.clips import FRAMES, SIDE_PX, TRAINING_CLIPS, TRAINING_SEEDS, cached_clips, scene_of
 from demo.comparison import Answered, Cell, paired_p, wilson
@@ -37,9 +35,11 @@ from demo.model import UNSUPERVISED, Prompt, PromptWriter, answer_logits
 from demo.questions import questions_about
 from demo.scenes import Scene
 from demo.train import DENSE_SHARES, Schedule, optimisers
-from services.encoder.families.resampler import place_embeddings, time_embeddings
-from services.encoder.pruning.methods import keep_tokens
-from services.preprocessing.prompt.positions import LinearSpan
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import EVS, RANDOM, Pruning, retained_count
+from framesieve.services.encoder.families.resampler import place_embeddings, time_embeddings
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
 
 PATCH_PX = 14
 SIDE = SIDE_PX // PATCH_PX

@@ -6,7 +6,7 @@ but to no other question, and has the positions that it would have alone:
     [<|im_start|>user video <|vision_end|>][question 1 answer 1][question 2 answer 2] ...
      prefix, pruned                         positions p …        positions p … again
 
-Positions come from `services.preprocessing.prompt.positions`, kept tokens from `services.encoder.pruning.methods`. It
+Positions come from `services/preprocessing/prompt/positions.py`, kept tokens from `services/encoder/pruning`. It
 knows nothing of scenes or training.
 """
 
@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
 from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
-from services.encoder.pruning.methods import keep_tokens
-from services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
 
 PATCH_PX = 14
 MERGE = 2

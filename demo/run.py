@@ -15,12 +15,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from common.checkpoint import DEMO_MODEL
-from common.contract.errors import FramesieveError, StartupError
 from demo.example import CLIP, QUESTIONS
 from framesieve import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.signals import unwind_on_signals
+from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.contract.errors import FramesieveError, StartupError
 
 RATES = (0.0, 0.75)
 MAX_NEW_TOKENS = 48

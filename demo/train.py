@@ -27,8 +27,6 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import spawn
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from common.contract.plan import Grid
-from common.contract.retention import RANDOM, Pruning
 from demo.checkpoint import DEMO, make_config, make_tokenizer, randomise, save_checkpoint
 from demo.clips import (
     FRAMES,
@@ -44,8 +42,10 @@ from demo.exact_match import exact_match, share_right
 from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, moving_slices, still_runs
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, use_uniform_windows
 from demo.scenes import KINDS, Scene
-from services.encoder.pruning.methods import keep_tokens
-from services.preprocessing.prompt.positions import GridSpan
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import RANDOM, Pruning
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.preprocessing.prompt.positions import GridSpan
 
 SLICES = FRAMES // 2
 VIDEO = Grid(SLICES, ROWS, COLUMNS)

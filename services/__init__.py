@@ -2,7 +2,7 @@
 
 import os
 
-from common.process import use_intel_openmp
+from framesieve.common.process import use_intel_openmp
 
 # Before torch loads OpenMP. GNU's threads spin for long while they wait, and where another process holds their core
 # that made a small forward take 310 ms instead of 4.

@@ -1,7 +1,8 @@
 """Prints every setting of the services.
 
-As Markdown: `python -m services.settings > docs/settings.md`. With values, for `framesieve settings`: --json prints one
-object; --generation='{"file": ["--dtype", "bfloat16"], "flag": []}' gives flags of a service by where they come from.
+As Markdown: `python -m framesieve.services.settings > docs/settings.md`. With values, for `framesieve settings`: --json
+prints one object; --generation='{"file": ["--dtype", "bfloat16"], "flag": []}' gives flags of a service by
+where they come from.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.serving.settings import (
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.serving.settings import (
     CallerSettings,
     ListenerSettings,
     ServiceSettings,
@@ -26,17 +27,17 @@ from common.serving.settings import (
     old_names_of,
     variable_of,
 )
-from services.encoder.settings import EncoderSettings
-from services.gateway.settings import GatewaySettings
-from services.generation.settings import GenerationSettings
-from services.preprocessing.settings import PreprocessingSettings
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.gateway.settings import GatewaySettings
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.preprocessing.settings import PreprocessingSettings
 
 _ROOT = Path(__file__).parents[1]
 _INTRODUCTION = """# Settings
 
 Every setting of a service is a flag and an environment variable; the flag takes precedence. `framesieve serve` passes
 its environment on to the services, except FRAMESIEVE_DRAIN_S. This page is the output of
-`python -m services.settings`."""
+`python -m framesieve.services.settings`."""
 _SERVICES: Mapping[str, type[ListenerSettings]] = {
     "Preprocessing": PreprocessingSettings,
     "Encoder": EncoderSettings,
@@ -61,7 +62,7 @@ def page() -> str:
     for title, settings in _SERVICES.items():
         inherited = {name for base in settings.__mro__[1:] for name in getattr(base, "model_fields", ())} - own_defaults
         own = {name: field for name, field in settings.model_fields.items() if name not in inherited}
-        parts += _table(f"{title}: `python -m services.{title.lower()}`", own)
+        parts += _table(f"{title}: `python -m framesieve.services.{title.lower()}`", own)
     return "\n".join(parts) + "\n"
 
 

@@ -16,15 +16,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
-from common.ranks import Orders
-from services.generation.families import load_language_model
-from services.generation.model.graphs import Captured
-from services.generation.model.runner import Runner
-from services.generation.parallel import group as group_module
-from services.generation.parallel.group import Group, WorkerRanks
-from services.generation.startup import build
-from services.generation.startup.rank import run_steps
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.ranks import Orders
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.graphs import Captured
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.parallel import group as group_module
+from framesieve.services.generation.parallel.group import Group, WorkerRanks
+from framesieve.services.generation.startup import build
+from framesieve.services.generation.startup.rank import run_steps
 from tests.generation.paged_kernels import read_in_place
 from tests.oracle import Text
 from tests.tiny import BLOCK_TOKENS, SamplingParams, TinyEngine

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from common import process
+from framesieve.common import process
 
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")

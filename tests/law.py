@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import FamilyUnderTest
 from tests.oracle import Item, Text, expected_logprobs, expected_sequence, kept_tokens
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, random_item

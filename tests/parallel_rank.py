@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import Checkpoint
-from common.ranks import Orders
-from services.generation.families import load_language_model
-from services.generation.model.runner import Runner
-from services.generation.parallel.group import Group
-from services.generation.settings import AdapterFolder
-from services.generation.startup.adapter_files import load_adapters
-from services.generation.startup.rank import run_steps
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.ranks import Orders
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.settings import AdapterFolder
+from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.rank import run_steps
 from tests.tiny import BLOCK_TOKENS
 
 MODULE = "tests.parallel_rank"

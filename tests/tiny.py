@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from services.generation.engine.engine import Engine
-from services.generation.engine.stats import Step
-from services.generation.families import load_language_model
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Launched, Runner, Sampled, Workers
-from services.generation.request.batch import Window
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
-from services.generation.request.rope import MAX_VOCABULARY
-from services.generation.sampling.sampler import SamplingParams
-from services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.runner import Launched, Runner, Sampled, Workers
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.request.rope import MAX_VOCABULARY
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
 

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.gpu.call import Call, Part
 from benchmarks.gpu.models import PUBLISHED, TARGETS
-from common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.logs import configure_logging
 
 DEFAULT_CALLS = ("correctness", "engine", "tower")
 CALLS = (*DEFAULT_CALLS, "stack")

@@ -33,17 +33,17 @@ from benchmarks.gpu.call import Call, Part
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import Answer, SteppedEngine, TimedRunner, no_waits
 from benchmarks.table import Row
-from common.checkpoint import Checkpoint
-from common.contract.errors import FramesieveError
-from common.process import keep_freed_memory
 from demo.checkpoint import write_checkpoint
-from services.encoder.families import load_tower
-from services.generation.families import load_language_model
-from services.generation.model import attention
-from services.generation.model.attention import flash_infer
-from services.generation.model.attention.cache import FP8, CacheSizes
-from services.generation.model.language_model import LanguageModel
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.process import keep_freed_memory
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model import attention
+from framesieve.services.generation.model.attention import flash_infer
+from framesieve.services.generation.model.attention.cache import FP8, CacheSizes
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.sampling.sampler import SamplingParams
 
 AT_MOST = 2.0
 BLOCKS, MOST_RUNNING, MOST_TOKENS = 1024, 8, 2048

@@ -25,7 +25,7 @@ from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
 from benchmarks.operations import decode_operations, prefill_operations, weights
 from benchmarks.table import Row
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
 CACHE_FRACTION = 0.8

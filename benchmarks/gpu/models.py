@@ -19,10 +19,10 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from common.contract.plan import Grid
 from demo.checkpoint import TINY, Shape, make_config, make_tokenizer, randomise, save_checkpoint
-from services.generation.families.text_model import assemble, fill, make_text
-from services.generation.model.language_model import LanguageModel
+from framesieve.common.contract.plan import Grid
+from framesieve.services.generation.families.text_model import assemble, fill, make_text
+from framesieve.services.generation.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)

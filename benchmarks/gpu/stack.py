@@ -25,9 +25,6 @@ from benchmarks.gpu.models import drawn, written
 from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.table import Row
 from benchmarks.timing import Summary, Timed
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality
-from common.contract.retention import Pruning
 from framesieve.bench.backend import Backend, GrpcBackend
 from framesieve.bench.load import Extent, closed_loop
 from framesieve.bench.measure import Record, timed
@@ -36,10 +33,13 @@ from framesieve.bench.workload import Entry, Workload
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, Text, Video
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 
 RATES = (0.0, 0.5, 0.75, 0.9)
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from services.generation.model import attention
-from services.generation.model.graphs import Capture, Captured, CudaCapture
+from framesieve.services.generation.model import attention
+from framesieve.services.generation.model.graphs import Capture, Captured, CudaCapture
 
 
 def plain_kernels(device: torch.device) -> AbstractContextManager[object]:

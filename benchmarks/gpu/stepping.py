@@ -15,16 +15,16 @@ import torch
 
 from benchmarks.engine_models import Question
 from benchmarks.gpu.device import Moment, wait
-from common.contract.errors import FramesieveError
-from services.generation.engine.engine import Engine
-from services.generation.engine.stats import Step
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Launched, Runner, Sampled
-from services.generation.request.batch import Window
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, Request, Tokens
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.runner import Launched, Runner, Sampled
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.sampling.sampler import SamplingParams
 
 T = TypeVar("T")
 

@@ -19,17 +19,17 @@ from benchmarks.gpu.device import seconds
 from benchmarks.gpu.models import drawn, written
 from benchmarks.media_handover import embeds_handover
 from benchmarks.table import Row
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid
-from common.contract.retention import EVS, METHODS, NONE, Pruning
-from services.encoder.families import load_tower
-from services.encoder.pruning.methods import keep_tokens
-from services.encoder.settings import EncoderSettings
-from services.encoder.tower import graphs
-from services.encoder.tower.attention import attend_by_length, find_attention
-from services.encoder.tower.graphs import bucket_ranges, with_graphs
-from services.encoder.tower.tower import ModelForward, Tower
-from services.encoder.tower.transfers import Readback, send
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import EVS, METHODS, NONE, Pruning
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.tower import graphs
+from framesieve.services.encoder.tower.attention import attend_by_length, find_attention
+from framesieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
+from framesieve.services.encoder.tower.tower import ModelForward, Tower
+from framesieve.services.encoder.tower.transfers import Readback, send
 
 RATE = 0.75
 BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default

@@ -14,7 +14,8 @@
 
     StartupError              (never on the wire)  a setting or file with which a service cannot start
 
-gRPC status codes are names here; `common.serving.status` and `common.channels` convert errors to statuses and back.
+gRPC status codes are names here; `common/serving/status.py` and `common/channels.py` convert errors to statuses and
+back.
 """
 
 from __future__ import annotations

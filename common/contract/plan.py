@@ -4,8 +4,7 @@
     media[0]:          runs ((4, 6),)  grid (t=3, h=1, w=2)      t·h·w = sum of the runs' lengths
     positions:  [3, N], for the full grid, as if nothing were pruned
 
-This module knows neither protobuf (`common.contract.wire`) nor the transport of arrays (`common.contract.tensors`) nor
-any model family.
+This module knows neither protobuf (`wire.py`) nor the transport of arrays (`tensors.py`) nor any model family.
 """
 
 from __future__ import annotations

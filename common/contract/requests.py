@@ -10,10 +10,10 @@ import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TypeAlias
 
-from common.contract.errors import InvalidRequest
-from common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
-from common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
-from common.contract.wire import MAX_MEDIA, named_media
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
+from framesieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
+from framesieve.common.contract.wire import MAX_MEDIA, named_media
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest

@@ -1,7 +1,7 @@
 """The pruning methods, and how many tokens each keeps.
 
 The count follows from the grid alone. It is known before anything is encoded, so admission and the size of the KV cache
-rely on it. `services.encoder.pruning.methods` selects the tokens.
+rely on it. `framesieve.services.encoder.pruning.methods` selects the tokens.
 Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454; V-CAST, arXiv 2603.27650. The floors
 and the exact arithmetic are Framesieve's own.
 """
@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid, Modality
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, Modality
 
 EVS = "evs"
 EVS_CAUSAL = "evs_causal"

@@ -16,10 +16,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import EVS, Pruning
-from common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
 MAX_MEDIA = 512

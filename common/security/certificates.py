@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from common.contract.errors import StartupError
+from framesieve.common.contract.errors import StartupError
 
 log = logging.getLogger("framesieve.security")  # standard logging: the client package needs no structlog
 

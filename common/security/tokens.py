@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from common.contract.errors import StartupError
+from framesieve.common.contract.errors import StartupError
 
 AUTHORIZATION_KEY = "authorization"
 MIN_TOKEN_CHARACTERS = 16

@@ -1,6 +1,6 @@
 """Authentication of callers by bearer token, before anything of their request is read.
 
-Health needs no token, because probes have none. Quotas of clients are in `common.security.quotas`.
+Health needs no token, because probes have none. Quotas of clients are in `framesieve.common.security.quotas`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import structlog
 
-from common.contract.errors import Unauthenticated
-from common.security.tokens import AUTHORIZATION_KEY, Tokens
-from common.serving.interceptors import guarded
+from framesieve.common.contract.errors import Unauthenticated
+from framesieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
+from framesieve.common.serving.interceptors import guarded
 
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 

@@ -11,15 +11,15 @@ import grpc
 import structlog
 from prometheus_client import disable_created_metrics, start_http_server
 
-from common.address import is_local, is_unix
-from common.contract.errors import StartupError
-from common.contract.limits import REQUEST_OVERHEAD_BYTES
-from common.security.certificates import ServedCertificate, read_authorities, read_pair
-from common.security.credentials import Credentials
-from common.security.tokens import Tokens, read_token
-from common.serving.authentication import AuthenticationInterceptor
-from common.serving.interceptors import RequestInterceptor
-from common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
+from framesieve.common.address import is_local, is_unix
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
+from framesieve.common.security.certificates import ServedCertificate, read_authorities, read_pair
+from framesieve.common.security.credentials import Credentials
+from framesieve.common.security.tokens import Tokens, read_token
+from framesieve.common.serving.authentication import AuthenticationInterceptor
+from framesieve.common.serving.interceptors import RequestInterceptor
+from framesieve.common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
 
 _OPTIONS = (
     # A second process on the same address fails, instead of getting half of the connections.

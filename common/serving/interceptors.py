@@ -20,15 +20,21 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from common.channels import REQUEST_ID_KEY
-from common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unauthenticated, Unavailable
-from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.security.quotas import ClientQuotas
-from common.serving.observed import observed
-from common.serving.status import DETAILS_KEY, status_details, status_message
-from common.telemetry.logs import add_request_stats
-from common.telemetry.metrics import MESSAGE_BYTES
-from common.telemetry.tracing import passed_on_trace
+from framesieve.common.channels import REQUEST_ID_KEY
+from framesieve.common.contract.errors import (
+    FramesieveError,
+    InvalidRequest,
+    PeerContract,
+    Unauthenticated,
+    Unavailable,
+)
+from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.common.security.quotas import ClientQuotas
+from framesieve.common.serving.observed import observed
+from framesieve.common.serving.status import DETAILS_KEY, status_details, status_message
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.common.telemetry.metrics import MESSAGE_BYTES
+from framesieve.common.telemetry.tracing import passed_on_trace
 
 OUR_METHODS = "/framesieve."
 _PORTS = {

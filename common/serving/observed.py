@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.channels import REQUEST_ID_KEY
-from common.contract.errors import FramesieveError, PeerContract
-from common.serving.status import status_message
-from common.telemetry.logs import RequestStats, begin_request_stats
-from common.telemetry.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from common.telemetry.tracing import Attributes, RequestSpan
+from framesieve.common.channels import REQUEST_ID_KEY
+from framesieve.common.contract.errors import FramesieveError, PeerContract
+from framesieve.common.serving.status import status_message
+from framesieve.common.telemetry.logs import RequestStats, begin_request_stats
+from framesieve.common.telemetry.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
+from framesieve.common.telemetry.tracing import Attributes, RequestSpan
 
 MAX_REQUEST_ID_CHARACTERS = 128
 

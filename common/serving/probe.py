@@ -1,7 +1,7 @@
 """Asks a service for its health: exit status 0 if it is SERVING, else 1. For health checks of containers.
 
-    python -m common.serving.probe 127.0.0.1:50053
-    python -m common.serving.probe http 127.0.0.1:8000
+    python -m framesieve.common.serving.probe 127.0.0.1:50053
+    python -m framesieve.common.serving.probe http 127.0.0.1:8000
 
 It reads the environment of the service. If that sets FRAMESIEVE_TLS_CERT and the address is no unix socket, it connects
 with TLS: FRAMESIEVE_UPSTREAM_TLS_CA must hold the authorities of that certificate, which must name the address, and the
@@ -22,11 +22,11 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.address import is_unix
-from common.channels import NO_PROXY
-from common.contract.errors import StartupError
-from common.security.certificates import read_authorities, read_pair
-from common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.common.address import is_unix
+from framesieve.common.channels import NO_PROXY
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.security.certificates import read_authorities, read_pair
+from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 
 TIMEOUT_S = 3.0
 

@@ -1,6 +1,7 @@
 """Retries of upstream calls that are lost after their first response, within a budget.
 
-Until a call's first response gRPC retries it by itself (`common.channels`), with the same attempts, waits and budget.
+Until a call's first response gRPC retries it by itself (`common/channels.py`), with the same
+attempts, waits and budget.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import random
 
 from prometheus_client import Counter
 
-from common.channels import ATTEMPTS, BACKOFF_S
-from common.contract.errors import Unavailable
+from framesieve.common.channels import ATTEMPTS, BACKOFF_S
+from framesieve.common.contract.errors import Unavailable
 
 # The retry budget is counted in successes: a retry costs ten, and the budget holds at most 200 retries.
 COST = 10

@@ -17,17 +17,24 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from common.contract.errors import StartupError
-from common.process import LAUNCHER, ExitStatus, allow_open_files, at_once, keep_freed_memory, when_parent_ends
-from common.security.quotas import ClientQuotas
-from common.serving.guards import guarded_server, listen, serve_metrics
-from common.serving.health import NAME as HEALTH
-from common.serving.health import Health
-from common.serving.interceptors import RequestInterceptor, stage_of
-from common.serving.reflection import enable_reflection
-from common.serving.settings import ServiceSettings
-from common.telemetry.metrics import SERVING
-from common.telemetry.otlp import export_spans
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import (
+    LAUNCHER,
+    ExitStatus,
+    allow_open_files,
+    at_once,
+    keep_freed_memory,
+    when_parent_ends,
+)
+from framesieve.common.security.quotas import ClientQuotas
+from framesieve.common.serving.guards import guarded_server, listen, serve_metrics
+from framesieve.common.serving.health import NAME as HEALTH
+from framesieve.common.serving.health import Health
+from framesieve.common.serving.interceptors import RequestInterceptor, stage_of
+from framesieve.common.serving.reflection import enable_reflection
+from framesieve.common.serving.settings import ServiceSettings
+from framesieve.common.telemetry.metrics import SERVING
+from framesieve.common.telemetry.otlp import export_spans
 
 _LINGER_S = 0.25
 _HEALTH_S = 0.5

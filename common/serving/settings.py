@@ -1,6 +1,6 @@
 """Settings that every service has, from flags and from FRAMESIEVE_… environment variables; flags take precedence.
 
-`python -m services.settings` lists the settings of all services.
+`python -m framesieve.services.settings` lists the settings of all services.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, field_va
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
-from common.address import check_address
-from common.checkpoint import DEMO_MODEL
-from common.contract.errors import StartupError
-from common.contract.limits import GREATEST_INLINE_BYTES, MAX_INLINE_BYTES
+from framesieve.common.address import check_address
+from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, MAX_INLINE_BYTES
 
 _PREFIX = "FRAMESIEVE_"
 

@@ -1,4 +1,4 @@
-"""A FramesieveError as a gRPC status with details in google.rpc's messages. Its reader is `common.channels`."""
+"""A FramesieveError as a gRPC status with details in google.rpc's messages. Its reader is `common/channels.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from common.contract.errors import FramesieveError, Overloaded, Unavailable
+from framesieve.common.contract.errors import FramesieveError, Overloaded, Unavailable
 
 DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "framesieve"

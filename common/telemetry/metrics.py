@@ -14,8 +14,8 @@ from importlib.metadata import version
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import FramesieveError
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import FramesieveError
 
 # From one message to a queued long video. Neighbouring buckets differ by a factor of 2.5 at most.
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)

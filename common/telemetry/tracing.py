@@ -7,7 +7,7 @@
         wait_for_encoder, encode, prune
       transfer, wait_for_prefill, prefill, generate
 
-Spans are OpenTelemetry's, whose API does nothing until `common.telemetry.otlp` installs its SDK. The W3C traceparent
+Spans are OpenTelemetry's, whose API does nothing until `otlp.py` installs its SDK. The W3C traceparent
 of a call continues the caller's trace and is passed on upstream. Stage times are nanoseconds of the monotonic clock.
 Attributes are numbers and names of ours, never text of a caller.
 """
@@ -23,7 +23,7 @@ import structlog
 from opentelemetry import context, trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from common.contract.errors import FramesieveError
+from framesieve.common.contract.errors import FramesieveError
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]

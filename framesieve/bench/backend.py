@@ -7,10 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.contract.errors import PeerContract
 from framesieve.client.answer import Delta, Finished, Timings, Usage
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Message, Options, Part
+from framesieve.common.contract.errors import PeerContract
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import Annotated, TypeAlias
 import typer
 from pydantic import BaseModel, Field, ValidationError
 
-from common.contract.errors import InvalidRequest
 from framesieve.bench.capacity_plan import HOPS, Cost, Load, Plan, Request, plan
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.cli.terminal import reported_errors
+from framesieve.common.contract.errors import InvalidRequest
 
 _KV_CACHE_TOKENS = 32768
 _MEDIA_BUFFER_BYTES = 2**30

@@ -14,8 +14,6 @@ from typing import Annotated
 
 import typer
 
-from common.contract.errors import InvalidRequest
-from common.contract.retention import EVS, METHODS
 from framesieve.bench.load import Extent
 from framesieve.bench.plot import check_plotting, plot
 from framesieve.bench.report import Report, record_json, report_json, table
@@ -37,6 +35,8 @@ from framesieve.cli.terminal import reported_errors
 from framesieve.cli.variables import source
 from framesieve.client.client import DEFAULT_ADDRESS
 from framesieve.client.prompt import Options
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import EVS, METHODS
 
 _SERVER = "Server"
 _LOAD = "Load"

@@ -15,11 +15,11 @@ from typing import Any, Self
 
 import httpx
 
-from common.contract.errors import DeadlinePassed, InvalidRequest, PeerContract, Unavailable
 from framesieve.bench.backend import Cost, Refused
 from framesieve.client.answer import STAGES, Timings, Usage
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.prompt import Image, Options, Part, Text
+from framesieve.common.contract.errors import DeadlinePassed, InvalidRequest, PeerContract, Unavailable
 
 _PATH = "/v1/chat/completions"
 _DONE = b"[DONE]"

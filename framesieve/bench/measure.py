@@ -9,12 +9,12 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 
-from common.contract.errors import FramesieveError
-from common.contract.retention import Pruning
 from framesieve.bench.backend import Backend, Cost, Refused
 from framesieve.bench.workload import Question
 from framesieve.client.answer import Timings, Usage
 from framesieve.client.prompt import Options
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.retention import Pruning
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.contract.errors import InvalidRequest, Unavailable
+from framesieve.common.contract.errors import InvalidRequest, Unavailable
 
 Labels: TypeAlias = frozenset[tuple[str, str]]
 Samples: TypeAlias = Mapping[tuple[str, Labels], float]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.contract.errors import StartupError
 from framesieve.bench.measure import Record
 from framesieve.bench.report import named
+from framesieve.common.contract.errors import StartupError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

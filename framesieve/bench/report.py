@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from common.contract.retention import NONE, Pruning
 from framesieve.bench.measure import Failure, Record
 from framesieve.client.answer import STAGES
+from framesieve.common.contract.retention import NONE, Pruning
 
 _NAME_WIDTH = 38
 _COLUMNS = {"mean": "Mean", "p50": "Median", "p99": "P99"}

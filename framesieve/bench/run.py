@@ -16,8 +16,6 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.contract.errors import Unavailable
-from common.contract.retention import Pruning
 from framesieve.bench.backend import Backend, GrpcBackend
 from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
 from framesieve.bench.measure import Record, timed
@@ -29,6 +27,8 @@ from framesieve.cli.terminal import stderr
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.credentials import Access
 from framesieve.client.prompt import Options
+from framesieve.common.contract.errors import Unavailable
+from framesieve.common.contract.retention import Pruning
 
 _WARMUP_CLIENTS = 8
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Image, Part, Text, Video, is_url
+from framesieve.common.contract.errors import InvalidRequest
 
 _MAX_VALUE_CHARACTERS = 60
 _QUESTIONERS = ("human", "user")

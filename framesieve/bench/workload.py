@@ -12,11 +12,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.contract.errors import InvalidRequest
-from common.contract.retention import Pruning
 from framesieve.bench.clips import clips, stamped
 from framesieve.bench.sharegpt import file_of, first_error, read_sharegpt
 from framesieve.client.prompt import Image, Part, Video, is_url, media_of, user_turn
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import Pruning
 
 QUESTIONS = ("What moves?", "What happens?", "How many objects are there?")
 

@@ -12,8 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from common.contract.errors import PeerContract
-from common.contract.retention import EVS
 from framesieve.cli.options import (
     OUTPUT,
     SAMPLING,
@@ -51,6 +49,8 @@ from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, 
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.messages import media_named
 from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.retention import EVS
 
 
 def ask(

@@ -11,8 +11,6 @@ from typing import Annotated
 
 import typer
 
-from common.contract.errors import FramesieveError
-from common.contract.retention import EVS
 from framesieve.cli.ask import stream, system_message
 from framesieve.cli.options import (
     AdapterOption,
@@ -46,6 +44,8 @@ from framesieve.client.answer import cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.credentials import Access
 from framesieve.client.prompt import Image, Message, Options, Text, Video
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.retention import EVS
 
 
 def chat(

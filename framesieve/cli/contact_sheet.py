@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from common.contract.plan import Grid, Int32Array
+from framesieve.common.contract.plan import Grid, Int32Array
 
 RGB = tuple[int, int, int]
 

@@ -17,13 +17,6 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from common.channels import open_channel, upstream_errors
-from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
-from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
-from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import PlanReceiver, add_chunk, buffer_for
-from common.security.credentials import Credentials
 from framesieve.cli.contact_sheet import contact_sheet, side_by_side, sliced_sheet
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.options import (
@@ -52,6 +45,13 @@ from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import SELECT_ALL, encode, responses
 from framesieve.client.messages import add_messages, media_named
 from framesieve.client.prompt import Image, Message, Video, file_name
+from framesieve.common.channels import open_channel, upstream_errors
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.common.security.credentials import Credentials
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
 _METHOD_NAMES = {

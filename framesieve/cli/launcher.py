@@ -35,12 +35,12 @@ from typing import Self
 
 import grpc
 
-from common.address import check_address, is_unix
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.process import LAUNCHER, ExitStatus, free_port
-from common.security.credentials import Credentials
-from common.serving.probe import http_url, is_serving, own_credentials, serves_http
+from framesieve.common.address import check_address, is_unix
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import LAUNCHER, ExitStatus, free_port
+from framesieve.common.security.credentials import Credentials
+from framesieve.common.serving.probe import http_url, is_serving, own_credentials, serves_http
 
 SERVICES = ("preprocessing", "encoder", "generation")
 GATEWAY = "gateway"
@@ -182,8 +182,8 @@ class LocalStack:
     def _spawn(self, service: str) -> subprocess.Popen[bytes]:
         endpoint = self._endpoints[service]
         command = [
-            # -P: do not import a folder named "services" in the current directory.
-            *(sys.executable, "-P", "-m", f"services.{service}"),
+            # -P: do not import a folder named "framesieve" in the current directory.
+            *(sys.executable, "-P", "-m", f"framesieve.services.{service}"),
             *("--listen", endpoint.address),
             *(("--metrics-port", str(endpoint.metrics_port)) if service != GATEWAY else ()),
             *("--drain-s", str(self._drain_s)),

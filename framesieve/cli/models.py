@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import typer
 
-from common.model_families import MODEL_FAMILIES, ModelFamily
 from framesieve.cli.options import JsonOption, print_json
+from framesieve.common.model_families import MODEL_FAMILIES, ModelFamily
 
 
 def models(as_json: JsonOption = False) -> None:

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from common.contract.errors import InvalidRequest
-from common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
-from common.security.tokens import read_token
 from framesieve.client.credentials import Access
 from framesieve.client.messages import IN_PYTHON
 from framesieve.client.prompt import Video, check_scheme, is_url
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
+from framesieve.common.security.tokens import read_token
 
 _MEDIA = "Media"
 SAMPLING = "Model and sampling (defaults: the model's)"

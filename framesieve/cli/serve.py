@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from common.contract.errors import StartupError
-from common.process import ExitStatus, at_once
 from framesieve.cli.launcher import GATEWAY, SERVICES, Endpoint, LocalStack
 from framesieve.cli.signals import DrainOnSignals
 from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.client import DEFAULT_ADDRESS
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus, at_once
 
 _MODEL = "Model and media"
 _ADDRESSES = "Addresses"

@@ -10,13 +10,13 @@ from typing import Any
 
 import typer
 
-from common.process import ExitStatus
 from framesieve.cli.launcher import environment
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.cli.serve import ConfigOption
 from framesieve.cli.stack_flags import TABLES, service_flags
 from framesieve.cli.terminal import reported_errors
 from framesieve.cli.variables import source, values
+from framesieve.common.process import ExitStatus
 
 Settings = dict[str, list[dict[str, Any]]]
 
@@ -56,7 +56,7 @@ def _of_services(given: Mapping[str, Mapping[str, list[str]]]) -> Settings:
     Another process imports the services, which the client must not.
     """
     flags = [f"--{service}={json.dumps({each: given[each][service] for each in given})}" for service in TABLES]
-    command = [sys.executable, "-P", "-m", "services.settings", "--json", *flags]
+    command = [sys.executable, "-P", "-m", "framesieve.services.settings", "--json", *flags]
     ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=False)  # noqa: S603  (not a shell)
     if ended.returncode:
         raise typer.Exit(ended.returncode)

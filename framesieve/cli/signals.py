@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, TypeAlias
 
-from common.process import at_once
 from framesieve.cli.launcher import LocalStack
+from framesieve.common.process import at_once
 
 Handler: TypeAlias = Callable[[int, FrameType | None], None]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.contract.errors import StartupError
 from framesieve.cli.launcher import GATEWAY, SERVICES
+from framesieve.common.contract.errors import StartupError
 
 # What `serve` itself gives to all services.
 _OWN = {"listen", "metrics_port", "drain_s", "model", "media_root"} | set(SERVICES)

@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from common.contract.errors import FramesieveError, StartupError, Unavailable
-from common.process import ExitStatus
 from framesieve.cli.options import in_flags
 from framesieve.client.answer import Accepted, Progress, Timings, Usage
+from framesieve.common.contract.errors import FramesieveError, StartupError, Unavailable
+from framesieve.common.process import ExitStatus
 
 _TLS_S = 2.0
 

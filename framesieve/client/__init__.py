@@ -1,8 +1,5 @@
 """The Python client: import these names from `framesieve`."""
 
-from common.contract.errors import FramesieveError
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
 from framesieve.client.answer import (
     Accepted,
     Answer,
@@ -20,6 +17,9 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Embeds, Frames, Image, Message, Text, Video
 from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
 
 __all__ = [
     "Accepted",

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
-from common.contract.plan import Grid, Modality
 from framesieve.client.tools import ToolCall, ToolCallDelta, joined_calls
+from framesieve.common.contract.plan import Grid, Modality
 
 
 class FinishReason(Enum):

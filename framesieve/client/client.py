@@ -16,13 +16,13 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TypeAlias, Unpack
 
-from common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
-from common.contract.errors import PeerContract
 from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Model, choice_of, cost_of
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.events import event_of
 from framesieve.client.messages import generate_request, in_words_of_python
 from framesieve.client.prompt import Message, Options, PartLike, user_turn
+from framesieve.common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
+from framesieve.common.contract.errors import PeerContract
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a

@@ -6,11 +6,11 @@ import ssl
 from pathlib import Path
 from typing import TypedDict
 
-from common.contract.errors import StartupError
-from common.security.certificates import read_authorities, read_pair
-from common.security.credentials import Credentials
-from common.security.tokens import check_token
 from framesieve.client.prompt import StrPath
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.security.certificates import read_authorities, read_pair
+from framesieve.common.security.credentials import Credentials
+from framesieve.common.security.tokens import check_token
 
 
 class Access(TypedDict, total=False):

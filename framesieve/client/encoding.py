@@ -19,15 +19,15 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from common.channels import end_writing, open_channel, upstream_errors, write_to
-from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
-from common.contract.retention import Pruning, retained_count
-from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.messages import add_messages, pruning_message
 from framesieve.client.prompt import Embeds, PartLike, user_turn
+from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
 SELECT_ALL = prompt_pb2.Select(all=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from common.contract.errors import PeerContract
-from common.contract.plan import Grid
-from common.contract.wire import modality_of
 from framesieve.client.answer import (
     Accepted,
     Delta,
@@ -17,6 +14,9 @@ from framesieve.client.answer import (
     Usage,
 )
 from framesieve.client.tools import ToolCallDelta
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.wire import modality_of
 from framesieve.v1 import generation_pb2
 
 _REASONS = {

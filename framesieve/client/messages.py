@@ -20,12 +20,12 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
-from common.contract.errors import FramesieveError, InvalidRequest
-from common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILES
-from common.contract.retention import Pruning
-from common.contract.wire import grid_message
 from framesieve.client.prompt import Embeds, Frames, Image, Message, Options, Part, StrPath, Text, Video
 from framesieve.client.tools import Tool
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest
+from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILES
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.wire import grid_message
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
 _ROLES = {

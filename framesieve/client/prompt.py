@@ -18,10 +18,10 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
 from framesieve.client.tools import Tool, ToolCall
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
 
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")

@@ -1,4 +1,4 @@
-"""Runs the encoder service: `python -m services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
+"""Runs the encoder service: `python -m framesieve.services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import open_channel
-from common.checkpoint import Checkpoint
-from common.handover import receiver_of
-from common.process import ExitStatus
-from common.security.credentials import Credentials
-from common.serving.guards import check_ports, upstream_credentials
-from common.serving.server import StepWatch, run, serve
-from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import begin
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.channels import open_channel
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.handover import receiver_of
+from framesieve.common.process import ExitStatus
+from framesieve.common.security.credentials import Credentials
+from framesieve.common.serving.guards import check_ports, upstream_credentials
+from framesieve.common.serving.server import StepWatch, run, serve
+from framesieve.common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.metrics import begin
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.items.cache import EmbedsCache
+from framesieve.services.encoder.rpc.gauges import watch
+from framesieve.services.encoder.rpc.servicer import SERVICE, EncoderServicer
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.startup.build import data_parallel
+from framesieve.services.encoder.tower.parallel.tower import DataParallelTower
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.rpc.gauges import watch
-from services.encoder.rpc.servicer import SERVICE, EncoderServicer
-from services.encoder.settings import EncoderSettings
-from services.encoder.startup.build import data_parallel
-from services.encoder.tower.parallel.tower import DataParallelTower
 
 
 async def main() -> ExitStatus:

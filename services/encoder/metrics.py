@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.contract.plan import MediaPlan, Modality
-from common.contract.retention import METHODS, Pruning, method_of
-from common.telemetry.metrics import STAGE_BUSY_SECONDS
+from framesieve.common.contract.plan import MediaPlan, Modality
+from framesieve.common.contract.retention import METHODS, Pruning, method_of
+from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
 
 _PREFIX = "framesieve_encoder_"
 

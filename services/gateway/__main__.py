@@ -1,4 +1,4 @@
-"""Serves the HTTP gateway: `python -m services.gateway --generation ADDR --listen 127.0.0.1:8000`."""
+"""Serves the HTTP gateway: `python -m framesieve.services.gateway --generation ADDR --listen 127.0.0.1:8000`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import disable_created_metrics
 
-from common.channels import open_channel
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.security.quotas import ClientQuotas
-from common.security.tokens import Tokens
-from common.serving.guards import check_listen, upstream_credentials
-from common.serving.server import run
-from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import BUILD_INFO, begin_method
-from common.telemetry.otlp import export_spans
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access
-from services.gateway.app import routes, with_cors
-from services.gateway.files import Files, Limits
-from services.gateway.http.request_guard import METHODS, RequestGuard
-from services.gateway.http.server import serve
-from services.gateway.kept import Kept
-from services.gateway.models import Models
-from services.gateway.questions import Questions
-from services.gateway.settings import GatewaySettings
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.security.quotas import ClientQuotas
+from framesieve.common.security.tokens import Tokens
+from framesieve.common.serving.guards import check_listen, upstream_credentials
+from framesieve.common.serving.server import run
+from framesieve.common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.metrics import BUILD_INFO, begin_method
+from framesieve.common.telemetry.otlp import export_spans
+from framesieve.services.gateway.app import routes, with_cors
+from framesieve.services.gateway.files import Files, Limits
+from framesieve.services.gateway.http.request_guard import METHODS, RequestGuard
+from framesieve.services.gateway.http.server import serve
+from framesieve.services.gateway.kept import Kept
+from framesieve.services.gateway.models import Models
+from framesieve.services.gateway.questions import Questions
+from framesieve.services.gateway.settings import GatewaySettings
 
 _HEALTH_S = 1.0
 

@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
-from services.gateway.chat.endpoint import ChatCompletions
-from services.gateway.files import Files
-from services.gateway.kept import Kept
-from services.gateway.models import Models
-from services.gateway.page import PAGE_ROUTES
-from services.gateway.questions import Questions
-from services.gateway.responses.endpoint import Responses
+from framesieve.services.gateway.chat.endpoint import ChatCompletions
+from framesieve.services.gateway.files import Files
+from framesieve.services.gateway.kept import Kept
+from framesieve.services.gateway.models import Models
+from framesieve.services.gateway.page import PAGE_ROUTES
+from framesieve.services.gateway.questions import Questions
+from framesieve.services.gateway.responses.endpoint import Responses
 
 
 def routes(

@@ -27,10 +27,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from common.contract.errors import InvalidRequest, Overloaded
-from services.gateway.http.body import bounded
-from services.gateway.http.errors import NotFound
-from services.gateway.http.request_guard import Call
+from framesieve.common.contract.errors import InvalidRequest, Overloaded
+from framesieve.services.gateway.http.body import bounded
+from framesieve.services.gateway.http.errors import NotFound
+from framesieve.services.gateway.http.request_guard import Call
 
 _ID = re.compile(r"file-([0-9a-f]{64})")
 _PIECE_BYTES = 2**20

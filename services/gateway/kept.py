@@ -12,18 +12,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from common.contract.errors import InvalidRequest
-from common.contract.retention import Pruning
-from common.security.tokens import AUTHORIZATION_KEY
 from framesieve.client.credentials import Access
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Text
-from services.gateway.chat.content import conversation
-from services.gateway.chat.names import FieldNames
-from services.gateway.chat.request import parse
-from services.gateway.files import Files
-from services.gateway.http.body import read_body, unless_left
-from services.gateway.http.request_guard import Call
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.security.tokens import AUTHORIZATION_KEY
+from framesieve.services.gateway.chat.content import conversation
+from framesieve.services.gateway.chat.names import FieldNames
+from framesieve.services.gateway.chat.request import parse
+from framesieve.services.gateway.files import Files
+from framesieve.services.gateway.http.body import read_body, unless_left
+from framesieve.services.gateway.http.request_guard import Call
 
 
 class Kept:

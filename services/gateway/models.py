@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from framesieve.client.answer import Model
 from framesieve.client.client import FramesieveClient, Metadata
-from services.gateway.http.body import unless_left
-from services.gateway.http.errors import NotFound
-from services.gateway.http.request_guard import Call
+from framesieve.services.gateway.http.body import unless_left
+from framesieve.services.gateway.http.errors import NotFound
+from framesieve.services.gateway.http.request_guard import Call
 
 _NAME_CHARACTERS = 200
 

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 _STATIC = Path(__file__).parent / "static"
-_DEMO_CLIP = Path(__file__).parents[2] / "demo" / "clip.mp4"
+_DEMO_CLIP = Path(__file__).parents[2] / "clip.mp4"
 _FILES = {
     "/": (_STATIC / "index.html", "text/html"),
     "/page/style.css": (_STATIC / "style.css", "text/css"),

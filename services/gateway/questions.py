@@ -20,16 +20,16 @@ from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from common.contract.errors import FramesieveError
-from common.contract.limits import REQUEST_OVERHEAD_BYTES
-from common.telemetry.logs import add_request_stats
 from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Progress, Timings, Usage, cost_of
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Message, Options
-from services.gateway.files import Files, Uploads
-from services.gateway.http.body import read_body, unless_left
-from services.gateway.http.request_guard import Call
-from services.gateway.models import Models
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.services.gateway.files import Files, Uploads
+from framesieve.services.gateway.http.body import read_body, unless_left
+from framesieve.services.gateway.http.request_guard import Call
+from framesieve.services.gateway.models import Models
 
 _PING_S = 15
 

@@ -1,4 +1,4 @@
-"""Serves generation: `python -m services.generation --model DIR --listen ADDR --preprocessing ADDR --encoder ADDR`."""
+"""Serves generation: `python -m framesieve.services.generation --model DIR --preprocessing ADDR --encoder ADDR`."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from functools import partial
 
 import torch
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import open_channel
-from common.chat_templates import chat_templates
-from common.checkpoint import Checkpoint
-from common.handover import receiver_of
-from common.process import ExitStatus, leave_cores_to_others
-from common.serving.guards import check_ports, upstream_credentials
-from common.serving.server import StepWatch, run, serve
-from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import begin, begin_method, served_names
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.channels import open_channel
+from framesieve.common.chat_templates import chat_templates
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.handover import receiver_of
+from framesieve.common.process import ExitStatus, leave_cores_to_others
+from framesieve.common.serving.guards import check_ports, upstream_credentials
+from framesieve.common.serving.server import StepWatch, run, serve
+from framesieve.common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.metrics import begin, begin_method, served_names
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.families import check_ranks
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import WorkerRanks
+from framesieve.services.generation.rpc.arriving_item import ModelInput
+from framesieve.services.generation.rpc.media import MediaClient
+from framesieve.services.generation.rpc.metrics import count_step, watch
+from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
+from framesieve.services.generation.sampling.defaults import sampling_defaults
+from framesieve.services.generation.sampling.detokenizer import load_tokenizer
+from framesieve.services.generation.sampling.structured import Grammars
+from framesieve.services.generation.sampling.tool_calls import writes_calls
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, device_of
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from services.generation.engine.engine import Engine
-from services.generation.families import check_ranks
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import WorkerRanks
-from services.generation.rpc.arriving_item import ModelInput
-from services.generation.rpc.media import MediaClient
-from services.generation.rpc.metrics import count_step, watch
-from services.generation.rpc.prompt_limit import PromptLimit
-from services.generation.rpc.servicer import SERVICE, GenerationServicer
-from services.generation.sampling.defaults import sampling_defaults
-from services.generation.sampling.detokenizer import load_tokenizer
-from services.generation.sampling.structured import Grammars
-from services.generation.sampling.tool_calls import writes_calls
-from services.generation.settings import GenerationSettings
-from services.generation.startup.build import BLOCK_TOKENS, build, device_of
 
 
 async def main() -> ExitStatus:

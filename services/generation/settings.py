@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from common.contract.errors import StartupError
-from common.serving.settings import UpstreamSettings, renamed, separated
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.serving.settings import UpstreamSettings, renamed, separated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -44,9 +44,9 @@ class AdapterFolder:
 
 
 class GenerationSettings(UpstreamSettings):
-    """Flags and FRAMESIEVE_ variables of `python -m services.generation`."""
+    """Flags and FRAMESIEVE_ variables of `python -m framesieve.services.generation`."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m services.generation")
+    model_config = SettingsConfigDict(cli_prog_name="python -m framesieve.services.generation")
 
     listen: str = Field("127.0.0.1:50053", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9103, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")

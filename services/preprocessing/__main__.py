@@ -1,4 +1,4 @@
-"""Serves preprocessing: `python -m services.preprocessing --model DIR --listen ADDR --media-root DIR`."""
+"""Serves preprocessing: `python -m framesieve.services.preprocessing --model DIR --listen ADDR --media-root DIR`."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from functools import partial
 
 import structlog
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.serving.guards import check_ports
-from common.serving.server import run, serve
-from common.telemetry.logs import configure_logging
-from common.telemetry.metrics import begin
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.serving.guards import check_ports
+from framesieve.common.serving.server import run, serve
+from framesieve.common.telemetry.logs import configure_logging
+from framesieve.common.telemetry.metrics import begin
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
+from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from framesieve.services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
+from framesieve.services.preprocessing.settings import PreprocessingSettings
+from framesieve.services.preprocessing.sources.digests import digests
+from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
+from framesieve.services.preprocessing.workers.limits import Mechanism
+from framesieve.services.preprocessing.workers.media_reader import indexes
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
-from services.preprocessing.fetch.fetcher import Fetcher, Observed
-from services.preprocessing.planner import Planner
-from services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
-from services.preprocessing.rpc.planning_threads import PlanningThreads
-from services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
-from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.sources.digests import digests
-from services.preprocessing.workers.job_queue import JobQueue, started
-from services.preprocessing.workers.limits import Mechanism
-from services.preprocessing.workers.media_reader import indexes
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
 _QUICK_THREADS = 2

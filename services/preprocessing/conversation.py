@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.contract.plan import Modality
-from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, Tool, Turn
-from services.preprocessing.sources.source import Source
-from services.preprocessing.video.pictures import PictureFrames
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.prompt.embeds import Embeds
+from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, Tool, Turn
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.pictures import PictureFrames
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,28 +15,28 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
-from common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
-from services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
-from services.preprocessing.families import Family, load_family
-from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.prompt.layout import Expansion, lay_out
-from services.preprocessing.prompt.tokens import ChatTokens, Turn
-from services.preprocessing.sources.digests import Digests, digests
-from services.preprocessing.sources.source import Source, bytes_source, path_source
-from services.preprocessing.video.packets import PacketIndex, read_packets
-from services.preprocessing.video.pictures import (
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
+from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
+from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
+from framesieve.services.preprocessing.families import Family, load_family
+from framesieve.services.preprocessing.prompt.embeds import Embeds
+from framesieve.services.preprocessing.prompt.layout import Expansion, lay_out
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
+from framesieve.services.preprocessing.sources.digests import Digests, digests
+from framesieve.services.preprocessing.sources.source import Source, bytes_source, path_source
+from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
+from framesieve.services.preprocessing.video.pictures import (
     Picture,
     PictureIndex,
     is_picture,
     read_picture,
     read_pictures,
 )
-from services.preprocessing.video.resize import View, shrink_to
-from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
-from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
-from services.preprocessing.video.timing import TimeBase
+from framesieve.services.preprocessing.video.resize import View, shrink_to
+from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
+from framesieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from common.channels import MAX_RECEIVE_BYTES, open_channel
-from common.serving.interceptors import RequestInterceptor
+from framesieve.common.channels import MAX_RECEIVE_BYTES, open_channel
+from framesieve.common.serving.interceptors import RequestInterceptor
 from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 
 TIMEOUT_S = 60

@@ -10,7 +10,7 @@ from socket import create_server
 
 import pytest
 
-from common.process import ExitStatus
+from framesieve.common.process import ExitStatus
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def used_port() -> Iterator[int]:
 def test_a_service_refuses_an_address_it_cannot_have_at_once_in_one_line_about_its_flag(
     service: str, flags: str, told: str, used_port: int
 ) -> None:
-    command = [sys.executable, "-m", f"services.{service}", "--metrics-port=0"]
+    command = [sys.executable, "-m", f"framesieve.services.{service}", "--metrics-port=0"]
     command += flags.replace("USED", str(used_port)).split()
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == ExitStatus.CANNOT_START

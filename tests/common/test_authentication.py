@@ -11,11 +11,11 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
-from common.channels import open_channel, upstream_errors
-from common.contract.errors import PeerContract, StartupError
-from common.security.credentials import Credentials
-from common.serving.interceptors import passed_on
 from framesieve.client.credentials import Access, credentials_of
+from framesieve.common.channels import open_channel, upstream_errors
+from framesieve.common.contract.errors import PeerContract, StartupError
+from framesieve.common.security.credentials import Credentials
+from framesieve.common.serving.interceptors import passed_on
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.guarded_service import (
     ALICE,

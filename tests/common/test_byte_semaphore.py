@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.byte_semaphore import ByteSemaphore
+from framesieve.common.byte_semaphore import ByteSemaphore
 
 
 async def hold(semaphore: ByteSemaphore, size_bytes: int, turns: int, order: list[int], name: int) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.contract.errors import StartupError
-from common.security.certificates import read_authorities, read_pair
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.security.certificates import read_authorities, read_pair
 from tests.certificates import Authority, Issued
 
 

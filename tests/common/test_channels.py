@@ -16,10 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from common.channels import ATTEMPTS, MAX_RECEIVE_BYTES, error_from_status, open_channel, upstream_errors
-from common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
-from common.process import free_port
-from common.serving.probe import NO_CREDENTIALS, is_serving
+from framesieve.common.channels import ATTEMPTS, MAX_RECEIVE_BYTES, error_from_status, open_channel, upstream_errors
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
+from framesieve.common.process import free_port
+from framesieve.common.serving.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 

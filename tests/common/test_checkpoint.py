@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import services.encoder.families
-import services.generation.families
-import services.preprocessing.families
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.model_families import MODEL_FAMILIES
+import framesieve.services.encoder.families
+import framesieve.services.generation.families
+import framesieve.services.preprocessing.families
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.model_families import MODEL_FAMILIES
 from tests.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -94,7 +94,7 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
     (tmp_path / "hub" / "models--a--b" / "refs").mkdir()
     (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text("0123")
     script = (
-        "import sys; from pathlib import Path; from common.checkpoint import Checkpoint; "
+        "import sys; from pathlib import Path; from framesieve.common.checkpoint import Checkpoint; "
         "found = Checkpoint.find(Path(sys.argv[1])); print(found.folder, found.name)"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -138,15 +138,16 @@ def test_a_folder_has_its_own_name_and_a_snapshot_that_of_its_repository(
 
 
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
+    services = framesieve.services
     for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
         tested = {family.model_type or name for name, family in FAMILIES.items()}
         assert set(registry.FAMILIES) == tested
     described = {family.model_type for family in MODEL_FAMILIES}
-    assert described == set(services.encoder.families.FAMILIES)
+    assert described == set(framesieve.services.encoder.families.FAMILIES)
     assert all(f"`{model_type}`" in DOCS.read_text() for model_type in described)
     (copy / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         StartupError,
         match="model_type 'llama'; supported: internvl, llava, llava_next_video, llava_onevision, minicpmv, ",
     ):
-        Checkpoint(copy).pick(services.encoder.families.FAMILIES)
+        Checkpoint(copy).pick(framesieve.services.encoder.families.FAMILIES)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.contract.data_urls import parse_data_url
-from common.contract.errors import InvalidRequest
+from framesieve.common.contract.data_urls import parse_data_url
+from framesieve.common.contract.errors import InvalidRequest
 
 
 @given(st.binary())

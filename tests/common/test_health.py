@@ -12,9 +12,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.channels import open_channel
-from common.process import ExitStatus
-from common.serving import health
+from framesieve.common.channels import open_channel
+from framesieve.common.process import ExitStatus
+from framesieve.common.serving import health
 from tests.common.guarded_service import Echo, ask, guarded, refusal
 from tests.common.loopback import TIMEOUT_S, eventually
 
@@ -32,9 +32,9 @@ WATCH = {
     b"te": b"trailers",
 }
 SERVICE = """
-from common.process import ExitStatus
-from common.serving.server import run, serve
-from common.serving.settings import ServiceSettings
+from framesieve.common.process import ExitStatus
+from framesieve.common.serving.server import run, serve
+from framesieve.common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2_grpc
 from tests.common.guarded_service import SERVICE, Echo
 

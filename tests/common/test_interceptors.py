@@ -9,9 +9,9 @@ import pytest
 import structlog
 from grpc.aio import InternalError
 
-from common.contract.errors import FramesieveError, InvalidRequest, PeerContract
-from common.serving.interceptors import guarded
-from common.serving.status import MAX_MESSAGE_BYTES
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, PeerContract
+from framesieve.common.serving.interceptors import guarded
+from framesieve.common.serving.status import MAX_MESSAGE_BYTES
 from tests.common.guarded_service import METHOD
 
 

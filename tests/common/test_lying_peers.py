@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from common.channels import open_channel
-from common.contract.wire import plan_messages
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.wire import plan_messages
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
 from tests.common.loopback import eventually, speaking

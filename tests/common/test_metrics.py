@@ -11,12 +11,12 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from common.checkpoint import Checkpoint
-from common.contract import errors
-from common.process import free_port
-from common.serving.guards import serve_metrics
-from common.serving.settings import ServiceSettings
-from common.telemetry.metrics import begin
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract import errors
+from framesieve.common.process import free_port
+from framesieve.common.serving.guards import serve_metrics
+from framesieve.common.serving.settings import ServiceSettings
+from framesieve.common.telemetry.metrics import begin
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.common.guarded_service import Echo, ask, refusal
 from tests.common.loopback import eventually, serving

@@ -10,24 +10,24 @@ from typing import Any
 import grpc
 import pytest
 
-from common.channels import open_channel, upstream_errors
-from common.checkpoint import Checkpoint
-from common.contract import errors
-from common.contract.limits import MAX_INLINE_BYTES
-from common.contract.requests import MAX_PARTS, MAX_TEXT_BYTES
+from framesieve.common.channels import open_channel, upstream_errors
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract import errors
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
+from framesieve.common.contract.requests import MAX_PARTS, MAX_TEXT_BYTES
+from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher
+from framesieve.services.preprocessing.fetch.policy import FetchPolicy
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from framesieve.services.preprocessing.rpc.servicer import PreprocessingServicer
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.limits import Limits
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.prompt_pb2 import Media, Message, Part, Prompt
-from services.encoder.tower.tower import Tower
-from services.preprocessing.fetch.fetcher import Fetcher
-from services.preprocessing.fetch.policy import FetchPolicy
-from services.preprocessing.planner import Planner
-from services.preprocessing.rpc.planning_threads import PlanningThreads
-from services.preprocessing.rpc.servicer import PreprocessingServicer
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.limits import Limits
 from tests.common.loopback import TIMEOUT_S, serving
 from tests.encoder.encoder_service import running
 from tests.generation.generation_service import service_of

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid, Modality
-from common.contract.retention import METHODS, Pruning, method_of, retained_count
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.retention import METHODS, Pruning, method_of, retained_count
 
 GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
 

@@ -20,11 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from prometheus_client import REGISTRY
 
-from common.channels import error_from_status, open_channel, upstream_errors
-from common.contract import errors
-from common.process import ExitStatus, free_port
-from common.serving.server import StepWatch, serve
-from common.serving.settings import ServiceSettings
+from framesieve.common.channels import error_from_status, open_channel, upstream_errors
+from framesieve.common.contract import errors
+from framesieve.common.process import ExitStatus, free_port
+from framesieve.common.serving.server import StepWatch, serve
+from framesieve.common.serving.settings import ServiceSettings
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.guarded_service import SERVICE
 from tests.common.loopback import TIMEOUT_S, eventually, logged
@@ -215,7 +215,7 @@ async def test_health_and_its_metric_follow_the_service(tmp_path: Path) -> None:
 
 async def test_a_late_step_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr("common.serving.server.os._exit", ended.set_result)
+    monkeypatch.setattr("framesieve.common.serving.server.os._exit", ended.set_result)
     since: list[int | None] = [None]
     step = StepWatch(lambda: since[0], timeout_s=60)
     async with serving(tmp_path, step=step), grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as prober:

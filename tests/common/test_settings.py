@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from common.contract.errors import StartupError
-from common.serving.settings import ServiceSettings, renamed
-from services.settings import page
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.serving.settings import ServiceSettings, renamed
+from framesieve.services.settings import page
 
 FLAG, OLD_FLAG = "--max-model-len", "--max-prompt-tokens"
 VARIABLE, OLD_VARIABLE = "FRAMESIEVE_MAX_MODEL_LEN", "FRAMESIEVE_MAX_PROMPT_TOKENS"
@@ -52,5 +52,5 @@ def test_a_wrong_value_by_the_old_name_is_refused() -> None:
 
 def test_the_page_of_settings_is_what_the_command_prints() -> None:
     assert (Path(__file__).parents[2] / "docs" / "settings.md").read_text() == page(), (
-        "run: python -m services.settings > docs/settings.md"
+        "run: python -m framesieve.services.settings > docs/settings.md"
     )

@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import pytest
 
-from common.channels import open_channel
-from common.contract.errors import StartupError
-from common.process import free_port
-from common.serving.guards import serve_metrics
-from common.serving.probe import is_serving, own_credentials
-from common.serving.settings import ServiceSettings
 from framesieve.client.credentials import Access, credentials_of
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import free_port
+from framesieve.common.serving.guards import serve_metrics
+from framesieve.common.serving.probe import is_serving, own_credentials
+from framesieve.common.serving.settings import ServiceSettings
 from tests.certificates import Authority, Issued
 from tests.common.guarded_service import Echo, GuardedService, ask, guarded, refusal, tcp_address, well
 

@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common.contract.errors import MediaRejected
-from common.telemetry import tracing
-from common.telemetry.tracing import Metadata, RequestSpan, passed_on_trace, record, span
-from services.generation.rpc.timing import Stage, StageClock, record_stages
+from framesieve.common.contract.errors import MediaRejected
+from framesieve.common.telemetry import tracing
+from framesieve.common.telemetry.tracing import Metadata, RequestSpan, passed_on_trace, record, span
+from framesieve.services.generation.rpc.timing import Stage, StageClock, record_stages
 from tests.common.guarded_service import METHOD
 
 ROOT = Path(__file__).parents[2]
@@ -136,9 +136,9 @@ async def test_generation_records_its_stages_and_the_one_that_was_cut_short(monk
 def test_the_sdk_is_imported_for_an_endpoint_only_and_may_be_missing() -> None:
     printed = output("""
 import os, sys
-from common.telemetry.logs import configure_logging
-import common.serving.server
-from common.telemetry.otlp import export_spans
+from framesieve.common.telemetry.logs import configure_logging
+import framesieve.common.serving.server
+from framesieve.common.telemetry.otlp import export_spans
 configure_logging("encoder", "json", "info")
 export_spans("encoder")()
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
@@ -155,8 +155,8 @@ def test_an_unreachable_collector_delays_the_exit_by_two_seconds_at_most() -> No
     printed = output(f"""
 import os
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"
-from common.telemetry.otlp import export_spans
-from common.telemetry.tracing import RequestSpan
+from framesieve.common.telemetry.otlp import export_spans
+from framesieve.common.telemetry.tracing import RequestSpan
 from tests.awake import awake
 close = export_spans("encoder")
 RequestSpan("{METHOD}", {{}}, {{}}).end("OK", None, {{}})

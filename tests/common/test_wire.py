@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.contract import wire
-from common.contract.errors import InvalidRequest, PeerContract
-from common.contract.plan import MAX_POSITION, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import Pruning
-from common.contract.tensors import PIECE_BYTES
+from framesieve.common.contract import wire
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.plan import MAX_POSITION, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.tensors import PIECE_BYTES
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
 Message: TypeAlias = prompt_pb2.PromptPlan

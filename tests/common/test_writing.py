@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import end_writing, open_channel, upstream_errors, write_to
-from common.contract.errors import Overloaded
-from common.contract.wire import plan_messages
 from framesieve.client.encoding import SELECT_ALL, responses
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
+from framesieve.common.contract.errors import Overloaded
+from framesieve.common.contract.wire import plan_messages
+from framesieve.services.generation.rpc.media import MediaClient
+from framesieve.services.generation.rpc.timing import StageClock
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
-from services.generation.rpc.media import MediaClient
-from services.generation.rpc.timing import StageClock
 from tests.common.guarded_service import METHOD
 from tests.common.loopback import TIMEOUT_S
 from tests.common.refusing_peer import REFUSAL

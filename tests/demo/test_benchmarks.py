@@ -17,12 +17,12 @@ from benchmarks.media_memory import early_and_late
 from benchmarks.media_processes import cpu_s, resident_bytes, tree
 from benchmarks.operations import decode_operations, prefill_operations
 from benchmarks.table import Row, table
-from common.checkpoint import Checkpoint
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
-from services.generation.families import load_language_model
-from services.generation.model.language_model import LanguageModel
-from services.preprocessing.sources.source import bytes_source
-from services.preprocessing.video.packets import read_packets
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.preprocessing.sources.source import bytes_source
+from framesieve.services.preprocessing.video.packets import read_packets
 
 # A child process that starts a grandchild, which uses 64 MiB and 0.2 s of processor time, prints a line and waits.
 COSTLY = """

@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
 from demo.checkpoint import DEMO, TINY, Shape, make_config, make_tokenizer, randomise, write_checkpoint
 from demo.model import (
     TIME_STEP,
@@ -23,7 +21,9 @@ from demo.model import (
     prune,
     use_uniform_windows,
 )
-from services.preprocessing.prompt.positions import GridSpan
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.preprocessing.prompt.positions import GridSpan
 
 GRID = Grid(3, 4, 4)
 

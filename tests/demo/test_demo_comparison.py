@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.contract.retention import METHODS, NONE, retained_count
 from demo.comparison import Answered, Cell, paired_p, wilson
 from demo.evaluate import GRID, RATES, pruning_at, questions_of
+from framesieve.common.contract.retention import METHODS, NONE, retained_count
 
 
 @pytest.mark.parametrize("rate", [*RATES, 0.0, 0.33])

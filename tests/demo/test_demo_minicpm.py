@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.contract.retention import EVS, RANDOM
 from demo.minicpm import GROUPS, QUERIES, RATES, keep, keep_groups
+from framesieve.common.contract.retention import EVS, RANDOM
 
 
 @pytest.mark.parametrize("rate", RATES)

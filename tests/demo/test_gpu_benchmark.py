@@ -20,7 +20,7 @@ from benchmarks.gpu.device import Peaks
 from benchmarks.gpu.models import TARGETS, layout
 from benchmarks.table import Row
 from demo.checkpoint import make_tokenizer
-from services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.language_model import LanguageModel
 
 TINY = TARGETS["tiny"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from common.serving.settings import ListenerSettings, ServiceSettings
-from services.encoder.settings import EncoderSettings
-from services.gateway.settings import GatewaySettings
-from services.generation.settings import GenerationSettings
-from services.preprocessing.settings import PreprocessingSettings
+from framesieve.common.serving.settings import ListenerSettings, ServiceSettings
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.gateway.settings import GatewaySettings
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.preprocessing.settings import PreprocessingSettings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: Mapping[str, type[ServiceSettings]] = {

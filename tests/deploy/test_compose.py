@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.serving.probe import own_credentials
-from services.gateway.settings import GatewaySettings
+from framesieve.common.serving.probe import own_credentials
+from framesieve.services.gateway.settings import GatewaySettings
 from tests.certificates import Authority
 from tests.deploy.services import DEPLOYED, ROOT, SETTINGS, compose
 

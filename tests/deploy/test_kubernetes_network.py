@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.preprocessing.fetch import addresses
+from framesieve.services.preprocessing.fetch import addresses
 from tests.deploy.kustomization import Manifest, build
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.tensors import DType
-from common.contract.wire import grid_message, named_media, plan_messages, tensor_chunks
-from common.handover import Sender, sender_to
-from common.sealed_memory import SealedMemory
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.tensors import DType
+from framesieve.common.contract.wire import grid_message, named_media, plan_messages, tensor_chunks
+from framesieve.common.handover import Sender, sender_to
+from framesieve.common.sealed_memory import SealedMemory
+from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
-from services.encoder.tower.patches import PatchShape
 from tests.common.loopback import TIMEOUT_S
 
 FINGERPRINT = b"f" * 32

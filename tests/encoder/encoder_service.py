@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import error_from_status
-from common.checkpoint import Checkpoint
-from common.contract.wire import int32_array
-from common.handover import Receiver
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.channels import error_from_status
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.wire import int32_array
+from framesieve.common.handover import Receiver
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.items.cache import EmbedsCache
+from framesieve.services.encoder.rpc.gauges import watch
+from framesieve.services.encoder.rpc.servicer import EncoderServicer
+from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
-from services.encoder.families import load_tower
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.rpc.gauges import watch
-from services.encoder.rpc.servicer import EncoderServicer
-from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S, eventually, serving
 from tests.encoder.encoder_peers import FINGERPRINT, GRID, FakePreprocessing, Media, frames_of, prompt_of, video
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common.ranks import Orders
+from framesieve.common.ranks import Orders
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from common.contract import errors
+from framesieve.common.contract import errors
 from framesieve.v1.encoder_pb2 import EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S

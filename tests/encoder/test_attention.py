@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.encoder.families import load_tower, minicpmv
-from services.encoder.tower import attention
-from services.encoder.tower.attention import (
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.encoder.families import load_tower, minicpmv
+from framesieve.services.encoder.tower import attention
+from framesieve.services.encoder.tower.attention import (
     Attend,
     Resampling,
     Wanted,

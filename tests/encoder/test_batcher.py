@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.contract.errors import Unavailable
-from services.encoder.items.batcher import Batcher, ForwardTimes
+from framesieve.common.contract.errors import Unavailable
+from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower
 
 Submitted = tuple[Future[ForwardTimes], Tensor]
@@ -243,7 +243,7 @@ class LateDevice:
 def late(tower: GatedTower, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     device = LateDevice()
     tower.open()
-    monkeypatch.setattr("services.encoder.items.batcher.Computed", device.computed)
+    monkeypatch.setattr("framesieve.services.encoder.items.batcher.Computed", device.computed)
     return device
 
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract import errors
-from common.contract.plan import Grid, Modality
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.encoder.items import item as items
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.rpc import responses
+from framesieve.services.encoder.rpc.responses import Responses
+from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.encoder.items import item as items
-from services.encoder.items.batcher import Batcher
-from services.encoder.rpc import responses
-from services.encoder.rpc.responses import Responses
-from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, Media, brought, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, item_bytes, running

@@ -15,17 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.plan import Grid, MediaPlan, Modality, Run, tagged_digest
-from common.contract.retention import Pruning
-from common.contract.tensors import DType, TensorBuffer
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, Run, tagged_digest
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.items.cache import EmbedsCache, cache_key
+from framesieve.services.encoder.items.cache_entry import CacheEntry, FrameSlice
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.tower.patches import PatchShape
+from framesieve.services.encoder.tower.tower import Tower, TowerSizes
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache, cache_key
-from services.encoder.items.cache_entry import CacheEntry, FrameSlice
-from services.encoder.pruning.methods import keep_tokens
-from services.encoder.tower.patches import PatchShape
-from services.encoder.tower.tower import Tower, TowerSizes
 from tests.encoder.encoder_peers import GRID, IMAGE, Media, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, embeds_in, first_request, metric
 from tests.encoder.gated_tower import TIMEOUT_S, GatedTower

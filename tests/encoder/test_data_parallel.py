@@ -24,22 +24,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.contract.errors import StartupError, Unavailable
-from common.contract.plan import Grid
-from common.contract.retention import METHODS, NONE, Pruning
-from common.process import ExitStatus
-from services.encoder.pruning.methods import keep_tokens
-from services.encoder.settings import EncoderSettings
-from services.encoder.startup import build, largest_forward
-from services.encoder.startup.build import device_of
-from services.encoder.startup.largest_forward import run_largest
-from services.encoder.startup.rank import run_shares
-from services.encoder.tower.graph_buckets import PackingLimit, Size
-from services.encoder.tower.graphs import with_graphs
-from services.encoder.tower.parallel.exchange import Exchange
-from services.encoder.tower.parallel.rank_failure import RankFailure
-from services.encoder.tower.parallel.tower import DataParallelTower, packing_of
-from services.encoder.tower.tower import Tower
+from framesieve.common.contract.errors import StartupError, Unavailable
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import METHODS, NONE, Pruning
+from framesieve.common.process import ExitStatus
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.startup import build, largest_forward
+from framesieve.services.encoder.startup.build import device_of
+from framesieve.services.encoder.startup.largest_forward import run_largest
+from framesieve.services.encoder.startup.rank import run_shares
+from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size
+from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.parallel.exchange import Exchange
+from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
+from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
+from framesieve.services.encoder.tower.tower import Tower
 from tests import minicpm
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.meeting import ended_by_a_signal
@@ -362,8 +362,8 @@ def test_a_rank_that_does_not_answer_is_killed_and_never_asked_again(
     (towers, others), killed = make(2), threading.Event()
     others.towers[1].instead.append(hang)
     others.kill = kill
-    monkeypatch.setattr("services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
-    monkeypatch.setattr("services.encoder.tower.parallel.rank_failure._REPORTED_WITHIN_S", 0.05)
+    monkeypatch.setattr("framesieve.services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
+    monkeypatch.setattr("framesieve.services.encoder.tower.parallel.rank_failure._REPORTED_WITHIN_S", 0.05)
     for _ in range(2):
         with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
             towers.encode(slices_of(tower, *PAIR))
@@ -381,5 +381,5 @@ def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_s
 
 def test_a_signal_ends_a_service_that_waits_for_its_ranks_to_join(tmp_path: Path) -> None:
     arguments = f"Path({str(tmp_path / 'meeting')!r}), 0, 2, torch.device('cpu')"
-    join = f"from services.encoder.tower.parallel.exchange import join\njoin({arguments})"
+    join = f"from framesieve.services.encoder.tower.parallel.exchange import join\njoin({arguments})"
     assert ended_by_a_signal(join, tmp_path) == 7

@@ -13,18 +13,18 @@ import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from common.byte_semaphore import ByteSemaphore
-from common.channels import MAX_RECEIVE_BYTES, error_from_status, open_channel
-from common.contract import errors
-from common.contract.errors import FramesieveError
-from common.serving.status import DETAILS_KEY
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.channels import MAX_RECEIVE_BYTES, error_from_status, open_channel
+from framesieve.common.contract import errors
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.serving.status import DETAILS_KEY
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.items.cache import EmbedsCache
+from framesieve.services.encoder.rpc.servicer import EncoderServicer
+from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.rpc.servicer import EncoderServicer
-from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S, eventually, serving, speaking
 from tests.encoder.encoder_peers import FINGERPRINT, VIDEO
 from tests.encoder.encoder_service import SELECT_ALL, first_request

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.encoder.tower.graph_buckets import (
+from framesieve.services.encoder.tower.graph_buckets import (
     Eager,
     Measured,
     Size,
@@ -20,8 +20,8 @@ from services.encoder.tower.graph_buckets import (
     pays,
     token_limit,
 )
-from services.encoder.tower.graphs import bucket_ranges
-from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
+from framesieve.services.encoder.tower.graphs import bucket_ranges
+from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
 
 SIZES = st.builds(lambda tokens, windows: Size(tokens, 1, windows, tokens), st.integers(1, 500), st.integers(1, 40))
 SMALL = [Size(64, 2, 8, 64), Size(128, 4, 16, 128), Size(256, 8, 32, 256)]

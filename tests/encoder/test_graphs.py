@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from torch import Tensor
 
-from services.encoder.tower.graph_buckets import Eager, Size, fitting
-from services.encoder.tower.graphs import Captured, with_graphs
-from services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.graph_buckets import Eager, Size, fitting
+from framesieve.services.encoder.tower.graphs import Captured, with_graphs
+from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import FAMILIES, FamilyUnderTest, load_reference

@@ -17,18 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.plan import Grid, MediaPlan, Modality, Run
-from services.encoder.items.cache_entry import CacheEntry
-from services.encoder.startup.rank import run_shares
-from services.encoder.tower.graphs import Captured, with_graphs
-from services.encoder.tower.packing import PackedLayout, Side, TowerShape
-from services.encoder.tower.parallel.exchange import Exchange, announced, unpacked
-from services.encoder.tower.parallel.rank_failure import RankFailure
-from services.encoder.tower.parallel.tower import DONE, DataParallelTower
-from services.encoder.tower.patches import PatchShape, patchify
-from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from services.encoder.tower.transfers import Computed, Readback, beside
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, Run
+from framesieve.services.encoder.items.cache_entry import CacheEntry
+from framesieve.services.encoder.startup.rank import run_shares
+from framesieve.services.encoder.tower.graphs import Captured, with_graphs
+from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
+from framesieve.services.encoder.tower.parallel.exchange import Exchange, announced, unpacked
+from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
+from framesieve.services.encoder.tower.parallel.tower import DONE, DataParallelTower
+from framesieve.services.encoder.tower.patches import PatchShape, patchify
+from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.transfers import Computed, Readback, beside
 from tests.encoder.late_streams import CUDA, LateDevice, LateGroup, late_streams
 
 MOST_TOKENS = 100

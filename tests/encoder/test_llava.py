@@ -23,19 +23,19 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from common.anyres import AnyRes
-from common.byte_semaphore import ByteSemaphore
-from common.checkpoint import Checkpoint
-from common.contract.errors import PeerContract, StartupError
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.tensors import DType, TensorBuffer
-from services.encoder.families import load_tower
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.items.cache_entry import FrameSlice
-from services.encoder.items.preprocess_stream import PlanCheck
-from services.encoder.tower.graphs import with_graphs
-from services.encoder.tower.tower import Tower
+from framesieve.common.anyres import AnyRes
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import PeerContract, StartupError
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.items.cache import EmbedsCache
+from framesieve.services.encoder.items.cache_entry import FrameSlice
+from framesieve.services.encoder.items.preprocess_stream import PlanCheck
+from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
 from tests.generation.checkpoints import changed

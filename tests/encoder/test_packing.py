@@ -16,7 +16,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from services.encoder.tower.packing import Side, TowerShape, lay_out
+from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 
 PATCH_PX = 14
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.contract import errors
-from common.contract.plan import Grid, PromptPlan
-from common.contract.tensors import DType
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import Grid, PromptPlan
+from framesieve.common.contract.tensors import DType
+from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.tower.patches import PatchShape
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, VIDEO, brought, frames_of, other_item, slice_messages
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, read_all, select

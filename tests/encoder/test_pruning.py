@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.contract.plan import Grid
-from common.contract.retention import METHODS, Pruning
-from services.encoder.pruning.evs import evs_scores
-from services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import METHODS, Pruning
+from framesieve.services.encoder.pruning.evs import evs_scores
+from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
 from tests.encoder.kept import FLOAT32_ERROR, GRIDS, RATES, check_kept, exact_count, exact_scores, videos
 
 

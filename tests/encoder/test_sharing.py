@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.contract import errors
-from common.contract.plan import Grid
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import Grid
+from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
-from services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, VIDEO, FakePreprocessing, video
 from tests.encoder.encoder_service import Stack, embeds_in, item_bytes, kept_bytes, metric, read_all, running, waiters

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.encoder.families import load_tower
-from services.encoder.families.vision_model import PATCH_EMBED, PREFIXES
-from services.encoder.startup.build import compile_tower
-from services.encoder.tower import attention
-from services.encoder.tower.patches import read_normalisation
-from services.encoder.tower.tower import Tower
-from services.encoder.tower.weights import find_weights, read_weights
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.families.vision_model import PATCH_EMBED, PREFIXES
+from framesieve.services.encoder.startup.build import compile_tower
+from framesieve.services.encoder.tower import attention
+from framesieve.services.encoder.tower.patches import read_normalisation
+from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import QWEN, FamilyUnderTest, load_reference
 
@@ -151,7 +151,7 @@ def test_a_slice_costs_what_torch_counts(
     family_checkpoint: Path, shape: FamilyUnderTest, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As matrix products that torch counts: operators of ours and fused attention on the CPU are not counted.
-    monkeypatch.setattr("services.encoder.families.vision_model.pack_linears", lambda model: None)
+    monkeypatch.setattr("framesieve.services.encoder.families.vision_model.pack_linears", lambda model: None)
     monkeypatch.setattr(attention, "attend_by_length", lambda *own: attention._attend_by_length(*own[:4]))
     tower = load_tower(Checkpoint(family_checkpoint), "float32", CPU)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
@@ -193,7 +193,7 @@ def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> None:
 def test_weights_stored_in_bfloat16_run_so_if_the_processor_can_and_are_found_under_either_prefix(
     copy: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("services.encoder.tower.weights.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr("framesieve.services.encoder.tower.weights.multiplies_bfloat16", lambda: multiplies)
     rewrite(copy, lambda weights: {name.removeprefix("model."): each.bfloat16() for name, each in weights.items()})
     assert load_tower(Checkpoint(copy), "auto", CPU).dtype == dtype
     assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32

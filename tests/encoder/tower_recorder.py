@@ -14,10 +14,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
-from services.encoder.families import llava, load_tower, minicpmv, vision_model
-from services.encoder.tower.graphs import Captured
-from services.encoder.tower.tower import Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.encoder.families import llava, load_tower, minicpmv, vision_model
+from framesieve.services.encoder.tower.graphs import Captured
+from framesieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
 
 CPU = torch.device("cpu")

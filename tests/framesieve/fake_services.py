@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import numpy as np
 
-from common.contract.errors import MediaDamaged
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.tensors import DType
-from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
-from common.serving.status import DETAILS_KEY, status_details
+from framesieve.common.contract.errors import MediaDamaged
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.tensors import DType
+from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
+from framesieve.common.serving.status import DETAILS_KEY, status_details
 from framesieve.v1 import (
     encoder_pb2,
     encoder_pb2_grpc,

@@ -63,10 +63,12 @@ sys.exit(3 if arguments.cut_off else 0)
 
 
 def write_stand_ins(folder: Path) -> None:
-    (folder / "services").mkdir()
-    (folder / "services" / "__init__.py").touch()
+    services = folder / "framesieve" / "services"
+    services.mkdir(parents=True)
+    for package in (services.parent, services):
+        (package / "__init__.py").touch()
     for name in ("preprocessing", "encoder", "generation"):
-        (folder / "services" / f"{name}.py").write_text(STAND_IN)
+        (services / f"{name}.py").write_text(STAND_IN)
 
 
 def stopped(record: Path) -> list[str]:

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from typer.testing import Result
 
-from common.contract.errors import MediaDamaged
-from common.contract.retention import METHODS
+from framesieve.common.contract.errors import MediaDamaged
+from framesieve.common.contract.retention import METHODS
 from framesieve.v1 import generation_pb2
 from tests.certificates import Authority
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from common.contract.errors import Overloaded
-from common.contract.retention import Pruning
 from framesieve.bench.backend import Cost
 from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.workload import Question
 from framesieve.client.answer import Timings, Usage
 from framesieve.client.prompt import Options, Part, Text
+from framesieve.common.contract.errors import Overloaded
+from framesieve.common.contract.retention import Pruning
 from tests.framesieve.instant_loop import run
 
 

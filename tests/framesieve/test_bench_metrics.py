@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from common.contract.errors import InvalidRequest, Unavailable
 from framesieve.bench.metrics import read_metrics, spent
+from framesieve.common.contract.errors import InvalidRequest, Unavailable
 
 
 @dataclass

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.contract.retention import Pruning
 from framesieve.bench.measure import Failure, Record
 from framesieve.bench.report import Distribution, Report, report_json, table
 from framesieve.client.answer import Timings, Usage
+from framesieve.common.contract.retention import Pruning
 
 PLAIN, PRUNED = Pruning(0.0), Pruning(0.75)
 TIMINGS = Timings(1.0, 0.0, 0.1, 0.2, 0.0, 0.1, 0.2, 0.0, 0.1, 0.1, 0.2, generate_s=0.5)

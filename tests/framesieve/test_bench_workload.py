@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.contract.errors import InvalidRequest
-from common.contract.retention import EVS, Pruning
 from framesieve.bench.clips import FPS, KINDS, clips, stamped
 from framesieve.bench.workload import Entry, Question, Workload, read_workload, synthesised
 from framesieve.client.prompt import Image, Text, Video
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import EVS, Pruning
 
 PLAIN = Pruning(0.0)
 PRUNED = Pruning(0.75)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from common.channels import REQUEST_ID_KEY
-from common.contract import errors
 from framesieve import (
     Accepted,
     Choice,
@@ -24,6 +22,8 @@ from framesieve import (
     Text,
     Video,
 )
+from framesieve.common.channels import REQUEST_ID_KEY
+from framesieve.common.contract import errors
 from framesieve.v1 import encoder_pb2, generation_pb2, generation_pb2_grpc, prompt_pb2
 from framesieve.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateResponse
 from tests.common.loopback import serving

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from common.contract.plan import Grid
 from framesieve.cli.contact_sheet import ACCENT, PAPER, TRACK, contact_sheet, sliced_sheet
+from framesieve.common.contract.plan import Grid
 
 RED = (200, 0, 0)
 

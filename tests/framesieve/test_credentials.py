@@ -12,13 +12,13 @@ import grpc
 import pytest
 from typer.testing import Result
 
-from common.channels import open_channel
-from common.contract.errors import StartupError
-from common.security.certificates import KeyPair
-from common.security.credentials import NO_CREDENTIALS
 from framesieve import FramesieveClient
 from framesieve.cli.options import access_of
 from framesieve.client.credentials import Access, credentials_of
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.security.certificates import KeyPair
+from framesieve.common.security.credentials import NO_CREDENTIALS
 from tests.certificates import Authority
 
 TOKEN = "alice-0123456789abcdef"

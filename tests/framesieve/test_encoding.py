@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.contract import errors
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import RANDOM, VIDCOM2
-from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve import Encoded, Image, Message, Pruning, Video, encode
 from framesieve.client.messages import generate_request
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.retention import RANDOM, VIDCOM2
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.loopback import serving
 

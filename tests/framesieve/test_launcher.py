@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import DEMO_MODEL
-from common.contract.errors import StartupError
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.contract.errors import StartupError
 from tests.framesieve.stack import events, stopped
 
 

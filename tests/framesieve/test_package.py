@@ -10,7 +10,7 @@ CLIENT_ALONE = """
 import sys
 from importlib.abc import MetaPathFinder
 
-ALLOWED = {"framesieve", "common", "grpc", "google.protobuf", "numpy", "typing_extensions"}
+ALLOWED = {"framesieve", "grpc", "google.protobuf", "numpy", "typing_extensions"}
 
 class OnlyClient(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

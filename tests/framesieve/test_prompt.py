@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.contract import errors
 from framesieve import Embeds, Frames, Grid, Image, Message, Pruning, Text, Video
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Options, user_turn
+from framesieve.common.contract import errors
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.generation_pb2 import Sampling
 

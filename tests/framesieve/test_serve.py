@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.process import ExitStatus
 from framesieve.cli.launcher import SERVICES
+from framesieve.common.process import ExitStatus
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
 from tests.framesieve.stack import stopped
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.contract.errors import StartupError
 from framesieve.cli.stack_flags import TABLES, service_flags
+from framesieve.common.contract.errors import StartupError
 from tests.framesieve.conftest import COMMAND
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from common.contract import errors
 from framesieve.client.answer import Accepted, Delta
+from framesieve.common.contract import errors
 from framesieve.sync import FramesieveClient
 from tests.framesieve.fake_services import FakeServices
 

@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("build")
     for name in files():
         (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "copy" / name)
+        shutil.copy(ROOT / name, folder / "copy" / name, follow_symlinks=False)
     python = environment(folder / "builder", "build", "pip") / "python"
     build = [str(python), "-m", "build", "--outdir", str(folder), str(folder / "copy")]
     subprocess.run(build, cwd=folder, env=ENVIRONMENT, check=True)
@@ -72,7 +72,10 @@ def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(w
         for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
     }
     assert len(generated) == 15
-    expected = {*files("common", "demo", "framesieve", "services"), *generated, "framesieve/v1/__init__.py"}
+    own = {name for name in files("framesieve") if not (ROOT / name).is_symlink()}
+    linked = {f"framesieve/{name}" for name in files("common", "services")}
+    demo = {f"framesieve/{name.removeprefix('demo/')}" for name in files("demo/framesieve-demo", "demo/clip.mp4")}
+    expected = {*own, *linked, *demo, *generated, "framesieve/v1/__init__.py"}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected
 

@@ -22,8 +22,8 @@ from typing import cast
 
 import grpc
 
-from common.channels import REQUEST_ID_KEY, error_from_status
 from demo.checkpoint import TINY, write_checkpoint
+from framesieve.common.channels import REQUEST_ID_KEY, error_from_status
 from tests.fuzz.rpc_cases import Case, case
 from tests.fuzz.rpc_stack import PATHS, FuzzedStack, fuzzed_stack
 

@@ -17,8 +17,8 @@ from functools import cache
 import grpc
 from google.protobuf.message import Message
 
-from common.contract.errors import PeerContract
 from demo.checkpoint import TINY
+from framesieve.common.contract.errors import PeerContract
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling

@@ -21,9 +21,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from common.process import free_port
 from framesieve.cli.launcher import Endpoint, LocalStack
+from framesieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from framesieve.common.process import free_port
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import speaking
@@ -147,7 +147,7 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
 
 
 async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
-    """Writes like `common.channels.write_to`, which keeps the status of a call that ends meanwhile."""
+    """Writes like `framesieve.common.channels.write_to`, which keeps the status of a call that ends meanwhile."""
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
         await call.wait_for_connection()
         async for request in requests:

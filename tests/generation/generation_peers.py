@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.wire import grid_message, plan_messages
-from common.handover import Sender, sender_to
-from common.sealed_memory import SealedMemory
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.wire import grid_message, plan_messages
+from framesieve.common.handover import Sender, sender_to
+from framesieve.common.sealed_memory import SealedMemory
 from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse

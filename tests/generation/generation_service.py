@@ -16,24 +16,24 @@ import torch
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from common.byte_semaphore import ByteSemaphore
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.rpc.arriving_item import ModelInput
+from framesieve.services.generation.rpc.media import MediaClient
+from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.rpc.servicer import GenerationServicer
+from framesieve.services.generation.sampling.defaults import SamplingDefaults
+from framesieve.services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from services.generation.engine.engine import Engine
-from services.generation.families import load_language_model
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Runner
-from services.generation.rpc.arriving_item import ModelInput
-from services.generation.rpc.media import MediaClient
-from services.generation.rpc.prompt_limit import PromptLimit
-from services.generation.rpc.servicer import GenerationServicer
-from services.generation.sampling.defaults import SamplingDefaults
-from services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
 from tests.generation.generation_peers import (
     Encoder,
     Preprocessing,

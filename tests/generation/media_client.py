@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.plan import Grid, Modality, PromptPlan
-from common.handover import Receiver
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.handover import Receiver
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.rpc.arriving_item import ModelInput, Progress
+from framesieve.services.generation.rpc.media import MediaClient, MediaSession
+from framesieve.services.generation.rpc.timing import StageClock
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.arriving_item import ModelInput, Progress
-from services.generation.rpc.media import MediaClient, MediaSession
-from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import embeds_messages, progress_message, prompt_message, prompt_plan, serving
 
 FINGERPRINT = bytes(range(32))

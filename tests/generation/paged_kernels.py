@@ -12,11 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, Kernel, check_kernels
-from services.generation.model.attention.pages import PagePlan
-from services.generation.model.attention.varlen import VarlenCache
-from services.generation.model.runner import Runner
+from framesieve.services.generation.model.attention.cache import CacheSizes
+from framesieve.services.generation.model.attention.flash_infer import (
+    FlashInferCache,
+    FlashInferKernels,
+    Kernel,
+    check_kernels,
+)
+from framesieve.services.generation.model.attention.pages import PagePlan
+from framesieve.services.generation.model.attention.varlen import VarlenCache
+from framesieve.services.generation.model.runner import Runner
 from tests.tiny import TinyEngine
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.generation.model.graphs import Captured
+from framesieve.services.generation.model.graphs import Captured
 
 
 class NoSynchronisation(TorchDispatchMode):

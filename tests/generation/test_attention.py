@@ -18,14 +18,18 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from services.generation.model import attention
-from services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
-from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import FlashInferCache, FlashInferKernels, workspace_bytes
-from services.generation.model.attention.pages import plan_pages
-from services.generation.model.attention.sdpa import SdpaCache
-from services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
-from services.generation.request.batch import Context, Packed, slots_of
+from framesieve.services.generation.model import attention
+from framesieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
+from framesieve.services.generation.model.attention.cache import CacheSizes
+from framesieve.services.generation.model.attention.flash_infer import (
+    FlashInferCache,
+    FlashInferKernels,
+    workspace_bytes,
+)
+from framesieve.services.generation.model.attention.pages import plan_pages
+from framesieve.services.generation.model.attention.sdpa import SdpaCache
+from framesieve.services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
+from framesieve.services.generation.request.batch import Context, Packed, slots_of
 from tests.generation.paged_kernels import FakeFlashInfer, Kernels, PlainKernel
 
 BLOCK_TOKENS, BLOCKS = 4, 24

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.generation.families import load_language_model
-from services.generation.model.attention import sdpa
-from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Runner
-from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
-from services.generation.settings import GenerationSettings
-from services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
-from services.generation.startup.cache_size import _SAMPLING
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.attention import sdpa
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
+from framesieve.services.generation.startup.cache_size import _SAMPLING
 from tests.generation.distant_device import DistantDevice
 
 MIB, GIB = 2**20, 2**30

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.generation.engine.stats import Step
-from services.generation.model import graphs
-from services.generation.request.batch import Packed
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.model import graphs
+from framesieve.services.generation.request.batch import Packed
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law, question

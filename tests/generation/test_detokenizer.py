@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from common.contract.errors import StartupError
-from services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokenizer, load_tokenizer
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokenizer, load_tokenizer
 
 WORDS = ("😀", "👩‍👩‍👧", "é", "日本", "a", "b", " ", "\n", "\ufffd", "stop", "👍🏽")
 

@@ -13,13 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
-from services.generation.engine.stats import Step
-from services.generation.model.runner import Launched, Sampled
-from services.generation.request.batch import Window
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Finished, FinishReason, PrefillStarted, Tokens
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.contract.errors import (
+    FramesieveError,
+    InvalidRequest,
+    Overloaded,
+    PeerContract,
+    PromptTooLong,
+    Unavailable,
+)
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.model.runner import Launched, Sampled
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Finished, FinishReason, PrefillStarted, Tokens
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
 

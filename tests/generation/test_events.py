@@ -7,11 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from framesieve.services.generation.request.request import Finished, FinishReason, Tokens
+from framesieve.services.generation.rpc.events import Events, Inbox
+from framesieve.services.generation.rpc.servicer import Responses
+from framesieve.services.generation.rpc.timing import StageClock
 from framesieve.v1.generation_pb2 import Usage
-from services.generation.request.request import Finished, FinishReason, Tokens
-from services.generation.rpc.events import Events, Inbox
-from services.generation.rpc.servicer import Responses
-from services.generation.rpc.timing import StageClock
 
 STEPS = [[Tokens("a", (1,), (-0.5,)), Tokens("x", (7,), ())], [Tokens("b", (2,), (-0.25,)), Tokens("y", (8,), ())]]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextExperts
 
-from services.generation.families import text_model
-from services.generation.model import experts
-from services.generation.model.experts import EXPERTS, MOST_ROWS, compute_experts, rows_without_wait, waits
+from framesieve.services.generation.families import text_model
+from framesieve.services.generation.model import experts
+from framesieve.services.generation.model.experts import EXPERTS, MOST_ROWS, compute_experts, rows_without_wait, waits
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import NoSynchronisation, Recorder
 from tests.law import Question, answer, assert_law

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
 from demo.checkpoint import TINY, write_checkpoint
-from services.generation.families import fp8, load_language_model
-from services.generation.families.text_model import make_text
-from services.generation.model.fp8_linear import (
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.families import fp8, load_language_model
+from framesieve.services.generation.families.text_model import make_text
+from framesieve.services.generation.model.fp8_linear import (
     Fp8Linear,
     check_product,
     find_product,
     product_by_formula,
     scaled_product,
 )
-from services.generation.model.language_model import LanguageModel
-from services.generation.settings import AdapterFolder
-from services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.settings import AdapterFolder
+from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, load_reference
 from tests.generation.checkpoints import changed, in_fp8

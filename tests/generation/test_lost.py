@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from common.contract import errors
-from common.contract.plan import PromptPlan
-from common.contract.wire import plan_messages
-from common.serving.retries import COST
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.wire import plan_messages
+from framesieve.common.serving.retries import COST
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.rpc.arriving_item import Progress
+from framesieve.services.generation.rpc.media import MediaClient
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
-from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.arriving_item import Progress
-from services.generation.rpc.media import MediaClient
 from tests.awake import SOON_S, within
 from tests.generation import media_client
 from tests.generation.generation_peers import Context, Encoder, eventually, prompt_plan

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from common.contract import errors
-from common.contract.plan import Grid, Modality, PromptPlan
-from common.contract.retention import Pruning
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.rpc.arriving_item import Progress
+from framesieve.services.generation.rpc.timing import StageClock
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.kv_cache.encoded_media import encoded_media_key
-from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.arriving_item import Progress
-from services.generation.rpc.timing import StageClock
 from tests.generation.generation_peers import (
     Encoder,
     embeds_messages,

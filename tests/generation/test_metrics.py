@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from framesieve.services.generation.rpc.metrics import watch
+from framesieve.services.generation.rpc.timing import Stage
 from framesieve.v1.generation_pb2 import Sampling
-from services.generation.rpc.metrics import watch
-from services.generation.rpc.timing import Stage
 from tests.common.loopback import eventually
 from tests.generation.generation_service import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of
 

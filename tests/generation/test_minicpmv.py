@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.generation.families import load_language_model
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.families import load_language_model
 from tests import minicpm
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.generation.engine.stats import Step
-from services.generation.model.runner import Launched, Runner, Sampled
-from services.generation.request.request import Failed, FinishReason
-from services.generation.sampling import sampler
-from services.generation.sampling.sampler import SamplingParams, SamplingState
-from services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.model.runner import Launched, Runner, Sampled
+from framesieve.services.generation.request.request import Failed, FinishReason
+from framesieve.services.generation.sampling import sampler
+from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState
+from framesieve.services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.oracle import Text

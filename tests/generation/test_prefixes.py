@@ -19,12 +19,12 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from services.generation.engine.engine import Engine
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.model.runner import Launched, Sampled
-from services.generation.request.batch import Window, media_rows
-from services.generation.request.request import Adapter, Event, Failed, Finished, Request
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.runner import Launched, Sampled
+from framesieve.services.generation.request.batch import Window, media_rows
+from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.contract.errors import PromptTooLong
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
-from common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
-from services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.common.contract.errors import PromptTooLong
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
+from framesieve.services.generation.rpc.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28

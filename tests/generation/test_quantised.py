@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.encoder.families import load_tower
-from services.generation.families import load_language_model
-from services.generation.model.language_model import LanguageModel
-from services.generation.settings import AdapterFolder
-from services.generation.startup.adapter_files import load_adapters
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.settings import AdapterFolder
+from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, load_reference
 from tests.generation.checkpoints import changed, in_fp8

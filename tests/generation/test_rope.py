@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.contract.errors import PeerContract
-from common.contract.plan import MAX_POSITION
-from services.generation.request.batch import Window, decodes_first, pack
-from services.generation.request.request import Adapter, BlockTable, Request
-from services.generation.request.rope import RopeState
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import MAX_POSITION
+from framesieve.services.generation.request.batch import Window, decodes_first, pack
+from framesieve.services.generation.request.request import Adapter, BlockTable, Request
+from framesieve.services.generation.request.rope import RopeState
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, make_plan, make_request
 

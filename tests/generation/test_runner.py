@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
 from demo.checkpoint import TINY, write_checkpoint
-from services.cpu import packed_linear
-from services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
-from services.encoder.families import load_tower
-from services.generation.families import load_language_model
-from services.generation.model import norms
-from services.generation.model.language_model import LanguageModel
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.cpu import packed_linear
+from framesieve.services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model import norms
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests import law
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts

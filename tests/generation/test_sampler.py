@@ -25,8 +25,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.generation.sampling.detokenizer import load_tokenizer
-from services.generation.sampling.sampler import (
+from framesieve.services.generation.sampling.detokenizer import load_tokenizer
+from framesieve.services.generation.sampling.sampler import (
     SampledToken,
     SamplingParams,
     SamplingState,
@@ -34,7 +34,7 @@ from services.generation.sampling.sampler import (
     sample_and_verify,
     truncate,
 )
-from services.generation.sampling.structured import Grammars
+from framesieve.services.generation.sampling.structured import Grammars
 from tests.tiny import Models
 
 VOCABULARY = 61

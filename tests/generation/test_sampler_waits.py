@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.generation.sampling import sampler
-from services.generation.sampling.sampler import Choice, SampledToken, SamplingParams, SamplingState, sample
-from services.generation.sampling.structured import ANY_OBJECT, Grammars
+from framesieve.services.generation.sampling import sampler
+from framesieve.services.generation.sampling.sampler import Choice, SampledToken, SamplingParams, SamplingState, sample
+from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from tests.generation.distant_device import DistantDevice, HostWaits
 from tests.tiny import Models
 

@@ -6,11 +6,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from services.generation.engine.scheduler import Scheduler
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.request.batch import Window
-from services.generation.request.request import Request, Status
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.engine.scheduler import Scheduler
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.request import Request, Status
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, make_request
 

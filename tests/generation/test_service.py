@@ -21,14 +21,14 @@ import structlog
 import torch
 from tokenizers import Tokenizer
 
-from common.channels import REQUEST_ID_KEY
-from common.contract.errors import MediaDamaged
+from framesieve.common.channels import REQUEST_ID_KEY
+from framesieve.common.contract.errors import MediaDamaged
+from framesieve.services.generation.model.runner import Launched, Sampled
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Request
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from services.generation.model.runner import Launched, Sampled
-from services.generation.request.batch import Window
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Request
 from tests.families import load_reference
 from tests.generation.generation_peers import embeds_messages, eventually, prompt_message
 from tests.generation.generation_service import (

@@ -11,11 +11,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.generation.parallel.group import Group
-from services.generation.settings import AdapterFolder, GenerationSettings
-from services.generation.startup.build import StepLimits, build, device_of, step_limits
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
+from framesieve.services.generation.startup.build import StepLimits, build, device_of, step_limits
 
 
 def test_the_old_names_of_limits_still_work() -> None:

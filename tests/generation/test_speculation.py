@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.generation.engine.speculation import propose_draft_tokens
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.engine.speculation import propose_draft_tokens
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import Asked, Models, TinyEngine, make_request, random_item
 

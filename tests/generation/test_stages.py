@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract import errors
-from common.contract.plan import PromptPlan
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.services.generation.rpc.media import MediaClient
+from framesieve.services.generation.rpc.timing import Stage, StageClock
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from services.generation.rpc.media import MediaClient
-from services.generation.rpc.timing import Stage, StageClock
 from tests.generation.generation_peers import (
     Encoder,
     Preprocessing,

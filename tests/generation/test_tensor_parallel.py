@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from services.generation.families import check_ranks, load_language_model
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import WorkerRanks
-from services.generation.parallel.sharding import check_sizes
-from services.generation.startup.adapter_files import load_adapters
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.services.generation.families import check_ranks, load_language_model
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import WorkerRanks
+from framesieve.services.generation.parallel.sharding import check_sizes
+from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
 from tests.encoder.meeting import ended_by_a_signal
@@ -237,7 +237,7 @@ def capturing(checkpoint: Path, *arguments: str) -> subprocess.CompletedProcess[
 def test_a_worker_that_cannot_start_ends_the_service_and_leaves_no_file(tmp_path: Path) -> None:
     program = """
 import torch
-from services.generation.parallel.group import WorkerRanks
+from framesieve.services.generation.parallel.group import WorkerRanks
 WorkerRanks(2, ["--tensor-parallel", "none"], torch.device("cpu"))
 """
     process = ended(program, tmp_path)
@@ -250,4 +250,5 @@ WorkerRanks(2, ["--tensor-parallel", "none"], torch.device("cpu"))
 @pytest.mark.deep
 def test_a_signal_ends_a_service_whose_ranks_have_not_joined_yet(tmp_path: Path) -> None:
     arguments = f"0, 2, Path({str(tmp_path / 'meeting')!r}), torch.device('cpu')"
-    assert ended_by_a_signal(f"from services.generation.parallel.group import Group\nGroup({arguments})", tmp_path) == 7
+    join = f"from framesieve.services.generation.parallel.group import Group\nGroup({arguments})"
+    assert ended_by_a_signal(join, tmp_path) == 7

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.generation.request.request import Tokens
-from services.generation.rpc.messages import delta_response
+from framesieve.services.generation.request.request import Tokens
+from framesieve.services.generation.rpc.messages import delta_response
 
 TEXT = "日本 <é> 👩‍👩‍👧 \ufffd a"
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.contract.errors import InvalidRequest
-from services.generation.sampling.detokenizer import load_tokenizer
-from services.generation.sampling.structured import DocumentState, Grammars, _closed
-from services.generation.sampling.tool_calls import CallDelta, CallReader, Tool, ToolUse
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.generation.sampling.detokenizer import load_tokenizer
+from framesieve.services.generation.sampling.structured import DocumentState, Grammars, _closed
+from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, Tool, ToolUse
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KYOTO = BEGIN + '\n{"name": "weather", "arguments": {"city": "Kyoto"}}\n' + END

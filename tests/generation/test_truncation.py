@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.generation.sampling import truncation
-from services.generation.sampling.truncation import floors
+from framesieve.services.generation.sampling import truncation
+from framesieve.services.generation.sampling.truncation import floors
 from tests.generation.distant_device import DistantDevice
 
 # Some weigh alike in float32 and are not equal, some weigh nothing.

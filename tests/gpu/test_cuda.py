@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
-from common.checkpoint import Checkpoint
-from services.encoder.families import load_tower
-from services.generation.families import load_language_model
-from services.generation.model.attention.cache import CacheSizes
-from services.generation.model.attention.flash_infer import check_kernels, find_kernels
-from services.generation.model.attention.pages import plan_pages
-from services.generation.model.attention.varlen import check_kernel, find_kernel
-from services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
-from services.generation.model.graphs import CudaCapture
-from services.generation.model.norms import FusedNorm, fuse_norms
-from services.generation.request.batch import Context
-from services.generation.sampling.sampler import SamplingParams
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.attention.cache import CacheSizes
+from framesieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
+from framesieve.services.generation.model.attention.pages import plan_pages
+from framesieve.services.generation.model.attention.varlen import check_kernel, find_kernel
+from framesieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
+from framesieve.services.generation.model.graphs import CudaCapture
+from framesieve.services.generation.model.norms import FusedNorm, fuse_norms
+from framesieve.services.generation.request.batch import Context
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES
 from tests.generation.paged_kernels import read_in_place
 from tests.oracle import Text, kept_tokens

@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
-from services.generation.families import load_language_model
-from services.generation.model.graphs import CudaCapture
-from services.generation.model.runner import Launched, Runner, Sampled
-from services.generation.parallel.group import WorkerRanks
-from services.generation.request.batch import Window
-from services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
-from services.generation.sampling.structured import ANY_OBJECT, Grammars
-from services.generation.sampling.truncation import floors
-from services.generation.settings import GenerationSettings
-from services.generation.startup.build import BLOCK_TOKENS, build
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.graphs import CudaCapture
+from framesieve.services.generation.model.runner import Launched, Runner, Sampled
+from framesieve.services.generation.parallel.group import WorkerRanks
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
+from framesieve.services.generation.sampling.truncation import floors
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
 from tests.families import FAMILIES
 from tests.generation.paged_kernels import read_in_place

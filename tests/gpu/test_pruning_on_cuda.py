@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
-from services.encoder.families import load_tower
-from services.encoder.items.item import in_shared_memory
-from services.encoder.pruning.methods import Scores, keep_tokens
-from services.encoder.tower.transfers import Readback
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.items.item import in_shared_memory
+from framesieve.services.encoder.pruning.methods import Scores, keep_tokens
+from framesieve.services.encoder.tower.transfers import Readback
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

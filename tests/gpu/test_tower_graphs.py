@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from prometheus_client import REGISTRY
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid
-from common.contract.retention import Pruning
-from services.encoder.families import load_tower
-from services.encoder.items.batcher import Batcher
-from services.encoder.pruning.methods import keep_tokens
-from services.encoder.tower import graphs
-from services.encoder.tower.attention import find_attention
-from services.encoder.tower.graphs import Captured, CudaDevice, TowerGraphs, with_graphs
-from services.encoder.tower.tower import Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.tower import graphs
+from framesieve.services.encoder.tower.attention import find_attention
+from framesieve.services.encoder.tower.graphs import Captured, CudaDevice, TowerGraphs, with_graphs
+from framesieve.services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from common.process import free_port
 from demo.checkpoint import TINY, write_checkpoint
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
+from framesieve.common.process import free_port
 from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference

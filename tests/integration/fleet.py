@@ -17,9 +17,9 @@ from pathlib import Path
 
 import grpc
 
-from common.process import free_port
-from common.security.credentials import NO_CREDENTIALS
-from common.serving.probe import is_serving
+from framesieve.common.process import free_port
+from framesieve.common.security.credentials import NO_CREDENTIALS
+from framesieve.common.serving.probe import is_serving
 from tests.awake import awake
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from common.process import free_port
+from framesieve.common.process import free_port
 from tests.integration.fleet import ROOT
 
 START_S = 60.0
@@ -35,7 +35,7 @@ class Gateway:
 def gateway(generation: str, folder: Path, *flags: str, tls: Path | None = None) -> Iterator[Gateway]:
     """tls: the authority that its certificate, given by flags, is of."""
     port = free_port()
-    command = [sys.executable, "-m", "services.gateway", "--generation", generation]
+    command = [sys.executable, "-m", "framesieve.services.gateway", "--generation", generation]
     command += ["--listen", f"127.0.0.1:{port}", *flags]
     log = folder / f"gateway-{port}.log"
     with log.open("wb") as output:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from framesieve.common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse
 from tests.common.loopback import speaking
 

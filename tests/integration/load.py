@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from common.contract.errors import FramesieveError
 from framesieve.client.answer import Delta, Event, Progress
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.common.contract.errors import FramesieveError
 from tests import media
 from tests.awake import SOON_S, awake
 from tests.integration.fleet import Fleet, stopped_workers, until

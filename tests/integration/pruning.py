@@ -16,9 +16,9 @@ from tests.integration.load import Asked, endless, held_by, short_clip
 _WAITS_BEFORE_PRUNING = """
 import signal
 from threading import Event
-from common.serving.server import run
-from services.encoder.items import item as items
-from services.encoder.__main__ import main
+from framesieve.common.serving.server import run
+from framesieve.services.encoder.items import item as items
+from framesieve.services.encoder.__main__ import main
 keep_tokens, released = items.keep_tokens, Event()
 def held(*args):
     print("waits before pruning", flush=True)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.channels import open_channel
-from common.contract.plan import Modality, PromptPlan
-from common.contract.wire import PlanReceiver
 from framesieve.client.answer import Answer
 from framesieve.client.encoding import Encoded
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Part, user_turn
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.common.contract.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.contract.errors import Unavailable
-from common.process import ExitStatus
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Image
+from framesieve.common.contract.errors import Unavailable
+from framesieve.common.process import ExitStatus
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, children, until

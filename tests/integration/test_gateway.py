@@ -23,10 +23,10 @@ import openai
 import PIL.Image
 import pytest
 
-from common.process import free_port
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
+from framesieve.common.process import free_port
 from tests import media
 from tests.fuzz.http import fuzz
 from tests.integration.conftest import OTHER_NAME, SERVED_NAME

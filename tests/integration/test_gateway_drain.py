@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from common.process import ExitStatus
 from framesieve.cli.launcher import LocalStack
+from framesieve.common.process import ExitStatus
 from tests.integration.fleet import metric_in, until
 from tests.integration.gateway import gateway, question
 

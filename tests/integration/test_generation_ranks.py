@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from common.contract.errors import Unavailable
-from common.process import ExitStatus
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.common.contract.errors import Unavailable
+from framesieve.common.process import ExitStatus
 from tests import media
 from tests.integration.fleet import Service, runs, until
 from tests.integration.load import endless
@@ -25,9 +25,9 @@ from tests.integration.load import endless
 IMPATIENT = """
 from datetime import timedelta
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from common.serving.server import run
-from services.generation.__main__ import main
-from services.generation.parallel.group import WorkerRanks
+from framesieve.common.serving.server import run
+from framesieve.services.generation.__main__ import main
+from framesieve.services.generation.parallel.group import WorkerRanks
 watch = WorkerRanks.watch
 WorkerRanks.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=6)))
 run(main)

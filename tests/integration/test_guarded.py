@@ -19,10 +19,6 @@ import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from typer.testing import CliRunner
 
-from common.channels import open_channel
-from common.contract import errors
-from common.contract.retention import Pruning
-from common.process import free_port
 from demo.example import CLIP, QUESTIONS
 from demo.questions import Question
 from framesieve.__main__ import app
@@ -33,6 +29,10 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Video
+from framesieve.common.channels import open_channel
+from framesieve.common.contract import errors
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.process import free_port
 from tests.integration.conftest import idle
 from tests.integration.fleet import until
 from tests.integration.gateway import gateway

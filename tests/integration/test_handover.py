@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from common.process import free_port
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.client.answer import Answer
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
+from framesieve.common.process import free_port
 from tests import media
 from tests.integration.conftest import idle, metric, running
 

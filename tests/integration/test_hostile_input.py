@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from common.contract import errors
-from common.contract.plan import Grid, Modality
-from common.contract.retention import Pruning
 from demo.checkpoint import TINY
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Embeds, Image, Video
-from services.generation.kv_cache.encoded_media import encoded_media_key
+from framesieve.common.contract import errors
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from tests import media
 from tests.generation.generation_peers import prompt_plan
 

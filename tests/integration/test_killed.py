@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.contract.errors import FramesieveError, Unavailable
 from framesieve.client.client import FramesieveClient
+from framesieve.common.contract.errors import FramesieveError, Unavailable
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, at_rest, children, runs, until
 from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.contract.errors import DeadlinePassed
 from framesieve.client.client import FramesieveClient
+from framesieve.common.contract.errors import DeadlinePassed
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
 from tests.integration.load import Asked, long_clip, one_in_each_stage, quick

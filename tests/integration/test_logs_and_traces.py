@@ -12,10 +12,10 @@ import grpc
 import httpx
 import pytest
 
-from common.channels import REQUEST_ID_KEY, open_channel
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Options, Video, user_turn
+from framesieve.common.channels import REQUEST_ID_KEY, open_channel
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media

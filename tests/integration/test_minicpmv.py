@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.channels import open_channel
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid, PromptPlan
-from common.contract.wire import PlanReceiver
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, PromptPlan
+from framesieve.common.contract.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub

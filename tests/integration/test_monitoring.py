@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from common.contract import errors
 from deploy.grafana import dashboard
 from framesieve.cli.launcher import SERVICES, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
+from framesieve.common.contract import errors
 from tests import media
 from tests.integration.conftest import running
 from tests.integration.gateway import gateway

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from common.contract.retention import METHODS, NONE, Pruning
 from demo.example import CLIP
 from framesieve import FramesieveClient
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
+from framesieve.common.contract.retention import METHODS, NONE, Pruning
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.gateway import Gateway, gateway

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.process import free_port
 from framesieve.cli.launcher import listens
+from framesieve.common.process import free_port
 from tests.integration.fleet import ROOT, children, runs, until
 
 REPOSITORY = "acme/Tiny-VL-2.5"

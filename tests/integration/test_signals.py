@@ -21,12 +21,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.channels import upstream_errors
-from common.contract import errors
-from common.process import ExitStatus
 from framesieve.client.client import FramesieveClient
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import user_turn
+from framesieve.common.channels import upstream_errors
+from framesieve.common.contract import errors
+from framesieve.common.process import ExitStatus
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, SHORT_DRAIN_S

@@ -12,11 +12,11 @@ import jsonschema
 import openai
 import pytest
 
-from common.contract.errors import InvalidRequest
 from framesieve import FramesieveClient, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import FinishReason
 from framesieve.client.prompt import Options
+from framesieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.integration.conftest import running
 from tests.integration.fleet import exported, metric_in

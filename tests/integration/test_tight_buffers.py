@@ -12,15 +12,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.channels import upstream_errors
-from common.contract import errors
-from common.security.credentials import NO_CREDENTIALS
-from common.serving.probe import is_serving
 from demo.checkpoint import TINY
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, Video
+from framesieve.common.channels import upstream_errors
+from framesieve.common.contract import errors
+from framesieve.common.security.credentials import NO_CREDENTIALS
+from framesieve.common.serving.probe import is_serving
 from framesieve.v1.generation_pb2 import GenerateRequest
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media

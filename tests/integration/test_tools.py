@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from common.contract.errors import InvalidRequest
 from framesieve import FramesieveClient, Message, Text, Tool, ToolCall, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer, Delta, Finished, FinishReason
 from framesieve.client.prompt import Options
+from framesieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.scripted import LOOK, SCRIPT
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from common.channels import open_channel, upstream_errors
-from common.contract import errors
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer
 from framesieve.client.client import FramesieveClient
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Video, user_turn
+from framesieve.common.channels import open_channel, upstream_errors
+from framesieve.common.contract import errors
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests import media
 from tests.integration.conftest import FETCH_MAX_BYTES, running

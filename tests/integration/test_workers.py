@@ -10,10 +10,10 @@ import zlib
 
 import pytest
 
-from common.contract import errors
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
+from framesieve.common.contract import errors
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import HELD, children, until

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from common.sealed_memory import sealed
-from services.preprocessing.workers import worker
-from services.preprocessing.workers.worker import Piece, Task
+from framesieve.common.sealed_memory import sealed
+from framesieve.services.preprocessing.workers import worker
+from framesieve.services.preprocessing.workers.worker import Piece, Task
 
 MIB = 2**20
 MALFORMED = {

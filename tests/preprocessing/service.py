@@ -16,23 +16,23 @@ import grpc
 import numpy as np
 import pytest
 
-from common.channels import error_from_status
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality, PromptPlan
-from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import PlanReceiver, add_chunk, buffer_for
-from common.serving.interceptors import RequestInterceptor
+from framesieve.common.channels import error_from_status
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.common.serving.interceptors import RequestInterceptor
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from framesieve.services.preprocessing.fetch.policy import FetchPolicy
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, watch
+from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from framesieve.services.preprocessing.rpc.servicer import PreprocessingServicer
+from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
+from framesieve.services.preprocessing.workers.limits import Limits
+from framesieve.services.preprocessing.workers.process import Fault
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.preprocessing.fetch.fetcher import Fetcher, Observed
-from services.preprocessing.fetch.policy import FetchPolicy
-from services.preprocessing.planner import Planner
-from services.preprocessing.rpc.metrics import FETCHED_BYTES, watch
-from services.preprocessing.rpc.planning_threads import PlanningThreads
-from services.preprocessing.rpc.servicer import PreprocessingServicer
-from services.preprocessing.workers.job_queue import JobQueue, started
-from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.process import Fault
 from tests.preprocessing.media_server import Server, fetcher_of
 
 INFLIGHT_SLICES = 4

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from services.preprocessing.planner import Planner
-from services.preprocessing.workers.process import Fault
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
 from tests.preprocessing.media_server import fetched_files, forever, head, url_of
 from tests.preprocessing.media_server import serving as web_server

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.contract.errors import MediaDamaged, MediaRejected
-from services.preprocessing.sources.source import Source, bytes_source
-from services.preprocessing.video import decode, packets
-from services.preprocessing.video.decode import DecodedFrame, decode_frames
-from services.preprocessing.video.packets import PacketIndex, read_packets
-from services.preprocessing.video.slices import PlannedVideo
+from framesieve.common.contract.errors import MediaDamaged, MediaRejected
+from framesieve.services.preprocessing.sources.source import Source, bytes_source
+from framesieve.services.preprocessing.video import decode, packets
+from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
+from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
+from framesieve.services.preprocessing.video.slices import PlannedVideo
 from tests.preprocessing.preprocessing_media import (
     B_FRAMES,
     clip,

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
+from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
 from framesieve.v1 import prompt_pb2, tensor_pb2
-from services.preprocessing.planner import Planner
-from services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
-from services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
 from tests.preprocessing.preprocessing_media import clip
 
 WEEK = MAX_LENGTH_S

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import MediaRejected, StartupError
-from services.preprocessing.families import load_family
-from services.preprocessing.video.resize import PixelBudget
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import MediaRejected, StartupError
+from framesieve.services.preprocessing.families import load_family
+from framesieve.services.preprocessing.video.resize import PixelBudget
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.families import FAMILIES
 from tests.preprocessing.preprocessing_media import (
     transformers_indices,

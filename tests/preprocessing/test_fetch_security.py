@@ -17,10 +17,10 @@ from dataclasses import replace
 import pytest
 import trustme
 
-from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
-from services.preprocessing.fetch.addresses import SystemResolver
-from services.preprocessing.fetch.fetcher import Fetcher
-from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
+from framesieve.services.preprocessing.fetch.addresses import SystemResolver
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher
+from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.media_server import (
     BODY,
     Behaviour,

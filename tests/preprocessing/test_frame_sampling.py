@@ -7,8 +7,15 @@ from fractions import Fraction
 
 import pytest
 
-from common.contract.errors import InvalidRequest
-from services.preprocessing.video.sampling import FrameBounds, FrameRate, FrameSampling, FrameTimes, Sampled, sample
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.preprocessing.video.sampling import (
+    FrameBounds,
+    FrameRate,
+    FrameSampling,
+    FrameTimes,
+    Sampled,
+    sample,
+)
 from tests.preprocessing.preprocessing_media import transformers_indices
 
 BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)

@@ -22,13 +22,13 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, MediaRejected, StartupError
-from common.contract.plan import Modality
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed
 from tests.media import picture

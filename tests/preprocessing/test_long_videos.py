@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 from av.video.frame import VideoFrame
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video import decode
-from services.preprocessing.video.packets import read_packets
-from services.preprocessing.video.sampling import FrameSampling
-from services.preprocessing.video.slices import PlannedVideo, Slice
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import IndexVideo, VideoSlices
-from services.preprocessing.workers.limits import Limits
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video import decode
+from framesieve.services.preprocessing.video.packets import read_packets
+from framesieve.services.preprocessing.video.sampling import FrameSampling
+from framesieve.services.preprocessing.video.slices import PlannedVideo, Slice
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import IndexVideo, VideoSlices
+from framesieve.services.preprocessing.workers.limits import Limits
 from tests.awake import awake
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
 from tests.preprocessing.worker_jobs import MIB, read

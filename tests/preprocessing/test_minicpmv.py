@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid, Modality
-from services.preprocessing.conversation import MediaRequest
-from services.preprocessing.families import load_family
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.video.pictures import PictureFrames
-from services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.conversation import MediaRequest
+from framesieve.services.preprocessing.families import load_family
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.embeds import Embeds
+from framesieve.services.preprocessing.video.pictures import PictureFrames
+from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests import minicpm
 from tests.generation.checkpoints import changed
 from tests.media import clip, picture

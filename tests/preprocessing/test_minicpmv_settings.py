@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from common.checkpoint import Checkpoint
-from services.preprocessing.planner import Planner
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.preprocessing.planner import Planner
 from tests import minicpm
 from tests.media import picture
 from tests.preprocessing.test_llava import conversation, image

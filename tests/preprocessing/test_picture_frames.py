@@ -17,15 +17,15 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.pictures import PictureFrames
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import PlannedPrompt, Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.pictures import PictureFrames
-from services.preprocessing.video.sampling import FrameSampling
 from tests import media
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order, transformers_video_processor
 from tests.preprocessing.service import EVERYTHING, asked, frames_of, plan_of, prompt_of, refused, sent, video

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.checkpoint import Checkpoint
-from common.contract import plan
-from common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
-from common.contract.plan import Modality
-from services.preprocessing import planner
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import PlannedPrompt, Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video import decode
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract import plan
+from framesieve.common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing import planner
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video import decode
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
 from tests.media import picture
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices

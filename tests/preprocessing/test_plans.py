@@ -17,12 +17,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality, PromptPlan
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media
 from tests.families import FAMILIES
 from tests.preprocessing.preprocessing_media import (

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from common.contract.errors import MediaDamaged
-from services.preprocessing.sources.source import bytes_source
-from services.preprocessing.video.packets import read_packets
-from services.preprocessing.video.slices import PlannedVideo, Slice
-from services.preprocessing.workers import job_queue, segments
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import VideoSlices
-from services.preprocessing.workers.process import Fault, WorkerProcess
-from services.preprocessing.workers.segments import slices_of
+from framesieve.common.contract.errors import MediaDamaged
+from framesieve.services.preprocessing.sources.source import bytes_source
+from framesieve.services.preprocessing.video.packets import read_packets
+from framesieve.services.preprocessing.video.slices import PlannedVideo, Slice
+from framesieve.services.preprocessing.workers import job_queue, segments
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import VideoSlices
+from framesieve.services.preprocessing.workers.process import Fault, WorkerProcess
+from framesieve.services.preprocessing.workers.segments import slices_of
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, without_packets
 from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, counting, read
 

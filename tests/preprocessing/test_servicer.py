@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from common.contract.plan import PromptPlan
-from common.contract.wire import PlanReceiver
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.wire import PlanReceiver
+from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
+from framesieve.services.preprocessing.rpc.messages import frames_responses, plan_responses
+from framesieve.services.preprocessing.sources.source import bytes_source
+from framesieve.services.preprocessing.video.packets import read_packets
+from framesieve.services.preprocessing.video.slices import Slice
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
-from services.preprocessing.rpc.messages import frames_responses, plan_responses
-from services.preprocessing.sources.source import bytes_source
-from services.preprocessing.video.packets import read_packets
-from services.preprocessing.video.slices import Slice
 from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import B_FRAMES, clip, sound, transformers_indices, without_packets

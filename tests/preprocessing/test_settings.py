@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from common.contract.errors import StartupError
-from services.preprocessing.__main__ import check_sandbox
-from services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
-from services.preprocessing.settings import PreprocessingSettings
-from services.preprocessing.workers.limits import Limits
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.preprocessing.__main__ import check_sandbox
+from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from framesieve.services.preprocessing.settings import PreprocessingSettings
+from framesieve.services.preprocessing.workers.limits import Limits
 
 
 def domains(*texts: str) -> tuple[AllowedDomain, ...]:
@@ -66,7 +66,7 @@ STARTING = """
 import sys
 for name in ("torch", "torchvision", "transformers"):
     sys.modules[name] = None
-import services.preprocessing.__main__, services.preprocessing.workers.worker
+import framesieve.services.preprocessing.__main__, framesieve.services.preprocessing.workers.worker
 """
 
 

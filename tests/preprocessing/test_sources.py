@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.contract.errors import MediaForbidden, MediaRejected, Overloaded
-from services.preprocessing.sources.source import path_source
+from framesieve.common.contract.errors import MediaForbidden, MediaRejected, Overloaded
+from framesieve.services.preprocessing.sources.source import path_source
 
 
 @pytest.fixture

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError
-from common.contract.plan import Modality
 from demo.checkpoint import CHAT_TEMPLATE, TINY, make_tokenizer
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, StartupError
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.conversation import Conversation
+from framesieve.services.preprocessing.families import load_family
+from framesieve.services.preprocessing.families.qwen_vl import QwenVL
+from framesieve.services.preprocessing.prompt.layout import MediaTokens
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, ToolCall, Turn
+from framesieve.services.preprocessing.rpc.messages import conversation_of
 from framesieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
 from framesieve.v1.prompt_pb2 import Tool as ToolMessage
 from framesieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
-from services.preprocessing.conversation import Conversation
-from services.preprocessing.families import load_family
-from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.prompt.layout import MediaTokens
-from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, ToolCall, Turn
-from services.preprocessing.rpc.messages import conversation_of
 from tests.conftest import FAMILY_PARAMS
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]

@@ -27,12 +27,12 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from common.anyres import AnyRes
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality, PromptPlan
-from services.preprocessing.conversation import MediaRequest
-from services.preprocessing.planner import Planner
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.anyres import AnyRes
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.services.preprocessing.conversation import MediaRequest
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import NEWLINE_ID, NEXT_VIDEO_PX, ONEVISION_PATCH, ONEVISION_PX
 from tests.media import picture
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError, Unavailable
-from common.contract.plan import Grid, Modality
-from services.preprocessing.families.qwen_vl import QwenVL
-from services.preprocessing.prompt.layout import Expansion, MediaTokens
-from services.preprocessing.prompt.positions import GridSpan, LinearSpan
-from services.preprocessing.prompt.tokens import ChatTokens, Turn
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, StartupError, Unavailable
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.families.qwen_vl import QwenVL
+from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
 PLACEHOLDERS = QwenVL.placeholders

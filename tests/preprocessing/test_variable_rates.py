@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Modality
-from services.preprocessing.conversation import Conversation, MediaRequest
-from services.preprocessing.planner import PlannedPrompt, Planner
-from services.preprocessing.prompt.tokens import Turn
-from services.preprocessing.video.pictures import PictureFrames
-from services.preprocessing.video.sampling import FrameSampling
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Modality
+from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.video.pictures import PictureFrames
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media, minicpm
 from tests.preprocessing.preprocessing_media import clip, transformers_indices
 

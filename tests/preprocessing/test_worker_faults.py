@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from common.contract.errors import MediaRejected, Overloaded, PeerContract
-from common.sealed_memory import SealedMemory, sealed
-from services.preprocessing.workers import worker_pool
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.process import Fault
-from services.preprocessing.workers.protocol import receive
+from framesieve.common.contract.errors import MediaRejected, Overloaded, PeerContract
+from framesieve.common.sealed_memory import SealedMemory, sealed
+from framesieve.services.preprocessing.workers import worker_pool
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.process import Fault
+from framesieve.services.preprocessing.workers.protocol import receive
 from tests.preprocessing.misbehaving_worker import MALFORMED
 from tests.preprocessing.worker_jobs import (
     ENTRY,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from services.preprocessing.sources.source import Source, bytes_source
-from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
-from services.preprocessing.video.pictures import decode_picture, read_picture
-from services.preprocessing.video.resize import UInt8Array, resize_into
-from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import (
+from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
+from framesieve.services.preprocessing.sources.source import Source, bytes_source
+from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
+from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
+from framesieve.services.preprocessing.video.resize import UInt8Array, resize_into
+from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import (
     IndexPicture,
     IndexVideo,
     Order,
@@ -27,9 +27,9 @@ from services.preprocessing.workers.jobs import (
     index_facts,
     index_of,
 )
-from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.process import Fault
-from services.preprocessing.workers.protocol import Facts
+from framesieve.services.preprocessing.workers.limits import Limits
+from framesieve.services.preprocessing.workers.process import Fault
+from framesieve.services.preprocessing.workers.protocol import Facts
 from tests.fuzz.mutations import mutations
 from tests.fuzz.run import run_batch
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.sealed_memory import SealedMemory
-from services.preprocessing.sources.source import Source, bytes_source
-from services.preprocessing.video.resize import UInt8Array
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import Job, Order
-from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.protocol import Facts
+from framesieve.common.sealed_memory import SealedMemory
+from framesieve.services.preprocessing.sources.source import Source, bytes_source
+from framesieve.services.preprocessing.video.resize import UInt8Array
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import Job, Order
+from framesieve.services.preprocessing.workers.limits import Limits
+from framesieve.services.preprocessing.workers.protocol import Facts
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common.contract.errors import DeadlinePassed, FramesieveError, Overloaded, Unavailable
+from framesieve.common.contract.errors import DeadlinePassed, FramesieveError, Overloaded, Unavailable
 from tests.soak.questions import Question
 
 MOST_FAULTS_TOLD = 20

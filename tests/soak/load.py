@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from random import Random
 
-from common.contract.errors import Overloaded, Unavailable
 from framesieve.client.client import FramesieveClient
+from framesieve.common.contract.errors import Overloaded, Unavailable
 from tests.soak.faults import Faults
 from tests.soak.ledger import Ledger
 from tests.soak.questions import Question, Questions

@@ -14,11 +14,11 @@ from random import Random
 import numpy as np
 from PIL import Image as Picture
 
-from common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
 from demo.drawing import encode
 from demo.scenes import random_scene
 from framesieve.bench.clips import stamped
 from framesieve.client.prompt import Image, Options, PartLike, Video
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
 
 CLIPS = 6
 FIRST_SEED = 12_300_000

@@ -28,9 +28,9 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from common.checkpoint import DEMO_MODEL
 from framesieve.cli.signals import unwind_on_signals
 from framesieve.client.client import FramesieveClient
+from framesieve.common.checkpoint import DEMO_MODEL
 from tests.integration.fleet import Service, at_rest
 from tests.soak.faults import Faults, growth
 from tests.soak.ledger import MOST_FAULTS_TOLD, Ledger

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from common.checkpoint import Checkpoint
-from services.encoder.families import (
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.encoder.families import (
     internvl,
     llava,
     llava_next_video,
@@ -16,8 +16,8 @@ from services.encoder.families import (
     qwen2_vl,
     qwen3_vl,
 )
-from services.encoder.tower.attention import Wanted
-from services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.tower import Tower
 
 FAMILIES = {
     "internvl": internvl.load,

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.contract.plan import MediaPlan
-from services.encoder.families.llava import load_projected
-from services.encoder.tower.attention import Wanted
-from services.encoder.tower.tower import Arrangement, Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.services.encoder.families.llava import load_projected
+from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.tower import Arrangement, Tower
 
 
 class _Projector(InternVLMultiModalProjector):

@@ -26,15 +26,15 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel, PixtralVisionRotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVisionModel
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.contract.plan import MediaPlan
-from services.cpu.packed_linear import pack_linears
-from services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
-from services.encoder.tower.packing import PackedLayout, Side, TowerShape
-from services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
-from services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 _CLASSES: dict[str, Any] = {

@@ -16,13 +16,13 @@ from functools import partial
 import torch
 from transformers import LlavaOnevisionConfig
 
-from common.anyres import AnyRes
-from common.checkpoint import Checkpoint
-from common.contract.plan import MediaPlan, Modality
-from services.encoder.families.llava import load_projected
-from services.encoder.families.tiles import check_frames, check_plan, interpolated, tiled
-from services.encoder.tower.attention import Wanted
-from services.encoder.tower.tower import Arrangement, Tower
+from framesieve.common.anyres import AnyRes
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import MediaPlan, Modality
+from framesieve.services.encoder.families.llava import load_projected
+from framesieve.services.encoder.families.tiles import check_frames, check_plan, interpolated, tiled
+from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.tower import Arrangement, Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:

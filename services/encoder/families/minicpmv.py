@@ -18,20 +18,27 @@ from torch import Tensor, nn
 from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.contract.plan import MediaPlan, Modality
-from common.contract.retention import NONE
-from common.minicpmv import queries_of, version_of
-from services.cpu.packed_linear import pack_linears
-from services.encoder.families.llava import pass_ends_on, side_of
-from services.encoder.families.resampler import Resampler
-from services.encoder.families.tiles import check_plan
-from services.encoder.tower.attention import VARLEN, Attend, Resampling, Wanted, attend_by_length, find_attention
-from services.encoder.tower.packing import PackedLayout, TowerShape
-from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
-from services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import MediaPlan, Modality
+from framesieve.common.contract.retention import NONE
+from framesieve.common.minicpmv import queries_of, version_of
+from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.encoder.families.llava import pass_ends_on, side_of
+from framesieve.services.encoder.families.resampler import Resampler
+from framesieve.services.encoder.families.tiles import check_plan
+from framesieve.services.encoder.tower.attention import (
+    VARLEN,
+    Attend,
+    Resampling,
+    Wanted,
+    attend_by_length,
+    find_attention,
+)
+from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 # The version whose slices are groups of frames.
 _GROUPING = "4.5"

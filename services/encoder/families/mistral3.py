@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import Mistral3Config
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.encoder.families.llava import load_projected
-from services.encoder.tower.attention import Wanted
-from services.encoder.tower.tower import Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.encoder.families.llava import load_projected
+from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.tower import Tower
 
 
 class _Projector(Mistral3MultiModalProjector):

@@ -12,11 +12,11 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLVisionRotaryEmbedding,
 )
 
-from common.checkpoint import Checkpoint
-from services.encoder.families.vision_model import make_tower, vision_config
-from services.encoder.tower.attention import Wanted
-from services.encoder.tower.packing import PackedLayout, TowerShape
-from services.encoder.tower.tower import Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.encoder.families.vision_model import make_tower, vision_config
+from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.tower import Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:

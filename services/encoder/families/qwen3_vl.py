@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
-from common.checkpoint import Checkpoint
-from services.encoder.families.vision_model import make_tower, vision_config
-from services.encoder.tower.attention import Wanted
-from services.encoder.tower.packing import PackedLayout, TowerShape
-from services.encoder.tower.tower import Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.encoder.families.vision_model import make_tower, vision_config
+from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.tower import Tower
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from services.encoder.tower.attention import Attend
-from services.encoder.tower.packing import PackedLayout
+from framesieve.services.encoder.tower.attention import Attend
+from framesieve.services.encoder.tower.packing import PackedLayout
 
 _HEAD_DIM = 128
 _EPSILON = 1e-6

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.anyres import AnyRes, Tiles
-from common.contract.plan import MediaPlan
-from services.encoder.tower.tower import Arrangement
+from framesieve.common.anyres import AnyRes, Tiles
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.services.encoder.tower.tower import Arrangement
 
 
 def tiled(anyres: AnyRes, plan: MediaPlan) -> Arrangement:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.cpu.packed_linear import pack_linears
-from services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
-from services.encoder.tower.packing import PackedLayout, TowerShape
-from services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from services.encoder.tower.saturation import saturate
-from services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.saturation import saturate
+from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")

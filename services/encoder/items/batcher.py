@@ -26,12 +26,12 @@ import structlog
 import torch
 from torch import Tensor
 
-from common.contract.errors import Unavailable
-from common.telemetry.metrics import busy
-from services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
-from services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
-from services.encoder.tower.patches import Frames
-from services.encoder.tower.transfers import Computed
+from framesieve.common.contract.errors import Unavailable
+from framesieve.common.telemetry.metrics import busy
+from framesieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
+from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
+from framesieve.services.encoder.tower.patches import Frames
+from framesieve.services.encoder.tower.transfers import Computed
 
 log = structlog.get_logger()
 

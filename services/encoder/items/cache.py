@@ -16,13 +16,13 @@ from collections import OrderedDict
 
 import torch
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.plan import MediaPlan, tagged_digest
-from common.telemetry.logs import add_request_stats
-from services.encoder.items.batcher import Batcher
-from services.encoder.items.cache_entry import CacheEntry
-from services.encoder.metrics import EVICTIONS, LOOKUPS
-from services.encoder.tower.tower import Tower
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.plan import MediaPlan, tagged_digest
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.services.encoder.items.batcher import Batcher
+from framesieve.services.encoder.items.cache_entry import CacheEntry
+from framesieve.services.encoder.metrics import EVICTIONS, LOOKUPS
+from framesieve.services.encoder.tower.tower import Tower
 
 _KEY_DOMAIN = b"framesieve embeddings v1"
 

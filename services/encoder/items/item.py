@@ -20,21 +20,21 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.errors import MediaRejected
-from common.contract.plan import Int32Array, MediaPlan, Modality
-from common.contract.retention import NONE, Pruning, retained_count
-from common.contract.tensors import DType
-from common.sealed_memory import SealedMemory
-from common.telemetry.logs import add_request_stats
-from common.telemetry.metrics import busy
-from common.telemetry.tracing import record, span
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes, encoding_bytes
-from services.encoder.items.preprocess_stream import PreprocessStream
-from services.encoder.metrics import count_item
-from services.encoder.pruning.methods import keep_tokens
-from services.encoder.tower.transfers import Readback, beside
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.errors import MediaRejected
+from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from framesieve.common.contract.retention import NONE, Pruning, retained_count
+from framesieve.common.contract.tensors import DType
+from framesieve.common.sealed_memory import SealedMemory
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.common.telemetry.metrics import busy
+from framesieve.common.telemetry.tracing import record, span
+from framesieve.services.encoder.items.cache import EmbedsCache
+from framesieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes, encoding_bytes
+from framesieve.services.encoder.items.preprocess_stream import PreprocessStream
+from framesieve.services.encoder.metrics import count_item
+from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.tower.transfers import Readback, beside
 
 _BLOCK_BYTES = 2**20
 

@@ -21,16 +21,16 @@ from typing import Any
 
 import grpc
 
-from common.channels import end_writing, read_from, write_to
-from common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
-from common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
-from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, named_media
-from common.handover import Receiver
+from framesieve.common.channels import end_writing, read_from, write_to
+from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
+from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, named_media
+from framesieve.common.handover import Receiver
+from framesieve.services.encoder.items.cache_entry import CacheEntry, FrameSlice
+from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
-from services.encoder.items.cache_entry import CacheEntry, FrameSlice
-from services.encoder.tower.patches import PatchShape
 
 STAGE = "preprocessing"
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.contract.plan import Grid
-from common.contract.retention import Pruning, causal_slice_tokens, retained_count
-from services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning, causal_slice_tokens, retained_count
+from framesieve.services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
 
 
 def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:

@@ -1,8 +1,8 @@
 """Which tokens of a video are kept, by the method that the request names.
 
 A method scores merged embeddings, whatever the rate, and then selects by these scores; scores are cached with the
-embeddings. How many tokens are kept is in `common.contract.retention`. All sizes follow from grid and rate, so nothing
-here synchronises with the device. It knows neither towers nor requests.
+embeddings. How many tokens are kept is in `common/contract/retention.py`. All sizes follow from grid and rate, so
+nothing here synchronises with the device. It knows neither towers nor requests.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from common.contract.plan import Grid
-from common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, retained_count
-from services.encoder.pruning.evs import evs_causal_kept, evs_kept, evs_scores
-from services.encoder.pruning.ranking import keep_best
-from services.encoder.pruning.vcast import vcast_kept, vcast_scores
-from services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
-from services.encoder.tower.transfers import send
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, retained_count
+from framesieve.services.encoder.pruning.evs import evs_causal_kept, evs_kept, evs_scores
+from framesieve.services.encoder.pruning.ranking import keep_best
+from framesieve.services.encoder.pruning.vcast import vcast_kept, vcast_scores
+from framesieve.services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
+from framesieve.services.encoder.tower.transfers import send
 
 Scores: TypeAlias = tuple[Tensor, ...]
 

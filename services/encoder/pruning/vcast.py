@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.contract.plan import Grid
-from common.contract.retention import Pruning, retained_count
-from services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _TEMPERATURE = 0.7
 # A step between the unit means of two slices that is shorter is rounding noise, and has no direction.

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.contract.plan import Grid
-from common.contract.retention import Pruning, retained_count
-from services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
 _TEMPERATURE = 0.01

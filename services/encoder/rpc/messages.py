@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Grid
-from common.contract.retention import EVS, Pruning
-from common.contract.tensors import MAX_AXES
-from common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.tensors import MAX_AXES
+from framesieve.common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt
-from services.encoder.tower.tower import Tower
 
 _DTYPES = {
     tensor_pb2.DTYPE_BFLOAT16: torch.bfloat16,

@@ -13,15 +13,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.errors import Overloaded
-from common.contract.plan import PromptPlan
-from common.contract.tensors import pieces
-from common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
-from common.handover import Sender
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.errors import Overloaded
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.tensors import pieces
+from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
+from framesieve.common.handover import Sender
+from framesieve.services.encoder.items.cache_entry import StageTimes
+from framesieve.services.encoder.items.item import Item
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
-from services.encoder.items.cache_entry import StageTimes
-from services.encoder.items.item import Item
 
 # Messages queued for a slow caller, at most 1 MiB each.
 _QUEUED = 2

@@ -18,22 +18,22 @@ import grpc
 import structlog
 import torch
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.errors import InvalidRequest, Overloaded
-from common.contract.limits import MAX_INLINE_BYTES
-from common.contract.plan import PromptPlan
-from common.contract.requests import check_prompt, received_pieces, selections
-from common.contract.retention import Pruning
-from common.handover import Receiver, sender_to
-from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.serving.interceptors import passed_on
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.errors import InvalidRequest, Overloaded
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.requests import check_prompt, received_pieces, selections
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.handover import Receiver, sender_to
+from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.common.serving.interceptors import passed_on
+from framesieve.services.encoder.items.cache import EmbedsCache
+from framesieve.services.encoder.items.item import Item
+from framesieve.services.encoder.items.preprocess_stream import PlanCheck, PreprocessStream
+from framesieve.services.encoder.rpc.messages import BroughtEmbeds, checked_prunings, take_embeds
+from framesieve.services.encoder.rpc.responses import Responses
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
-from services.encoder.items.cache import EmbedsCache
-from services.encoder.items.item import Item
-from services.encoder.items.preprocess_stream import PlanCheck, PreprocessStream
-from services.encoder.rpc.messages import BroughtEmbeds, checked_prunings, take_embeds
-from services.encoder.rpc.responses import Responses
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
 

@@ -8,19 +8,19 @@ from contextlib import closing, contextmanager
 import structlog
 import torch
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.ranks import Ranks, meeting_place
-from services.cpu.compiled import compile_layers
-from services.encoder.families import load_tower
-from services.encoder.settings import EncoderSettings
-from services.encoder.startup.largest_forward import run_largest
-from services.encoder.tower.graphs import with_graphs
-from services.encoder.tower.packing import Side
-from services.encoder.tower.parallel.exchange import Exchange, join, leave
-from services.encoder.tower.parallel.rank_failure import RankFailure
-from services.encoder.tower.parallel.tower import DataParallelTower, packing_of
-from services.encoder.tower.tower import ModelForward, Tower
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.ranks import Ranks, meeting_place
+from framesieve.services.cpu.compiled import compile_layers
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.startup.largest_forward import run_largest
+from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.packing import Side
+from framesieve.services.encoder.tower.parallel.exchange import Exchange, join, leave
+from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
+from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
+from framesieve.services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
 COMPILED_FROM_WEIGHTS = 4_000_000
@@ -29,7 +29,7 @@ PATCHES_A_TOKEN = 4
 
 MIB = 2**20
 
-_RANK = "services.encoder.startup.rank"
+_RANK = "framesieve.services.encoder.startup.rank"
 
 log = structlog.get_logger()
 

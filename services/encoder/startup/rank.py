@@ -1,6 +1,6 @@
 """A worker rank: loads its tower, then encodes the shares that it is sent until the service hangs up or ends.
 
-`python -m services.encoder.startup.rank DESCRIPTOR`; only the service starts it.
+`python -m framesieve.services.encoder.startup.rank DESCRIPTOR`; only the service starts it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 import structlog
 import torch
 
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.ranks import Orders
-from common.telemetry.logs import configure_logging
-from services.encoder.settings import EncoderSettings
-from services.encoder.startup.build import budget_of, device_of, load_rank
-from services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked, values_of
-from services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
-from services.encoder.tower.tower import Tower
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.ranks import Orders
+from framesieve.common.telemetry.logs import configure_logging
+from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.startup.build import budget_of, device_of, load_rank
+from framesieve.services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked, values_of
+from framesieve.services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
+from framesieve.services.encoder.tower.tower import Tower
 
 log = structlog.get_logger()
 

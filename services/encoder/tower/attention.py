@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from common.contract.errors import StartupError
+from framesieve.common.contract.errors import StartupError
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "framesieve_flash_varlen"

@@ -24,8 +24,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
-from services.encoder.tower.graph_buckets import (
+from framesieve.services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
+from framesieve.services.encoder.tower.graph_buckets import (
     LONGEST_TILES,
     NOTHING,
     TILE_ROWS,
@@ -41,9 +41,9 @@ from services.encoder.tower.graph_buckets import (
     packing_size,
     pays,
 )
-from services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
-from services.encoder.tower.tower import ModelForward, Tower
-from services.encoder.tower.transfers import pin
+from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
+from framesieve.services.encoder.tower.tower import ModelForward, Tower
+from framesieve.services.encoder.tower.transfers import pin
 
 # The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
 LEAST_TOKENS = 64

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.encoder.tower.graph_buckets import Size
+from framesieve.services.encoder.tower.graph_buckets import Size
 
 # Layouts of single slices that are cached, by size: a few hundred bytes per token each.
 _CACHED_SIZES = 32

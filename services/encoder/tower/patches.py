@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.encoder.tower.packing import UNTIMED, Side
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.encoder.tower.packing import UNTIMED, Side
 
 CHANNELS = 3
 _CENTRE = 128

@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from common.contract.plan import MediaPlan
-from common.contract.retention import METHODS
-from services.encoder.tower.graph_buckets import PackingLimit
-from services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
-from services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
-from services.encoder.tower.transfers import beside, send, taken_over
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.contract.retention import METHODS
+from framesieve.services.encoder.tower.graph_buckets import PackingLimit
+from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
+from framesieve.services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
+from framesieve.services.encoder.tower.transfers import beside, send, taken_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Tower:
 
     forward: patches uint8 (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
         embed_dim); level 0 is the embedding.
-    pruning_methods: those of `common.contract.retention.METHODS` that a request may name.
+    pruning_methods: those of `framesieve.common.contract.retention.METHODS` that a request may name.
     why_not_all: said with a refusal.
     packing: what one forward may hold, if tokens are not the only limit.
     features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.

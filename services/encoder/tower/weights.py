@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.cpu.packed_linear import multiplies_bfloat16
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.cpu.packed_linear import multiplies_bfloat16
 
 _KEYS_NAMED = 5  # in an error
 _STORED = ("F64", "F32", "F16", "BF16")

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from common.contract.data_urls import DataUrl, parse_data_url
-from common.contract.errors import InvalidRequest
-from common.contract.retention import Pruning
 from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video
 from framesieve.client.tools import ToolCall
-from services.gateway.chat.names import FieldNames, MediaNames
-from services.gateway.chat.request import (
+from framesieve.common.contract.data_urls import DataUrl, parse_data_url
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.gateway.chat.names import FieldNames, MediaNames
+from framesieve.services.gateway.chat.request import (
     AssistantCall,
     ChatMessage,
     ChatRequest,
@@ -30,7 +30,7 @@ from services.gateway.chat.request import (
     TextPart,
     VideoURLPart,
 )
-from services.gateway.files import Uploads
+from framesieve.services.gateway.files import Uploads
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""

@@ -9,16 +9,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.contract.errors import FramesieveError
 from framesieve.client.answer import Accepted, Answer, Delta, Finished, Timings, Usage
-from services.gateway.chat.completion import Completion, chunks, counts
-from services.gateway.chat.content import conversation
-from services.gateway.chat.names import FieldNames
-from services.gateway.chat.options import options_of
-from services.gateway.chat.request import StreamOptions, parse
-from services.gateway.files import Uploads
-from services.gateway.http.errors import body_of
-from services.gateway.questions import Question, Questions, ServerSent, server_sent
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.services.gateway.chat.completion import Completion, chunks, counts
+from framesieve.services.gateway.chat.content import conversation
+from framesieve.services.gateway.chat.names import FieldNames
+from framesieve.services.gateway.chat.options import options_of
+from framesieve.services.gateway.chat.request import StreamOptions, parse
+from framesieve.services.gateway.files import Uploads
+from framesieve.services.gateway.http.errors import body_of
+from framesieve.services.gateway.questions import Question, Questions, ServerSent, server_sent
 
 
 class ChatCompletions:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from common.contract.errors import FramesieveError
+from framesieve.common.contract.errors import FramesieveError
 
 _MEDIA = re.compile(
     r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)"

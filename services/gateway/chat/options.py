@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Options
 from framesieve.client.tools import Tool
-from services.gateway.chat.names import FieldNames
-from services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.gateway.chat.names import FieldNames
+from framesieve.services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
 
 _TOKEN_DIGITS = 10
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from common.contract.errors import InvalidRequest
-from common.contract.retention import Pruning as Rate
-from services.gateway.http.fields import Strict, parsed
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import Pruning as Rate
+from framesieve.services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
 EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from common.security.quotas import Charge
-from services.gateway.http.errors import TooLarge
-from services.gateway.http.request_guard import ClientLeft
+from framesieve.common.security.quotas import Charge
+from framesieve.services.gateway.http.errors import TooLarge
+from framesieve.services.gateway.http.request_guard import ClientLeft
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
     {"error": {"message": "temperature must be …", "type": "invalid_request_error", "param": "temperature",
                "code": "INVALID_REQUEST"}}
 
-`code` is the machine-readable reason of `common.contract.errors`.
+`code` is the machine-readable reason of `framesieve.common.contract.errors`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from common.contract.errors import (
+from framesieve.client.messages import IN_PYTHON
+from framesieve.common.contract.errors import (
     DeadlinePassed,
     FramesieveError,
     InvalidRequest,
@@ -23,7 +24,6 @@ from common.contract.errors import (
     Unauthenticated,
     Unavailable,
 )
-from framesieve.client.messages import IN_PYTHON
 
 CLIENT_CLOSED_REQUEST = 499
 """The status of a request whose client left, in logs and metrics only. Source: nginx."""

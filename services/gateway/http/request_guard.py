@@ -19,16 +19,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.contract.errors import Unauthenticated, Unavailable
-from common.security.quotas import Charge, ClientQuotas
-from common.security.tokens import AUTHORIZATION_KEY, Tokens
-from common.serving.observed import Outcome, bound_request_id, observed
-from common.telemetry.logs import add_request_stats
-from common.telemetry.metrics import MESSAGE_BYTES
-from common.telemetry.tracing import passed_on_trace
 from framesieve.client.client import Metadata
-from services.gateway.http.drain import Drain
-from services.gateway.http.errors import body_of, headers_of, of_router, status_of
+from framesieve.common.contract.errors import Unauthenticated, Unavailable
+from framesieve.common.security.quotas import Charge, ClientQuotas
+from framesieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
+from framesieve.common.serving.observed import Outcome, bound_request_id, observed
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.common.telemetry.metrics import MESSAGE_BYTES
+from framesieve.common.telemetry.tracing import passed_on_trace
+from framesieve.services.gateway.http.drain import Drain
+from framesieve.services.gateway.http.errors import body_of, headers_of, of_router, status_of
 
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",

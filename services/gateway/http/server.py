@@ -11,14 +11,14 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from common.address import is_unix
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.security.certificates import file_stamps, read_authorities, read_pair
-from common.serving.server import first_signal
-from common.telemetry.metrics import SERVING
-from services.gateway.http.drain import Drain
-from services.gateway.settings import GatewaySettings
+from framesieve.common.address import is_unix
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.security.certificates import file_stamps, read_authorities, read_pair
+from framesieve.common.serving.server import first_signal
+from framesieve.common.telemetry.metrics import SERVING
+from framesieve.services.gateway.http.drain import Drain
+from framesieve.services.gateway.settings import GatewaySettings
 
 _CERTIFICATE_S = 1.0
 _KEEP_ALIVE_S = 75

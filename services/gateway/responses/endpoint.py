@@ -7,12 +7,12 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.files import Uploads
-from services.gateway.questions import Question, Questions
-from services.gateway.responses.options import options_of
-from services.gateway.responses.request import parse
-from services.gateway.responses.response import ResponseWriter, repeated
-from services.gateway.responses.turns import renaming_of, turns_of
+from framesieve.services.gateway.files import Uploads
+from framesieve.services.gateway.questions import Question, Questions
+from framesieve.services.gateway.responses.options import options_of
+from framesieve.services.gateway.responses.request import parse
+from framesieve.services.gateway.responses.response import ResponseWriter, repeated
+from framesieve.services.gateway.responses.turns import renaming_of, turns_of
 
 
 class Responses:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Options
 from framesieve.client.tools import Tool
-from services.gateway.chat.options import pruning_of
-from services.gateway.chat.request import ObjectFormat
-from services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.gateway.chat.options import pruning_of
+from framesieve.services.gateway.chat.request import ObjectFormat
+from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
 
 
 def options_of(request: ResponsesRequest) -> Options:

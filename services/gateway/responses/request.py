@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from common.contract.errors import InvalidRequest
-from services.gateway.chat.request import MediaOptions, ObjectFormat, TextFormat
-from services.gateway.http.fields import Strict, parsed, short
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.gateway.chat.request import MediaOptions, ObjectFormat, TextFormat
+from framesieve.services.gateway.http.fields import Strict, parsed, short
 
 _STATEFUL = {
     "previous_response_id": "earlier answers are not kept, send their items in input",

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from common.contract.errors import FramesieveError, InvalidRequest, Overloaded
 from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
 from framesieve.client.tools import ToolCallDelta
-from services.gateway.chat.completion import measured, token_logprobs
-from services.gateway.http.errors import in_our_words
-from services.gateway.questions import ServerSent, server_sent
-from services.gateway.responses.request import NamedTool, ResponsesRequest
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded
+from framesieve.services.gateway.chat.completion import measured, token_logprobs
+from framesieve.services.gateway.http.errors import in_our_words
+from framesieve.services.gateway.questions import ServerSent, server_sent
+from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from common.contract.errors import InvalidRequest
 from framesieve.client.prompt import Image, Message, Part, Role, Text, Video
 from framesieve.client.tools import ToolCall
-from services.gateway.chat.content import contained, located, media, media_names
-from services.gateway.chat.names import FieldNames, MediaNames
-from services.gateway.files import Uploads
-from services.gateway.responses.request import (
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.gateway.chat.content import contained, located, media, media_names
+from framesieve.services.gateway.chat.names import FieldNames, MediaNames
+from framesieve.services.gateway.files import Uploads
+from framesieve.services.gateway.responses.request import (
     AnyPart,
     CallItem,
     InputFile,

@@ -28,16 +28,23 @@ from typing import TypeVar
 import structlog
 import torch
 
-from common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
-from services.generation.engine.scheduler import Scheduler
-from services.generation.engine.stats import EngineStats, Step, Totals
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.kv_cache.encoded_media import EncodedMediaCache
-from services.generation.model.runner import OutOfStep, Runner, Sampled
-from services.generation.request.batch import Window
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
-from services.generation.sampling.sampler import SampledToken
+from framesieve.common.contract.errors import (
+    FramesieveError,
+    InvalidRequest,
+    Overloaded,
+    PeerContract,
+    PromptTooLong,
+    Unavailable,
+)
+from framesieve.services.generation.engine.scheduler import Scheduler
+from framesieve.services.generation.engine.stats import EngineStats, Step, Totals
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.kv_cache.encoded_media import EncodedMediaCache
+from framesieve.services.generation.model.runner import OutOfStep, Runner, Sampled
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
+from framesieve.services.generation.sampling.sampler import SampledToken
 
 log = structlog.get_logger()
 

@@ -26,12 +26,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from services.generation.engine.speculation import propose_draft_tokens
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.kv_cache.prefixes import PrefixCache
-from services.generation.request.batch import Window
-from services.generation.request.encoded_media import EncodedMedia
-from services.generation.request.request import BlockTable, Request, Status
+from framesieve.services.generation.engine.speculation import propose_draft_tokens
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.kv_cache.prefixes import PrefixCache
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.encoded_media import EncodedMedia
+from framesieve.services.generation.request.request import BlockTable, Request, Status
 
 BY_ARRIVAL = attrgetter("arrival")
 

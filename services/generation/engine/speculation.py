@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.generation.request.request import Request
+from framesieve.services.generation.request.request import Request
 
 # Lengths of the match, tried in this order. A single matching token predicts too little.
 MATCHED_TOKENS = (3, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.generation.engine.scheduler import Scheduler
-from services.generation.request.batch import Window
-from services.generation.request.request import Request
+from framesieve.services.generation.engine.scheduler import Scheduler
+from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)

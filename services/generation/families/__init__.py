@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig
 
-from common.checkpoint import Checkpoint
-from services.generation.families import (
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families import (
     internvl,
     llava,
     llava_next_video,
@@ -17,9 +17,9 @@ from services.generation.families import (
     qwen2_vl,
     qwen3_vl,
 )
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
-from services.generation.parallel.sharding import check_sizes
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES = {
     "internvl": internvl.load,

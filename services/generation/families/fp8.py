@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from common.checkpoint import Checkpoint
-from services.generation.families.quantised import quantization_settings
-from services.generation.families.text_model import LM_HEAD_PREFIXES
-from services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families.quantised import quantization_settings
+from framesieve.services.generation.families.text_model import LM_HEAD_PREFIXES
+from framesieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
 
 _SCALES = ".weight_scale_inv"
 _DTYPE = "F8_E4M3"  # as safetensors names it

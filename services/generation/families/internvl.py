@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from common.checkpoint import Checkpoint
-from services.generation.families.llava import load_linear
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families.llava import load_linear
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:

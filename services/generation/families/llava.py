@@ -15,11 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbe
 from transformers.models.mistral.modeling_mistral import MistralModel, MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.generation.families.loading import TextClasses, load_text
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 # Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.")

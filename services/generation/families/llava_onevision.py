@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.generation.families.llava import load_linear
-from services.generation.families.text_model import read_weights
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.families.llava import load_linear
+from framesieve.services.generation.families.text_model import read_weights
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 _NEWLINES = ("model.image_newline", "image_newline")
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from services.generation.families.fp8 import keep_fp8
-from services.generation.families.quantised import is_quantised, load_quantised
-from services.generation.families.text_model import (
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families.fp8 import keep_fp8
+from framesieve.services.generation.families.quantised import is_quantised, load_quantised
+from framesieve.services.generation.families.text_model import (
     fill,
     has_weights,
     make_text,
@@ -20,8 +20,8 @@ from services.generation.families.text_model import (
     shard_text,
     with_output_layer,
 )
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)

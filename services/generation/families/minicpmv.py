@@ -18,13 +18,13 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbe
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.minicpmv import version_of
-from services.generation.families.loading import TextClasses, load_text
-from services.generation.families.quantised import is_quantised
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.minicpmv import version_of
+from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.families.quantised import is_quantised
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 _LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
 _QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))

@@ -16,12 +16,12 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.generation.families.text_model import assemble, check_text
-from services.generation.model.attention import ATTENTION
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.families.text_model import assemble, check_text
+from framesieve.services.generation.model.attention import ATTENTION
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 _TOWER = "visual."
 # Dequantised while loading: transformers would download its kernels of fp8 at the first request, and compressed-tensors

@@ -10,11 +10,11 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLTextModel,
 )
 
-from common.checkpoint import Checkpoint
-from services.generation.families.loading import TextClasses, load_text
-from services.generation.families.qwen2_vl import TEXT_PREFIXES
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.families.qwen2_vl import TEXT_PREFIXES
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 _CLASSES = TextClasses(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding)
 

@@ -10,10 +10,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLTextModel,
 )
 
-from common.checkpoint import Checkpoint
-from services.generation.families.loading import TextClasses, load_text
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 # Published checkpoints use the second; transformers 5 writes the first if asked not to keep the original names.
 TEXT_PREFIXES = ("model.language_model.", "model.")

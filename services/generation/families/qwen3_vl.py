@@ -22,10 +22,10 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     Qwen3VLMoeTextRotaryEmbedding,
 )
 
-from common.checkpoint import Checkpoint
-from services.generation.families.loading import TextClasses, load_text
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
 
 TEXT_PREFIX = "model.language_model."
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

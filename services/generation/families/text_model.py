@@ -13,15 +13,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.cpu.packed_linear import join_linears, pack_linears, packed
-from services.generation.model.attention import ATTENTION
-from services.generation.model.experts import EXPERTS, waits
-from services.generation.model.language_model import LanguageModel
-from services.generation.model.norms import fuse_norms
-from services.generation.parallel.group import Group
-from services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.cpu.packed_linear import join_linears, pack_linears, packed
+from framesieve.services.generation.model.attention import ATTENTION
+from framesieve.services.generation.model.experts import EXPERTS, waits
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.norms import fuse_norms
+from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
 # Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
 LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")

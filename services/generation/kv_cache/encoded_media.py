@@ -13,9 +13,9 @@ import struct
 from itertools import count
 from weakref import WeakValueDictionary
 
-from common.contract.plan import MediaPlan, tagged_digest
-from common.contract.retention import Pruning
-from services.generation.request.encoded_media import EncodedMedia, MediaItem
+from framesieve.common.contract.plan import MediaPlan, tagged_digest
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 
 _DOMAIN = b"framesieve answers v1"
 

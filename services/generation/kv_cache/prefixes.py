@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.generation.kv_cache.blocks import BlockAllocator
-from services.generation.request.encoded_media import EncodedMedia
-from services.generation.request.request import Request
-from services.generation.request.rope import RopeState
+from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.request.encoded_media import EncodedMedia
+from framesieve.services.generation.request.request import Request
+from framesieve.services.generation.request.rope import RopeState
 
 
 class PrefixCache:

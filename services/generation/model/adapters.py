@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.contract.errors import InvalidRequest
-from services.generation.request.batch import AdaptedRows
-from services.generation.request.request import Adapter
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.generation.request.batch import AdaptedRows
+from framesieve.services.generation.request.request import Adapter
 
 _NAME_CHARACTERS = 200
 

@@ -24,9 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.generation.model.attention.cache import CapturedCache
-from services.generation.model.language_model import LanguageModel
-from services.generation.request.batch import Context, Packed
+from framesieve.services.generation.model.attention.cache import CapturedCache
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.request.batch import Context, Packed
 
 # Columns of a row: token id, positions, length of the sequence in tokens, and from FIRST_BLOCK on its block table.
 ID, POSITIONS, TOKENS, FIRST_BLOCK = 0, slice(1, 4), 4, 5

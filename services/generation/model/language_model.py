@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from services.generation.model.adapters import Adapters
+from framesieve.services.generation.model.adapters import Adapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.ranks import Ranks, heeding_signals, meeting_place
-from services.generation.request.batch import AdaptedRows, Context, Packed
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.ranks import Ranks, heeding_signals, meeting_place
+from framesieve.services.generation.request.batch import AdaptedRows, Context, Packed
 
-WORKER_MODULE = "services.generation.startup.rank"
+WORKER_MODULE = "framesieve.services.generation.startup.rank"
 
 # All ranks run on one machine: they communicate over the loopback interface only.
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}

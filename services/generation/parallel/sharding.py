@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from common.contract.errors import StartupError
-from services.generation.parallel.group import Group
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.parallel.group import Group
 
 # torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from common.contract.errors import FramesieveError
-from common.contract.plan import Int32Array, PromptPlan
-from services.generation.request.encoded_media import EncodedMedia
-from services.generation.request.rope import MAX_VOCABULARY, RopeState
-from services.generation.sampling.detokenizer import Detokenizer
-from services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.plan import Int32Array, PromptPlan
+from framesieve.services.generation.request.encoded_media import EncodedMedia
+from framesieve.services.generation.request.rope import MAX_VOCABULARY, RopeState
+from framesieve.services.generation.sampling.detokenizer import Detokenizer
+from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
 # The parent of the first block of a sequence that is computed without an adapter.
 ROOT = 0

@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.errors import PeerContract
-from common.contract.plan import Int32Array, MediaPlan, PromptPlan
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan
 
 MAX_VOCABULARY = 2**31 - 1
 

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.contract.errors import PeerContract
-from common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
-from common.contract.tensors import DType, TensorBuffer
-from common.contract.wire import Take, add_chunk, buffer_for, from_ago_s, int32_array
-from common.telemetry.metrics import busy
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
+from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s, int32_array
+from framesieve.common.telemetry.metrics import busy
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.rpc.timing import Stage
+from framesieve.services.generation.to_device import pinned_for
 from framesieve.v1 import encoder_pb2
-from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.timing import Stage
-from services.generation.to_device import pinned_for
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
 

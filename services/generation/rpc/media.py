@@ -17,24 +17,24 @@ from typing import Any
 
 import grpc
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.errors import PeerContract, PromptTooLong, Unavailable
-from common.contract.limits import MAX_INLINE_BYTES
-from common.contract.plan import PromptPlan
-from common.contract.requests import check_prompt, detach_files, file_pieces
-from common.contract.retention import Pruning, retained_count
-from common.contract.wire import grid_message, named_media, prunings_of
-from common.handover import Receiver
-from common.serving.retries import Retries
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
+from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.wire import grid_message, named_media, prunings_of
+from framesieve.common.handover import Receiver
+from framesieve.common.serving.retries import Retries
+from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.rpc.arriving_item import ArrivingItem, ModelInput, Progress
+from framesieve.services.generation.rpc.prompt_limit import Limit, advice
+from framesieve.services.generation.rpc.retried_call import RetriedCall, Selected
+from framesieve.services.generation.rpc.timing import Stage, StageClock
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
-from services.generation.kv_cache.encoded_media import encoded_media_key
-from services.generation.request.encoded_media import MediaItem
-from services.generation.rpc.arriving_item import ArrivingItem, ModelInput, Progress
-from services.generation.rpc.prompt_limit import Limit, advice
-from services.generation.rpc.retried_call import RetriedCall, Selected
-from services.generation.rpc.timing import Stage, StageClock
 
 _STAGES_OF_ITEMS = (Stage.DECODE, Stage.RESIZE, Stage.WAIT_FOR_ENCODER, Stage.ENCODE, Stage.PRUNE)
 

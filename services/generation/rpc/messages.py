@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.contract.errors import InvalidRequest
-from common.contract.plan import Modality, PromptPlan
-from common.contract.requests import check_tools
-from common.contract.retention import EVS, Pruning
-from common.contract.wire import grid_message, modality_message
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.common.contract.requests import check_tools
+from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.wire import grid_message, modality_message
+from framesieve.services.generation.request.request import FinishReason, Tokens
+from framesieve.services.generation.rpc.arriving_item import Progress
+from framesieve.services.generation.rpc.timing import Stage, StageClock
+from framesieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
+from framesieve.services.generation.sampling.params import SamplingRequest, check_counts
+from framesieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
+from framesieve.services.generation.sampling.token_bytes import token_bytes
+from framesieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
 from framesieve.v1 import encoder_pb2, generation_pb2
-from services.generation.request.request import FinishReason, Tokens
-from services.generation.rpc.arriving_item import Progress
-from services.generation.rpc.timing import Stage, StageClock
-from services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
-from services.generation.sampling.params import SamplingRequest, check_counts
-from services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
-from services.generation.sampling.token_bytes import token_bytes
-from services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from common.byte_semaphore import ByteSemaphore
-from common.contract.plan import MediaPlan
-from common.contract.retention import METHODS, Pruning, method_of
-from common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
-from services.generation.engine.engine import Engine
-from services.generation.engine.stats import Step
-from services.generation.request.request import FinishReason
-from services.generation.rpc.timing import Stage, StageClock
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.contract.retention import METHODS, Pruning, method_of
+from framesieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.engine.stats import Step
+from framesieve.services.generation.request.request import FinishReason
+from framesieve.services.generation.rpc.timing import Stage, StageClock
 
 _PREFIX = "framesieve_generation_"
 _NS = 1e-9

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.contract.errors import PromptTooLong
-from common.contract.plan import Grid, MediaPlan, PromptPlan
-from common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.errors import PromptTooLong
+from framesieve.common.contract.plan import Grid, MediaPlan, PromptPlan
+from framesieve.common.contract.retention import Pruning, retained_count
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4

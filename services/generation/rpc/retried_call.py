@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 
-from common.channels import end_writing, read_from, write_to
-from common.contract.errors import DeadlinePassed, PeerContract, Unavailable
-from common.contract.plan import PromptPlan
-from common.contract.wire import PlanReceiver, Take, from_ago_s
-from common.handover import Receiver
-from common.serving.retries import Retries
+from framesieve.common.channels import end_writing, read_from, write_to
+from framesieve.common.contract.errors import DeadlinePassed, PeerContract, Unavailable
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.wire import PlanReceiver, Take, from_ago_s
+from framesieve.common.handover import Receiver
+from framesieve.common.serving.retries import Retries
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 Selected: TypeAlias = "asyncio.Future[Sequence[int]]"

@@ -14,21 +14,26 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 
-from common.contract.errors import InvalidRequest
-from common.security.credentials import NO_CREDENTIALS, Credentials
-from common.serving.interceptors import passed_on
-from common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
-from common.telemetry.logs import add_request_stats
-from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
-from services.generation.engine.engine import Engine
-from services.generation.model.adapters import NO_ADAPTERS, Adapters
-from services.generation.request.encoded_media import MediaItem
-from services.generation.request.request import Failed, Finished, FinishReason, PrefillStarted, Request, Tokens
-from services.generation.rpc.arriving_item import Progress
-from services.generation.rpc.events import Dated, Events, Inbox
-from services.generation.rpc.media import MediaClient, MediaSession
-from services.generation.rpc.messages import (
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.common.serving.interceptors import passed_on
+from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.model.adapters import NO_ADAPTERS, Adapters
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillStarted,
+    Request,
+    Tokens,
+)
+from framesieve.services.generation.rpc.arriving_item import Progress
+from framesieve.services.generation.rpc.events import Dated, Events, Inbox
+from framesieve.services.generation.rpc.media import MediaClient, MediaSession
+from framesieve.services.generation.rpc.messages import (
     accepted_response,
     delta_response,
     finished_response,
@@ -36,22 +41,24 @@ from services.generation.rpc.messages import (
     sampling_request,
     usage_message,
 )
-from services.generation.rpc.metrics import (
+from framesieve.services.generation.rpc.metrics import (
     GENERATED_TOKENS,
     count_answer,
     count_first_token,
     count_next_token,
     count_prompt,
 )
-from services.generation.rpc.prompt_limit import PromptLimit
-from services.generation.rpc.timing import Stage, StageClock, record_stages
-from services.generation.sampling.banned import spellings
-from services.generation.sampling.defaults import SamplingDefaults
-from services.generation.sampling.detokenizer import Detokenizer, Tokenizer
-from services.generation.sampling.params import SamplingRequest
-from services.generation.sampling.sampler import SamplingParams
-from services.generation.sampling.structured import Grammar, Grammars
-from services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
+from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.rpc.timing import Stage, StageClock, record_stages
+from framesieve.services.generation.sampling.banned import spellings
+from framesieve.services.generation.sampling.defaults import SamplingDefaults
+from framesieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from framesieve.services.generation.sampling.params import SamplingRequest
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.sampling.structured import Grammar, Grammars
+from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
+from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
+from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 

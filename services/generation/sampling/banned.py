@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from services.generation.sampling.bias import FORBIDDEN, Bias
-from services.generation.sampling.detokenizer import Tokenizer
+from framesieve.services.generation.sampling.bias import FORBIDDEN, Bias
+from framesieve.services.generation.sampling.detokenizer import Tokenizer
 
 Spelling: TypeAlias = tuple[int, ...]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
 
 FILE = "generation_config.json"
 

@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from common.contract.errors import InvalidRequest
-from services.generation.sampling.banned import Spelling
-from services.generation.sampling.defaults import SamplingDefaults
-from services.generation.sampling.sampler import SamplingParams
-from services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
-from services.generation.sampling.tool_calls import ToolUse
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.generation.sampling.banned import Spelling
+from framesieve.services.generation.sampling.defaults import SamplingDefaults
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
+from framesieve.services.generation.sampling.tool_calls import ToolUse
 
 DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100

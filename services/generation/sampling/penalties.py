@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.contract.plan import Int32Array
-from services.generation.to_device import to_device
+from framesieve.common.contract.plan import Int32Array
+from framesieve.services.generation.to_device import to_device
 
 _LEAST_REPETITION = 1e-30  # dividing by less would overflow float32
 

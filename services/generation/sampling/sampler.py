@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.contract.plan import Int32Array
-from services.generation.sampling.banned import Banned, Spelling
-from services.generation.sampling.bias import Bias, add_bias
-from services.generation.sampling.penalties import Penalties, penalise
-from services.generation.sampling.structured import DocumentState, Grammar, forbid
-from services.generation.sampling.truncation import floors
-from services.generation.to_device import ToHost, to_device
+from framesieve.common.contract.plan import Int32Array
+from framesieve.services.generation.sampling.banned import Banned, Spelling
+from framesieve.services.generation.sampling.bias import Bias, add_bias
+from framesieve.services.generation.sampling.penalties import Penalties, penalise
+from framesieve.services.generation.sampling.structured import DocumentState, Grammar, forbid
+from framesieve.services.generation.sampling.truncation import floors
+from framesieve.services.generation.to_device import ToHost, to_device
 
 # The bias that forbids a token, as OpenAI's API defines it.
 _FORBIDDING = -100

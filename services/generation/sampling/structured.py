@@ -20,9 +20,9 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.contract.errors import InvalidRequest
-from services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
-from services.generation.to_device import to_device
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
+from framesieve.services.generation.to_device import to_device
 
 MAX_SCHEMA_CHARACTERS = 65_536
 ANY_OBJECT = '{"type": "object"}'

@@ -25,14 +25,14 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common.contract.errors import StartupError
-from common.contract.plan import tagged_digest
-from services.generation.model.adapters import AdaptedLinear, LowRank
-from services.generation.model.language_model import LanguageModel
-from services.generation.parallel.group import Group
-from services.generation.parallel.sharding import part
-from services.generation.request.request import Adapter
-from services.generation.settings import AdapterFolder
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import tagged_digest
+from framesieve.services.generation.model.adapters import AdaptedLinear, LowRank
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.parallel.sharding import part
+from framesieve.services.generation.request.request import Adapter
+from framesieve.services.generation.settings import AdapterFolder
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 

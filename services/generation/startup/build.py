@@ -9,19 +9,19 @@ from functools import partial
 import structlog
 import torch
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
-from services.generation.families import load_language_model
-from services.generation.families.quantised import is_quantised
-from services.generation.model.experts import rows_without_wait
-from services.generation.model.graphs import CudaCapture
-from services.generation.model.language_model import LanguageModel
-from services.generation.model.runner import Runner, Workers
-from services.generation.parallel.group import Group
-from services.generation.settings import GenerationSettings
-from services.generation.startup.adapter_files import load_adapters
-from services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.families.quantised import is_quantised
+from framesieve.services.generation.model.experts import rows_without_wait
+from framesieve.services.generation.model.graphs import CudaCapture
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.runner import Runner, Workers
+from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
 
 BLOCK_TOKENS = 16
 CPU_CACHE_TOKENS = 32768

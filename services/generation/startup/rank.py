@@ -1,6 +1,6 @@
 """Worker process of tensor parallelism: executes the steps that rank 0 sends until rank 0 closes the connection.
 
-`python -m services.generation.startup.rank DESCRIPTOR`, started by the service only.
+`python -m framesieve.services.generation.startup.rank DESCRIPTOR`, started by the service only.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 import structlog
 import torch
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.process import ExitStatus
-from common.ranks import Orders
-from common.telemetry.logs import configure_logging
-from services.generation.model.runner import Runner
-from services.generation.parallel.group import Group, from_bytes
-from services.generation.settings import GenerationSettings
-from services.generation.startup.build import build, device_of
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import ExitStatus
+from framesieve.common.ranks import Orders
+from framesieve.common.telemetry.logs import configure_logging
+from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.parallel.group import Group, from_bytes
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.generation.startup.build import build, device_of
 
 log = structlog.get_logger()
 

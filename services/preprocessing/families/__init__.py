@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Protocol
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid, Modality
-from services.preprocessing.families.internvl import InternVL
-from services.preprocessing.families.llava import Llava
-from services.preprocessing.families.llava_next_video import LlavaNextVideo
-from services.preprocessing.families.llava_onevision import LlavaOnevision
-from services.preprocessing.families.minicpmv import MiniCPMV
-from services.preprocessing.families.qwen2_5_vl import Qwen25VL
-from services.preprocessing.families.qwen2_vl import Qwen2VL
-from services.preprocessing.families.qwen3_vl import Qwen3VL
-from services.preprocessing.prompt.layout import Expansion, ImageLayout
-from services.preprocessing.video.resize import View
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.families.internvl import InternVL
+from framesieve.services.preprocessing.families.llava import Llava
+from framesieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
+from framesieve.services.preprocessing.families.llava_onevision import LlavaOnevision
+from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
+from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
+from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
+from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 
 class Family(Protocol):

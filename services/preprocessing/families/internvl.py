@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors, check_untiled
-from services.preprocessing.prompt.layout import Expansion, ImageLayout
-from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import View
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors, check_untiled
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 _MIN_TILES, _MAX_TILES = 1, 12
 

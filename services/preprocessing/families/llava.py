@@ -21,15 +21,20 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError
-from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import background_of, check_aspect, check_processors, check_untiled
-from services.preprocessing.prompt.layout import Expansion, ImageLayout
-from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import View, centre_view, shrink_to
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.families.tiles import (
+    background_of,
+    check_aspect,
+    check_processors,
+    check_untiled,
+)
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.resize import View, centre_view, shrink_to
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 CLIP, SIGLIP, PIXTRAL = "clip_vision_model", "siglip_vision_model", "pixtral"
 # Of transformers' classes: sizes, and sides of patches.

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from common.anyres import AnyRes
-from common.checkpoint import Checkpoint, field_of
-from common.contract.errors import StartupError
-from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import (
+from framesieve.common.anyres import AnyRes
+from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.families.tiles import (
     background_of,
     check_aspect,
     check_fixed,
@@ -32,11 +32,11 @@ from services.preprocessing.families.tiles import (
     placeholders_of,
     tiled,
 )
-from services.preprocessing.prompt.layout import Expansion, ImageLayout
-from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import View
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 _ANYRES = "anyres_max_"
 

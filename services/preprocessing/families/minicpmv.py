@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError
-from common.contract.plan import Grid, Modality
-from common.minicpmv import queries_of, version_of
-from services.preprocessing.families.tiles import check_aspect
-from services.preprocessing.prompt.layout import Expansion, ImageLayout
-from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import View
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.minicpmv import queries_of, version_of
+from framesieve.services.preprocessing.families.tiles import check_aspect
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 # Of media in the rendered conversation: control tokens that no expansion holds.
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid
-from services.preprocessing.families.qwen2_vl import DEFAULTS, Qwen2VL
-from services.preprocessing.prompt.layout import Expansion
-from services.preprocessing.prompt.positions import GridSpan
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid
+from framesieve.services.preprocessing.families.qwen2_vl import DEFAULTS, Qwen2VL
+from framesieve.services.preprocessing.prompt.layout import Expansion
+from framesieve.services.preprocessing.prompt.positions import GridSpan
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 _TOKENS_PER_SECOND = 4
 

@@ -13,14 +13,14 @@ from fractions import Fraction
 
 import numpy as np
 
-from common.checkpoint import Checkpoint
-from common.contract.plan import Grid
-from services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
-from services.preprocessing.prompt.layout import Expansion
-from services.preprocessing.prompt.positions import GridSpan
-from services.preprocessing.video.resize import smart_resize
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import Grid
+from framesieve.services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
+from framesieve.services.preprocessing.prompt.layout import Expansion
+from framesieve.services.preprocessing.prompt.positions import GridSpan
+from framesieve.services.preprocessing.video.resize import smart_resize
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 _DEFAULTS = VideoDefaults(
     patch_px=16,

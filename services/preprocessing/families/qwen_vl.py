@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from common.checkpoint import Checkpoint
-from common.contract.errors import StartupError
-from common.contract.plan import Grid, Modality
-from services.preprocessing.families.tiles import check_untiled
-from services.preprocessing.prompt.layout import Expansion, ImageLayout
-from services.preprocessing.video.resize import PixelBudget, View, shrink_to, smart_resize
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from services.preprocessing.video.timing import TimeBase
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.families.tiles import check_untiled
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.video.resize import PixelBudget, View, shrink_to, smart_resize
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
 
 # Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.
 _IMAGE_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}

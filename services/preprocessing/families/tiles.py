@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from common.anyres import AnyRes
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, MediaRejected, StartupError
-from common.contract.plan import Grid, Modality
-from services.preprocessing.prompt.layout import ImageLayout
-from services.preprocessing.prompt.positions import LinearSpan
-from services.preprocessing.video.resize import MAX_ASPECT_RATIO, View
-from services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.common.anyres import AnyRes
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.services.preprocessing.prompt.layout import ImageLayout
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.resize import MAX_ASPECT_RATIO, View
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
 # The mean of transformers' classes.
 _MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -27,14 +27,14 @@ from urllib.parse import quote, urljoin
 import httpx
 import structlog
 
-from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
-from services.preprocessing.fetch.addresses import IPAddress, SystemResolver
-from services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
-from services.preprocessing.fetch.disk import DiskBudget, FetchedFile
-from services.preprocessing.fetch.policy import FetchPolicy
-from services.preprocessing.fetch.urls import Url, parse_url
-from services.preprocessing.sources.in_thread import in_thread
-from services.preprocessing.sources.source import Source, resource_errors_as_overloaded
+from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
+from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
+from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
+from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
+from framesieve.services.preprocessing.fetch.policy import FetchPolicy
+from framesieve.services.preprocessing.fetch.urls import Url, parse_url
+from framesieve.services.preprocessing.sources.in_thread import in_thread
+from framesieve.services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
 log = structlog.get_logger()
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Self
 
-from common.contract.errors import InvalidRequest, MediaForbidden
-from services.preprocessing.fetch.addresses import IPAddress, IPNetwork, is_public
-from services.preprocessing.fetch.urls import Host, Url, parse_host
+from framesieve.common.contract.errors import InvalidRequest, MediaForbidden
+from framesieve.services.preprocessing.fetch.addresses import IPAddress, IPNetwork, is_public
+from framesieve.services.preprocessing.fetch.urls import Host, Url, parse_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import unquote_to_bytes
 
-from common.contract.errors import InvalidRequest, MediaForbidden
-from services.preprocessing.fetch.addresses import IPAddress
+from framesieve.common.contract.errors import InvalidRequest, MediaForbidden
+from framesieve.services.preprocessing.fetch.addresses import IPAddress
 
 MAX_URL_CHARACTERS = 8192
 MAX_HOST_CHARACTERS = 253

@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from common.contract.plan import Grid, Int32Array, Run
-from services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
-from services.preprocessing.video.resize import View
+from framesieve.common.contract.plan import Grid, Int32Array, Run
+from framesieve.services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
+from framesieve.services.preprocessing.video.resize import View
 
 # The expansion of a media item: its spans, and the family's own text between them, control tokens included. A number is
 # the id of a vector that generation stores, which no text spells.

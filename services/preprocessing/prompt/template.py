@@ -24,7 +24,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.contract.errors import InvalidRequest, StartupError
+from framesieve.common.contract.errors import InvalidRequest, StartupError
 
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # Errors of what a template does with values that it does not expect, such as tool arguments that are no object.

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from common.chat_templates import chat_templates
-from common.checkpoint import Checkpoint
-from common.contract.errors import InvalidRequest, StartupError
-from common.contract.plan import Int32Array, Modality
-from common.process import give_back_freed_memory
-from services.preprocessing.prompt.layout import Expansion, MediaTokens
-from services.preprocessing.prompt.positions import MediaSpan
-from services.preprocessing.prompt.template import ChatTemplate, Marks
+from framesieve.common.chat_templates import chat_templates
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import InvalidRequest, StartupError
+from framesieve.common.contract.plan import Int32Array, Modality
+from framesieve.common.process import give_back_freed_memory
+from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from framesieve.services.preprocessing.prompt.positions import MediaSpan
+from framesieve.services.preprocessing.prompt.template import ChatTemplate, Marks
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 LARGE_TEXT_CHARS = 2**16

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
 
-from common.telemetry.metrics import STAGE_BUSY_SECONDS
-from common.telemetry.tracing import record
-from services.preprocessing.video.slices import Slice
+from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
+from framesieve.common.telemetry.tracing import record
+from framesieve.services.preprocessing.video.slices import Slice
 
 
 class DecodeStats:

@@ -11,21 +11,21 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from common.contract.data_urls import parse_data_url
-from common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected
-from common.contract.limits import MAX_INLINE_BYTES
-from common.contract.plan import Grid, Modality, PromptPlan
-from common.contract.requests import check_inline_bytes, check_prompt
-from common.contract.tensors import DType, pieces
-from common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
+from framesieve.common.contract.data_urls import parse_data_url
+from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
+from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.contract.requests import check_inline_bytes, check_prompt
+from framesieve.common.contract.tensors import DType, pieces
+from framesieve.common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
+from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
+from framesieve.services.preprocessing.fetch.urls import file_path
+from framesieve.services.preprocessing.prompt.embeds import Embeds
+from framesieve.services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
+from framesieve.services.preprocessing.video.pictures import PictureFrames
+from framesieve.services.preprocessing.video.sampling import FrameSampling
+from framesieve.services.preprocessing.video.slices import Slice
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
-from services.preprocessing.conversation import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
-from services.preprocessing.fetch.urls import file_path
-from services.preprocessing.prompt.embeds import Embeds
-from services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
-from services.preprocessing.video.pictures import PictureFrames
-from services.preprocessing.video.sampling import FrameSampling
-from services.preprocessing.video.slices import Slice
 
 # A family may put text around each slice: planning far more slices would take minutes.
 MAX_EMBEDS_SLICES = 2**15

@@ -7,12 +7,12 @@ from functools import partial
 
 from prometheus_client import Counter, Gauge
 
-from common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
-from services.preprocessing.rpc.planning_threads import PlanningThreads
-from services.preprocessing.video.slices import Slice
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.limits import Mechanism
-from services.preprocessing.workers.process import Fault
+from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
+from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from framesieve.services.preprocessing.video.slices import Slice
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.limits import Mechanism
+from framesieve.services.preprocessing.workers.process import Fault
 
 _PREFIX = "framesieve_preprocessing_"
 

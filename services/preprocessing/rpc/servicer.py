@@ -14,29 +14,29 @@ from typing import TypeAlias
 
 import grpc
 
-from common.contract.errors import InvalidRequest
-from common.contract.limits import MAX_INLINE_BYTES
-from common.contract.requests import received_pieces, selections
-from common.handover import Sender, sender_to
-from common.telemetry.logs import add_request_stats
-from common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
-from common.telemetry.tracing import span
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
+from framesieve.common.contract.requests import received_pieces, selections
+from framesieve.common.handover import Sender, sender_to
+from framesieve.common.telemetry.logs import add_request_stats
+from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
+from framesieve.common.telemetry.tracing import span
+from framesieve.services.preprocessing.conversation import Conversation
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher
+from framesieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
+from framesieve.services.preprocessing.rpc.decode_stats import recording_decode
+from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
+from framesieve.services.preprocessing.rpc.metrics import count_frames
+from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from framesieve.services.preprocessing.sources.in_thread import in_thread
+from framesieve.services.preprocessing.sources.source import ReceivedFile
+from framesieve.services.preprocessing.video.slices import PlannedMedia
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import slices_job
+from framesieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
+from framesieve.services.preprocessing.workers.segments import slices_of
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
-from services.preprocessing.conversation import Conversation
-from services.preprocessing.fetch.fetcher import Fetcher
-from services.preprocessing.planner import PlannedPrompt, Planner, Readers
-from services.preprocessing.rpc.decode_stats import recording_decode
-from services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
-from services.preprocessing.rpc.metrics import count_frames
-from services.preprocessing.rpc.planning_threads import PlanningThreads
-from services.preprocessing.sources.in_thread import in_thread
-from services.preprocessing.sources.source import ReceivedFile
-from services.preprocessing.video.slices import PlannedMedia
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import slices_job
-from services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
-from services.preprocessing.workers.segments import slices_of
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from services.preprocessing.sources.last_used import LastUsed
+from framesieve.services.preprocessing.sources.last_used import LastUsed
 
 _READ_BYTES = 2**20
 _MAX_FILES = 2**14

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from common.contract.errors import MediaForbidden, MediaRejected, Overloaded
-from common.sealed_memory import SealedMemory
-from services.preprocessing.sources.digests import Digests, digest_of, digests
+from framesieve.common.contract.errors import MediaForbidden, MediaRejected, Overloaded
+from framesieve.common.sealed_memory import SealedMemory
+from framesieve.services.preprocessing.sources.digests import Digests, digest_of, digests
 
 _READ_BYTES = 2**20
 _HEAD_BYTES = 64

@@ -16,7 +16,7 @@ import av
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from services.preprocessing.video.sampling import FrameTimes
+from framesieve.services.preprocessing.video.sampling import FrameTimes
 
 MAX_MISSING = 2**31 - 1
 # Durations in headers are rounded, and may include the tail of the sound.

@@ -25,15 +25,21 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from common.contract.errors import MediaDamaged, MediaRejected
-from services.preprocessing.sources.source import Source
-from services.preprocessing.video.epochs import EpochShifts
-from services.preprocessing.video.fields import SecondFields
-from services.preprocessing.video.orientation import upright
-from services.preprocessing.video.packets import MAX_FRAME_PX, PacketIndex, check_frame_size, open_video, packets_of
-from services.preprocessing.video.references import unreferenced_are_skipped
-from services.preprocessing.video.resize import UInt8Array
-from services.preprocessing.video.rgb import RgbConverter
+from framesieve.common.contract.errors import MediaDamaged, MediaRejected
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.epochs import EpochShifts
+from framesieve.services.preprocessing.video.fields import SecondFields
+from framesieve.services.preprocessing.video.orientation import upright
+from framesieve.services.preprocessing.video.packets import (
+    MAX_FRAME_PX,
+    PacketIndex,
+    check_frame_size,
+    open_video,
+    packets_of,
+)
+from framesieve.services.preprocessing.video.references import unreferenced_are_skipped
+from framesieve.services.preprocessing.video.resize import UInt8Array
+from framesieve.services.preprocessing.video.rgb import RgbConverter
 
 MAX_REPAIRED_SHARE = 0.1
 

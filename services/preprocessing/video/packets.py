@@ -19,15 +19,15 @@ from av.packet import Packet
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from common.contract.errors import MediaRejected
-from services.preprocessing.sources.source import Source
-from services.preprocessing.video.completeness import missing_frames
-from services.preprocessing.video.epochs import LEAPING_FORMATS, MAX_EPOCHS, Epoch, EpochReader
-from services.preprocessing.video.fields import SecondFields
-from services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
-from services.preprocessing.video.sampling import FrameTimes
-from services.preprocessing.video.timing import MAX_LENGTH_S
-from services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
+from framesieve.common.contract.errors import MediaRejected
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.completeness import missing_frames
+from framesieve.services.preprocessing.video.epochs import LEAPING_FORMATS, MAX_EPOCHS, Epoch, EpochReader
+from framesieve.services.preprocessing.video.fields import SecondFields
+from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
+from framesieve.services.preprocessing.video.sampling import FrameTimes
+from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from framesieve.services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22

@@ -14,7 +14,7 @@ from av.filter import Graph
 from av.video.frame import VideoFrame
 from av.video.reformatter import ColorRange, ColorTrc, VideoReformatter
 
-from services.preprocessing.video.resize import UInt8Array
+from framesieve.services.preprocessing.video.resize import UInt8Array
 
 _HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 _UNSPECIFIED_COLORSPACE, _BT2020_NCL = 2, 9

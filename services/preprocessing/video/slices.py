@@ -13,12 +13,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from common.sealed_memory import SealedMemory
-from services.preprocessing.sources.source import Source
-from services.preprocessing.video.decode import DecodedFrame, decode_frames
-from services.preprocessing.video.packets import PacketIndex
-from services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
-from services.preprocessing.video.resize import UInt8Array, View, view_into
+from framesieve.common.sealed_memory import SealedMemory
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
+from framesieve.services.preprocessing.video.packets import PacketIndex
+from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
+from framesieve.services.preprocessing.video.resize import UInt8Array, View, view_into
 
 _NS = 1e-9
 

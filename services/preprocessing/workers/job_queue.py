@@ -20,14 +20,14 @@ from typing import Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
-from common.sealed_memory import SealedMemory, sealed
-from services.preprocessing.sources.source import resource_errors_as_overloaded
-from services.preprocessing.workers.jobs import Job
-from services.preprocessing.workers.limits import Limits
-from services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from services.preprocessing.workers.protocol import PROGRESS_S, Facts, Kind, Message
-from services.preprocessing.workers.worker_pool import BackgroundTasks, WorkerPool
+from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
+from framesieve.common.sealed_memory import SealedMemory, sealed
+from framesieve.services.preprocessing.sources.source import resource_errors_as_overloaded
+from framesieve.services.preprocessing.workers.jobs import Job
+from framesieve.services.preprocessing.workers.limits import Limits
+from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from framesieve.services.preprocessing.workers.protocol import PROGRESS_S, Facts, Kind, Message
+from framesieve.services.preprocessing.workers.worker_pool import BackgroundTasks, WorkerPool
 
 T = TypeVar("T")
 Made: TypeAlias = asyncio.Queue[T | BaseException | None]
@@ -121,7 +121,7 @@ class JobQueue:
         limits: Limits,
         inflight_bytes: int,
         on_replaced: Callable[[Fault], None],
-        entry: str = "services.preprocessing.workers.worker",
+        entry: str = "framesieve.services.preprocessing.workers.worker",
     ) -> None:
         """inflight_bytes: budget of pieces that are made and not yet read. entry: the module that workers run."""
         self.workers = WorkerPool(size, limits, on_replaced, entry)

@@ -16,18 +16,24 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.errors import PeerContract
-from common.sealed_memory import SealedMemory
-from services.preprocessing.sources.source import Source
-from services.preprocessing.video.completeness import MAX_MISSING
-from services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
-from services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
-from services.preprocessing.video.pictures import Picture, PictureIndex
-from services.preprocessing.video.resize import UInt8Array, View
-from services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
-from services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.video.timing import MAX_LENGTH_S
-from services.preprocessing.workers.protocol import Facts
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.sealed_memory import SealedMemory
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.completeness import MAX_MISSING
+from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
+from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
+from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from framesieve.services.preprocessing.video.resize import UInt8Array, View
+from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
+from framesieve.services.preprocessing.video.slices import (
+    PlannedEmbeds,
+    PlannedMedia,
+    PlannedPicture,
+    PlannedVideo,
+    Slice,
+)
+from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from framesieve.services.preprocessing.workers.protocol import Facts
 
 T_co = TypeVar("T_co", covariant=True)
 

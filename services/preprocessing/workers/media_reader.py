@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar, cast
 
-from common.contract.errors import Unavailable
-from services.preprocessing.sources.last_used import LastUsed
-from services.preprocessing.sources.source import Source
-from services.preprocessing.video.packets import PacketIndex
-from services.preprocessing.video.pictures import Picture, PictureIndex
-from services.preprocessing.workers.job_queue import JobQueue
-from services.preprocessing.workers.jobs import IndexPicture, IndexPictures, IndexVideo, Job
+from framesieve.common.contract.errors import Unavailable
+from framesieve.services.preprocessing.sources.last_used import LastUsed
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.packets import PacketIndex
+from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from framesieve.services.preprocessing.workers.job_queue import JobQueue
+from framesieve.services.preprocessing.workers.jobs import IndexPicture, IndexPictures, IndexVideo, Job
 
 T = TypeVar("T", PacketIndex, Picture, PictureIndex)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from common.contract.errors import PeerContract
+from framesieve.common.contract.errors import PeerContract
 
 MAX_TEXT_CHARACTERS = 4096
 

@@ -23,18 +23,24 @@ import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first st
 import numpy as np
 from numpy.typing import NDArray
 
-from common.contract.errors import FramesieveError, MediaRejected
-from common.contract.plan import MAX_FRAME_SIDE_PX
-from common.process import give_back_freed_memory
-from common.sealed_memory import sealed
-from services.preprocessing.sources.source import Source, check_file_size
-from services.preprocessing.video.decode import RemainingPlaces
-from services.preprocessing.video.packets import PacketIndex, read_packets
-from services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
-from services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from services.preprocessing.workers.jobs import index_facts, index_of, picture_index_facts, picture_index_of, sent_of
-from services.preprocessing.workers.limits import Limits, confine
-from services.preprocessing.workers.protocol import (
+from framesieve.common.contract.errors import FramesieveError, MediaRejected
+from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX
+from framesieve.common.process import give_back_freed_memory
+from framesieve.common.sealed_memory import sealed
+from framesieve.services.preprocessing.sources.source import Source, check_file_size
+from framesieve.services.preprocessing.video.decode import RemainingPlaces
+from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
+from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
+from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from framesieve.services.preprocessing.workers.jobs import (
+    index_facts,
+    index_of,
+    picture_index_facts,
+    picture_index_of,
+    sent_of,
+)
+from framesieve.services.preprocessing.workers.limits import Limits, confine
+from framesieve.services.preprocessing.workers.protocol import (
     MAX_TEXT_CHARACTERS,
     PROGRESS_S,
     Facts,

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.contract.errors import StartupError
-from common.ranks import heeding_signals
-from services.encoder.tower.patches import Frames, TimedFrames
-from services.encoder.tower.transfers import send
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.ranks import heeding_signals
+from framesieve.services.encoder.tower.patches import Frames, TimedFrames
+from framesieve.services.encoder.tower.transfers import send
 
 # For all ranks to join, for encoding one share, and for one transfer once both sides are ready for it.
 TIMEOUT = timedelta(minutes=5)

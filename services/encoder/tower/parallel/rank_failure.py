@@ -8,8 +8,8 @@ from threading import Event
 
 import structlog
 
-from common.contract.errors import Unavailable
-from common.process import ExitStatus
+from framesieve.common.contract.errors import Unavailable
+from framesieve.common.process import ExitStatus
 
 # Within so long after its connections break, the end of a process is reported.
 _REPORTED_WITHIN_S = 2.0

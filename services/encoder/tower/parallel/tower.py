@@ -18,12 +18,12 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
-from services.encoder.tower.parallel.assignment import assign
-from services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
-from services.encoder.tower.parallel.rank_failure import RankFailure
-from services.encoder.tower.patches import Frames
-from services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
+from framesieve.services.encoder.tower.parallel.assignment import assign
+from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
+from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
+from framesieve.services.encoder.tower.patches import Frames
+from framesieve.services.encoder.tower.tower import Tower
 
 # Answers of a rank. DONE: its tower is loaded, or its share is encoded and its embeddings follow. Any other answer is
 # the text of an error.
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class Others(Protocol):
-    """The part of `common.ranks.Ranks` that rank 0 uses."""
+    """The part of `framesieve.common.ranks.Ranks` that rank 0 uses."""
 
     def send(self, rank: int, message: bytes) -> None: ...
 

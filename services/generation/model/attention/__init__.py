@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
-from services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
-from services.generation.model.attention.sdpa import SdpaCache
-from services.generation.model.attention.varlen import VarlenCache, find_kernel
+from framesieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
+from framesieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
+from framesieve.services.generation.model.attention.sdpa import SdpaCache
+from framesieve.services.generation.model.attention.varlen import VarlenCache, find_kernel
 
 ATTENTION = "framesieve_paged"
 

@@ -39,10 +39,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.generation.model.attention.cache import CacheSizes, write
-from services.generation.model.attention.pages import PagePlan, last_slots, plan_pages
-from services.generation.request.batch import Context, Packed
-from services.generation.to_device import pinned_for, to_device
+from framesieve.services.generation.model.attention.cache import CacheSizes, write
+from framesieve.services.generation.model.attention.pages import PagePlan, last_slots, plan_pages
+from framesieve.services.generation.request.batch import Context, Packed
+from framesieve.services.generation.to_device import pinned_for, to_device
 
 # As FlashInfer recommends; more where its plans of split contexts need more.
 LEAST_WORKSPACE_BYTES = 128 * 2**20
