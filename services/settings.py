@@ -32,7 +32,7 @@ from framesieve.services.gateway.settings import GatewaySettings
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.preprocessing.settings import PreprocessingSettings
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _INTRODUCTION = """# Settings
 
 Every setting of a service is a flag and an environment variable; the flag takes precedence. `framesieve serve` passes
