@@ -60,6 +60,9 @@ def case(seed: int, number: int) -> Case:
     body = copy.deepcopy(random_.choice(_bodies()))
     for _ in range(random_.choice((0, 1, 1, 1, 2, 4))):
         _change(body, random_)
+    if not {"max_tokens", "max_completion_tokens", "max_output_tokens"} & body.keys():
+        # Without a limit, an answer may fill the whole context, which takes longer than LIMIT_S on a busy machine.
+        body["max_output_tokens" if "input" in body else "max_tokens"] = 8
     sent = json.dumps(body).encode("utf-8", "surrogatepass")
     headers = {"content-type": "application/json"}
     method, path = "POST", "/v1/responses" if "input" in body else "/v1/chat/completions"
