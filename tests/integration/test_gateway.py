@@ -424,7 +424,12 @@ def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
 
 
 def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack: LocalStack, tmp_path: Path) -> None:
-    with gateway(stack.address, tmp_path) as leaving, leaving.http() as client, leaving.http() as other:
+    # 400 tokens last longer than the refusals, and on a busy machine longer than the default time to drain.
+    with (
+        gateway(stack.address, tmp_path, "--drain-s", "120") as leaving,
+        leaving.http() as client,
+        leaving.http() as other,
+    ):
         other.get("/health")  # keeps its connection
         body = question("Why?", max_tokens=400, ignore_eos=True, stream=True)
         with client.stream("POST", "/v1/chat/completions", json=body) as streamed:
