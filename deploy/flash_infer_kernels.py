@@ -5,7 +5,7 @@
 The first variable names the cards, the second how many compilers run at a time, each with up to 4 GB. It needs the CUDA
 toolkit of CUDA_HOME, a C++ compiler and ninja, but no card, and nothing of this project: images run it before they hold
 any of its code. FlashInfer finds what lies in its folder `data/aot`, whatever the card; the rest, for other head sizes
-and dtypes, it compiles when it is asked for it.
+and dtypes, it compiles when it is asked for it. Kernels that lie there already are not compiled again.
 Source: `flashinfer.aot` of flashinfer-python 0.7, which does this in a checkout of FlashInfer.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 import time
 
@@ -32,10 +33,14 @@ def main() -> None:
     if "9.0" in os.environ["FLASHINFER_CUDA_ARCH_LIST"]:  # Hopper's prefill; of keys in bf16 only
         specs += library.gen_fa3(DTYPE, DTYPE, DTYPE, HEAD_DIM, HEAD_DIM, False, False)
     for spec in specs:
+        kernel = jit.env.FLASHINFER_AOT_DIR / spec.name / f"{spec.name}.so"
+        if kernel.exists():
+            continue
         began_s = time.monotonic()
         jit.build_jit_specs([spec], skip_prebuilt=False)
+        kernel.parent.mkdir(parents=True)
+        shutil.copy(jit.env.FLASHINFER_JIT_DIR / spec.name / kernel.name, kernel)
         print(f"{spec.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
-    library.copy_built_kernels(specs, jit.env.FLASHINFER_AOT_DIR)
 
 
 if __name__ == "__main__":
