@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.engine_models import Question, question, text_question
+from benchmarks.engine.questions import Question, question, text_question
 from benchmarks.gpu.call import Call, Part
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import Answer, SteppedEngine, TimedRunner, no_waits

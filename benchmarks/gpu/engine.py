@@ -9,22 +9,25 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from benchmarks.engine_models import text_question
+from benchmarks.engine.operations import decode_operations, prefill_operations, weights
+from benchmarks.engine.questions import text_question
 from benchmarks.gpu.call import GENERATE, ROOFLINE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.gpu.generate import generate
-from benchmarks.gpu.models import drawn, language_model
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
-from benchmarks.operations import decode_operations, prefill_operations, weights
 from benchmarks.table import Row
+from framesieve.services.generation.families.text_model import assemble, fill, make_text
+from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
@@ -69,7 +72,7 @@ class DrawnEngine:
     @cached_property
     def runner(self) -> TimedRunner:
         """Its cache fills the device, and its decode steps are captured. Draws the weights."""
-        self._whole = drawn(self._target, self._device, self._call.dtype)
+        self._whole = self._target.layout.drawn(self._device, self._call.dtype)
         model, most = language_model(self._whole), max(self._target.sequences)
         give_back(self._device)
         blocks = self._target.blocks
@@ -262,6 +265,17 @@ class DrawnEngine:
         yield Row(f"{what}: launches on the host", "the wall", launch_s, wall_s, "s")
         yield Row(f"{what}: first token, median", "19 of 20", median(first_s), _late(first_s), "s")
         yield Row(f"{what}: between two tokens, median", "19 of 20", median(between_s), _late(between_s), "s")
+
+
+def language_model(whole: Any) -> LanguageModel:
+    """The engine's model with the weights of transformers', of which it keeps copies only where it rearranges them."""
+    theirs, config = whole.model.language_model, deepcopy(whole.config)
+    text = make_text(type(theirs), type(theirs.rotary_emb), config.text_config, whole.device)
+    fill(text, theirs.state_dict(), "")
+    with torch.device("meta"):
+        lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+    fill(lm_head, whole.lm_head.state_dict(), "")
+    return assemble(config, text, lm_head, embed_levels=0)
 
 
 def _late(values: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.engine_contenders import Clock
+from benchmarks.engine.contenders import Clock
 from benchmarks.gpu.device import wait
 
 

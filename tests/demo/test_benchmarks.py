@@ -12,10 +12,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.media_clips import another_file, another_path, clip
-from benchmarks.media_memory import early_and_late
-from benchmarks.media_processes import cpu_s, resident_bytes, tree
-from benchmarks.operations import decode_operations, prefill_operations
+from benchmarks.clips import another_file, another_path, clip
+from benchmarks.engine.operations import decode_operations, prefill_operations
+from benchmarks.media.memory import early_and_late
+from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from framesieve.common.checkpoint import Checkpoint
