@@ -22,7 +22,7 @@ Measurement: TypeAlias = Callable[[int], list[Row]]
 
 def run(name: str, doc: str | None, measurements: Mapping[str, Measurement], rounds: int, least_rounds: int) -> None:
     """The command `python -m benchmarks.NAME`: measures all, or those of --only, and prints their rows."""
-    args = options(doc, measurements, rounds, least_rounds).parse_args()
+    args = options(name, doc, measurements, rounds, least_rounds).parse_args()
     configure_logging("benchmarks", "auto", "warning")  # to stderr
     beginning, rows = Beginning.of(name), list[Row]()
     for each in args.only or measurements:
@@ -31,9 +31,13 @@ def run(name: str, doc: str | None, measurements: Mapping[str, Measurement], rou
     report(beginning, rows, args.json)
 
 
-def options(doc: str | None, measurements: Iterable[str], rounds: int, least_rounds: int) -> argparse.ArgumentParser:
+def options(
+    name: str, doc: str | None, measurements: Iterable[str], rounds: int, least_rounds: int
+) -> argparse.ArgumentParser:
     """The command-line options. rounds: the default number of rounds."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=_at_least(least_rounds), default=rounds)
     parser.add_argument("--only", choices=list(measurements), action="append", help="measure this; may be repeated")
     parser.add_argument("--json", action="store_true")

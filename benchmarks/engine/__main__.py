@@ -26,7 +26,7 @@ MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
 
 
 def main() -> None:
-    parser = options(__doc__, MEASUREMENTS, rounds=3, least_rounds=1)
+    parser = options("engine", __doc__, MEASUREMENTS, rounds=3, least_rounds=1)
     parser.add_argument("--model", choices=["demo", "random"], action="append", help="on this one; may be repeated")
     args = parser.parse_args()
     configure_logging("benchmarks", "auto", "warning")  # to stderr

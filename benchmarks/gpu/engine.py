@@ -32,17 +32,16 @@ from framesieve.services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
 CACHE_FRACTION = 0.8
-STEPS = 32  # measured of each kind
 ROOM_TOKENS = 512  # of each answer: all steps until it is cancelled
 # Time that a step is expected to need on a card at most, so that what cannot be done in time is not begun.
 PREFILL_TOKENS_PER_S, STEP_S = 5000, 0.1
-SMALL_PROMPTS, SMALL_TOKENS, SMALL_NEW_TOKENS = 4, 64, 32
+SMALL_PROMPTS, SMALL_TOKENS = 4, 64
 # A greedy token may differ from another model's where that one's two best are closer than its logits are exact: by so
 # many units in the last of bfloat16's eight bits.
 UNITS, BFLOAT16_UNIT = 4, 2**-8
 LONGEST_KERNELS = 20
 PROFILED_STEPS = 8
-ARRIVAL_TOKENS, ARRIVAL_NEW_TOKENS = (0.25, 2.0), 128  # prompts of so many times the shorter context
+ARRIVAL_TOKENS = (0.25, 2.0)  # prompts of so many times the shorter context
 SAMPLED = SamplingParams(ROOM_TOKENS, 0.7, top_p=0.8, top_k=20)  # as Qwen3-VL's generation_config.json says
 
 
@@ -99,22 +98,22 @@ class DrawnEngine:
         for _ in ("warm-up", "measured"):
             engine = self._engine(max(self._target.chunks))  # whose prefix cache is empty
             start_s = time.perf_counter()
-            answers = [engine.ask(each, SamplingParams(SMALL_NEW_TOKENS)) for each in questions]
+            answers = [engine.ask(each, SamplingParams(self._target.steps)) for each in questions]
             engine.drain()
-            theirs = generate(self._whole, np.stack([each.plan.input_ids for each in questions]), SMALL_NEW_TOKENS)
+            theirs = generate(self._whole, np.stack([each.plan.input_ids for each in questions]), self._target.steps)
         alike, excusable = 0, 0
         for row, answer in enumerate(answers):
             pairs = zip(answer.token_ids, theirs.token_ids[row].tolist(), strict=True)
-            at = next((place for place, (one, other) in enumerate(pairs) if one != other), SMALL_NEW_TOKENS)
+            at = next((place for place, (one, other) in enumerate(pairs) if one != other), self._target.steps)
             alike += at
-            if at < SMALL_NEW_TOKENS:
+            if at < self._target.steps:
                 logits = theirs.logits[row, at]
                 margin = float(logits.max() - logits[answer.token_ids[at]])
                 excusable += margin <= UNITS * BFLOAT16_UNIT * float(logits.abs().max())
             else:
                 excusable += 1
         what = f"greedy answers to {SMALL_PROMPTS} × {SMALL_TOKENS} tokens"
-        note = f"{alike} of {SMALL_PROMPTS * SMALL_NEW_TOKENS} tokens before the first that differs"
+        note = f"{alike} of {SMALL_PROMPTS * self._target.steps} tokens before the first that differs"
         yield Row(f"{what}: equal up to a tie", GENERATE, excusable, SMALL_PROMPTS, "answers", at_least=1, note=note)
         first_s = median(each.times_s[0] - start_s for each in answers)
         token_s = median(median(np.diff(each.times_s).tolist()) for each in answers)
@@ -132,10 +131,10 @@ class DrawnEngine:
                 if count * (context + ROOM_TOKENS) > capacity:
                     self._call.skip(what, f"the cache holds {capacity} tokens")
                     continue
-                if not self._call.fits(what, more * context / PREFILL_TOKENS_PER_S + 2 * STEPS * STEP_S):
+                if not self._call.fits(what, more * context / PREFILL_TOKENS_PER_S + 2 * self._target.steps * STEP_S):
                     continue
                 running += self._prefilled(engine, more, context, SamplingParams(ROOM_TOKENS))
-                yield from self._rows(what, count, context, engine.measure(STEPS))
+                yield from self._rows(what, count, context, engine.measure(self._target.steps))
             engine.cancel(running)
 
     def _prefilled(self, engine: SteppedEngine, count: int, context: int, params: SamplingParams) -> list[Answer]:
@@ -185,17 +184,17 @@ class DrawnEngine:
         costs a step."""
         chunk, context = min(self._target.chunks), min(self._target.contexts)
         count = min(64, max(self._target.sequences))
-        if not self._call.fits("kernels", 2 * count * context / PREFILL_TOKENS_PER_S + 8 * STEPS * STEP_S):
+        if not self._call.fits("kernels", 2 * count * context / PREFILL_TOKENS_PER_S + 8 * self._target.steps * STEP_S):
             return
         engine = self._engine(chunk)
         running = self._prefilled(engine, count, context, SamplingParams(ROOM_TOKENS))
-        greedy = engine.measure(STEPS)
+        greedy = engine.measure(self._target.steps)
         yield from self._profiled(engine, f"decode of {count} × {context}")
         self._ask(engine, (PROFILED_STEPS + 2) * chunk, SamplingParams(1))
         yield from self._profiled(engine, f"decode of {count} × {context} beside a prompt")
         engine.cancel(running)
         running = self._prefilled(engine, count, context, SAMPLED)
-        drawn_s = engine.measure(STEPS).seconds
+        drawn_s = engine.measure(self._target.steps).seconds
         yield Row(f"a step of {count} tokens, drawn with top-k and top-p", "greedy", drawn_s, greedy.seconds, "s")
         engine.cancel(running)
 
@@ -239,7 +238,7 @@ class DrawnEngine:
             due = [each for each in left if each[0] <= now_s]
             left = left[len(due) :]
             for at_s, length in due:
-                answers.append(self._ask(engine, length, SamplingParams(ARRIVAL_NEW_TOKENS)))
+                answers.append(self._ask(engine, length, SamplingParams(4 * self._target.steps)))
                 answers[-1].asked_s = began_s + at_s
             if not engine.step() and left:
                 time.sleep(max(0.0, left[0][0] - (time.perf_counter() - began_s)))
@@ -251,7 +250,7 @@ class DrawnEngine:
         replayed = sum(each.replayed for each in engine.steps)
         computed = sum(each.prompt_tokens + each.answer_tokens for each in engine.steps)
         note = (
-            f"{len(answers)} requests of {least} to {most} tokens, {ARRIVAL_NEW_TOKENS} new; {len(mixed)} of "
+            f"{len(answers)} requests of {least} to {most} tokens, {4 * self._target.steps} new; {len(mixed)} of "
             f"{len(engine.steps)} steps compute prompts beside answers, {replayed} replay a graph"
         )
         tokens = sum(each for _, each in arrivals)

@@ -15,10 +15,11 @@ class Target:
     """A model and the sizes to measure it with.
 
     law: the shape that is compared with float32 on the CPU, over prompts of so many tokens of text and with videos at
-        so many pruning rates, in chunks.
+        so many pruning rates, in chunks; answers have law_tokens tokens.
     grids: videos for the tower. budgets: tokens of the largest forwards that graphs are captured for.
     hop_tokens: whose embeddings go to another process.
     prompts: numbers of tokens to prefill, in each of `chunks`. contexts: of decode steps of each of `sequences`.
+    steps: that decode, measured of each kind.
     requests_per_s: arrivals, for arrivals_s seconds each.
     clients: of the whole stack, which ask about clips of clip_s seconds.
     side: of the square matrices whose product measures peak arithmetic.
@@ -30,11 +31,13 @@ class Target:
     law_prompts: tuple[int, ...]
     law_rates: tuple[float, ...]
     law_chunk: int
+    law_tokens: int
     grids: tuple[Grid, ...]
     budgets: tuple[int, ...]
     hop_tokens: int
     prompts: tuple[int, ...]
     chunks: tuple[int, ...]
+    steps: int
     sequences: tuple[int, ...]
     contexts: tuple[int, ...]
     requests_per_s: tuple[float, ...]
@@ -65,11 +68,13 @@ _QWEN2_5_VL_7B = Target(
     law_prompts=(1, 5, 16, 17, 100, 255, 256, 600),
     law_rates=(0.0, 0.75),
     law_chunk=256,
+    law_tokens=24,
     grids=(Grid(16, 24, 30), Grid(8, 8, 8), Grid(6, 9, 11)),
     budgets=(2048, 16384),
     hop_tokens=10_000,
     prompts=(2048, 4096, 8192, 16384, 32768),
     chunks=(2048, 8192),
+    steps=32,
     sequences=(1, 4, 16, 64, 128, 256),
     contexts=(1024, 8192),
     requests_per_s=(2, 8),
@@ -113,11 +118,13 @@ _TINY = Target(
     law_prompts=(1, 17, 40),
     law_rates=(0.9,),
     law_chunk=32,
+    law_tokens=8,
     grids=(Grid(2, 4, 4), Grid(2, 3, 5)),
     budgets=(32,),
     hop_tokens=100,
     prompts=(64, 256),
     chunks=(64,),
+    steps=4,
     sequences=(1, 4),
     contexts=(32,),
     requests_per_s=(20,),

@@ -1,8 +1,8 @@
 """`make bench-media`: the media path, from a file to pruned embeddings, against other implementations.
 
 Contenders alternate in every round, so that other load on the machine affects all of them; medians over rounds, ratios
-within one run. Prints Markdown or JSON to stdout and progress to stderr. A measurement is a function in its own file
- that takes a number of rounds and returns rows, and a line in MEASUREMENTS.
+within one run. Prints Markdown or JSON to stdout and progress to stderr. A measurement is a function in a file of
+its own that takes a number of rounds and returns rows, and a line in MEASUREMENTS.
 """
 
 from __future__ import annotations

@@ -177,7 +177,9 @@ def table(measured: Sequence[Measured]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=("small", "3b"), default="small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append")
     parser.add_argument("--rate", type=float, action="append")
