@@ -58,24 +58,14 @@ async def _cost(name: str, folder: Path, rounds: int) -> list[Row]:
                 asked = await asyncio.gather(*(_one_after_another(ask) for _ in range(CLIENTS)))
                 taken.add(f"rate {way}", sum(map(sum, asked)) / (time.perf_counter() - start))
     first, theirs = taken.median("first http"), taken.median("first gRPC")
+    first_token, rate = (
+        f"{name}: first token, one client, by HTTP",
+        f"{name}: tokens a second, {CLIENTS} clients, by HTTP",
+    )
+    note, most = f"{(first - theirs) * 1e3:+.1f} ms", 1 + MOST_S / theirs
     return [
-        Row(
-            f"{name}: first token, one client, by HTTP",
-            "gRPC",
-            first,
-            theirs,
-            "s",
-            at_most=1 + MOST_S / theirs,
-            note=f"{(first - theirs) * 1e3:+.1f} ms",
-        ),
-        Row(
-            f"{name}: tokens a second, {CLIENTS} clients, by HTTP",
-            "gRPC",
-            taken.median("rate http"),
-            taken.median("rate gRPC"),
-            "1/s",
-            at_least=LEAST_RATE,
-        ),
+        Row(first_token, "gRPC", first, theirs, "s", at_most=most, note=note),
+        Row(rate, "gRPC", taken.median("rate http"), taken.median("rate gRPC"), "1/s", at_least=LEAST_RATE),
     ]
 
 

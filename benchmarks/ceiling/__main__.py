@@ -141,16 +141,11 @@ async def _over(way: str, rounds: int) -> list[Row]:
             for streams in STREAMS:
                 taken.add(f"ours {streams}", await _rate(way, addresses[way], streams))
                 taken.add(f"bare {streams}", await _rate("grpc", addresses["bare"], streams))
-    return [
-        Row(
-            f"tokens a second over {way}, {streams} streams",
-            "a bare gRPC server",
-            taken.median(f"ours {streams}"),
-            taken.median(f"bare {streams}"),
-            "1/s",
-        )
-        for streams in STREAMS
-    ]
+    rows = []
+    for streams in STREAMS:
+        ours, bare = taken.median(f"ours {streams}"), taken.median(f"bare {streams}")
+        rows.append(Row(f"tokens a second over {way}, {streams} streams", "a bare gRPC server", ours, bare, "1/s"))
+    return rows
 
 
 async def _rate(way: str, address: str, streams: int) -> float:
@@ -204,18 +199,10 @@ def _services(folder: Path) -> Iterator[Mapping[str, str]]:
     sockets = {name: f"unix:{folder / name}" for name in ("preprocessing", "encoder", "generation", "bare")}
     http = f"127.0.0.1:{free_port()}"
     upstream = ("--preprocessing", sockets["preprocessing"], "--encoder", sockets["encoder"])
-    limits = ("--max-num-seqs", str(max(STREAMS)), "--max-num-batched-tokens", "8192", "--kv-cache-tokens", "131072")
+    limits = f"--max-num-seqs {max(STREAMS)} --max-num-batched-tokens 8192 --kv-cache-tokens 131072 --threads 1".split()
     commands = {
         "preprocessing": ("framesieve.services.preprocessing", "--listen", sockets["preprocessing"]),
-        "generation": (
-            "benchmarks.ceiling.service",
-            "--listen",
-            sockets["generation"],
-            *upstream,
-            *limits,
-            "--threads",
-            "1",
-        ),
+        "generation": ("benchmarks.ceiling.service", "--listen", sockets["generation"], *upstream, *limits),
         "gateway": ("framesieve.services.gateway", "--listen", http, "--generation", sockets["generation"]),
         "bare": ("benchmarks.ceiling.bare", sockets["bare"], str(TOKENS)),
     }

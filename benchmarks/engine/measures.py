@@ -38,37 +38,20 @@ def throughput(model: Model, rounds: int) -> list[Row]:
             _progress("throughput", model, index, rounds)
             for name in ("generate", "prefill", "decode", "8 clients", "32 clients") if index else ():
                 taken.add(name, timed.median(name))
-    prefill, decode = taken.median("prefill"), taken.median("decode")
-    generated = 1 / taken.median("generate")
-    rows = [
-        Row(
-            f"{model.name}: requests at {clients} clients",
-            "`generate`, one after another",
-            taken.median(f"{clients} clients"),
-            generated,
-            "1/s",
-            at_least=3.3 if clients == 8 and not model.small else None,
-        )
-        for clients in (8, 32)
-    ]
-    bound = (prefill + decode) / (prefill + decode / 8)
-    note = (
-        f"P = {prefill * 1e3:.1f} ms, D = {decode * 1e3:.1f} ms, (P + D) / (P + D/8) = {bound:.2f}; "
-        f"`generate` takes {taken.median('generate') / (prefill + decode):.2f} × (P + D)"
-    )
+    prefill, decode, generated = (taken.median(name) for name in ("prefill", "decode", "generate"))
+    at_8, at_32 = (taken.median(f"{clients} clients") for clients in (8, 32))
     limit = 1 / (prefill + decode / 8)
-    rows.append(
-        Row(
-            f"{model.name}: requests at 8 clients",
-            "1 / (P + D/8)",
-            taken.median("8 clients"),
-            limit,
-            "1/s",
-            at_least=0.7,
-            note=note,
-        )
+    note = (
+        f"P = {prefill * 1e3:.1f} ms, D = {decode * 1e3:.1f} ms, "
+        f"(P + D) / (P + D/8) = {(prefill + decode) * limit:.2f}; "
+        f"`generate` takes {generated / (prefill + decode):.2f} × (P + D)"
     )
-    return rows
+    what, other = f"{model.name}: requests at", "`generate`, one after another"
+    return [
+        Row(f"{what} 8 clients", other, at_8, 1 / generated, "1/s", at_least=None if model.small else 3.3),
+        Row(f"{what} 32 clients", other, at_32, 1 / generated, "1/s"),
+        Row(f"{what} 8 clients", "1 / (P + D/8)", at_8, limit, "1/s", at_least=0.7, note=note),
+    ]
 
 
 def pruning(model: Model, rounds: int) -> list[Row]:
@@ -84,18 +67,13 @@ def pruning(model: Model, rounds: int) -> list[Row]:
                     found = engine.requests_per_s(questions[: max(8, clients)], clients)
                     taken.add(f"{clients} {rate}", found)
             _progress("pruning", model, index, rounds)
-    return [
-        Row(
-            f"{model.name}: requests at rate {RATE}, {clients} clients",
-            "rate 0",
-            taken.median(f"{clients} {RATE}"),
-            taken.median(f"{clients} 0.0"),
-            "1/s",
-            # From 8 clients on, decode steps are shared by many requests and prefill dominates.
-            at_least=1.5 if clients >= 8 else 1.0,
-        )
-        for clients in CLIENTS
-    ]
+    rows = []
+    for clients in CLIENTS:
+        # From 8 clients on, decode steps are shared by many requests and prefill dominates.
+        what, goal = f"{model.name}: requests at rate {RATE}, {clients} clients", 1.5 if clients >= 8 else 1.0
+        ours, theirs = (taken.median(f"{clients} {rate}") for rate in (RATE, 0.0))
+        rows.append(Row(what, "rate 0", ours, theirs, "1/s", at_least=goal))
+    return rows
 
 
 def prefill(model: Model, rounds: int) -> list[Row]:
@@ -111,18 +89,13 @@ def prefill(model: Model, rounds: int) -> list[Row]:
                         taken.add(str(rate), timed)
             _progress("prefill", model, index, rounds)
         full, less = (prefill_operations(engine.runner.model, kept[rate][0].tokens) for rate in (0.0, RATE))
-    return [
-        Row(
-            f"{model.name}: prefill's speed-up at rate {RATE}",
-            "2·T·weights + 2·T²·heads·head_dim·layers, as a ratio",
-            taken.median("0.0") / taken.median(str(RATE)),
-            full / less,
-            "×",
-            at_least=0.85,
-            note=f"{full / 1e9:.2f} and {less / 1e9:.2f} billion operations, "
-            f"{taken.median('0.0') * 1e3:.1f} and {taken.median(str(RATE)) * 1e3:.1f} ms",
-        )
-    ]
+    full_s, less_s = taken.median("0.0"), taken.median(str(RATE))
+    what, other = (
+        f"{model.name}: prefill's speed-up at rate {RATE}",
+        "2·T·weights + 2·T²·heads·head_dim·layers, as a ratio",
+    )
+    note = f"{full / 1e9:.2f} and {less / 1e9:.2f} billion operations, {full_s * 1e3:.1f} and {less_s * 1e3:.1f} ms"
+    return [Row(what, other, full_s / less_s, full / less, "×", at_least=0.85, note=note)]
 
 
 def step(model: Model, rounds: int) -> list[Row]:
@@ -153,16 +126,8 @@ def step(model: Model, rounds: int) -> list[Row]:
                 taken.add("step", total)
                 taken.add("outside", total - spent[0])
         _progress("step", model, index + 1, rounds)
-    return [
-        Row(
-            f"{model.name}: outside the model's forward, 8 running",
-            "a decode step",
-            taken.median("outside"),
-            taken.median("step"),
-            "s",
-            at_most=None if model.small else 0.1,
-        )
-    ]
+    what, goal = f"{model.name}: outside the model's forward, 8 running", None if model.small else 0.1
+    return [Row(what, "a decode step", taken.median("outside"), taken.median("step"), "s", at_most=goal)]
 
 
 def bfloat16(model: Model, rounds: int) -> list[Row]:

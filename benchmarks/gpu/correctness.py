@@ -294,7 +294,7 @@ def by_backend(backend: str, sizes: CacheSizes, like: Tensor) -> flash_infer.Ker
 
 TEST_S = 20
 # The project's options name plugins that may be missing here.
-PYTEST = (
+PYTEST = [
     "-c",
     "/dev/null",
     "--rootdir",
@@ -304,7 +304,7 @@ PYTEST = (
     "--import-mode=importlib",
     "-p",
     "no:cacheprovider",
-)
+]
 
 
 def tests(call: Call) -> Iterator[Row]:

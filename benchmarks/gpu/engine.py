@@ -10,19 +10,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from benchmarks.engine.contenders import Clock
 from benchmarks.engine.operations import decode_operations, prefill_operations, weights
 from benchmarks.engine.questions import text_question
 from benchmarks.gpu.call import GENERATE, ROOFLINE, Call, Part
 from benchmarks.gpu.device import give_back, wait
-from benchmarks.gpu.generate import generate
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
 from benchmarks.table import Row
@@ -264,6 +266,42 @@ class DrawnEngine:
         yield Row(f"{what}: launches on the host", "the wall", launch_s, wall_s, "s")
         yield Row(f"{what}: first token, median", "19 of 20", median(first_s), _late(first_s), "s")
         yield Row(f"{what}: between two tokens, median", "19 of 20", median(between_s), _late(between_s), "s")
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """token_ids: int64 [R, N]; logits: float32 [R, N, V], both on the host. first_token_s: to the first tokens of all.
+    token_s: the median between two tokens."""
+
+    token_ids: Tensor
+    logits: Tensor
+    first_token_s: float
+    token_s: float
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: NDArray[np.int32], new_tokens: int) -> Generated:
+    """Greedy answers to prompts, int32 [R, T], of at least two tokens; end tokens are ignored."""
+    ids = torch.from_numpy(prompts).long().to(model.device)
+    wait(model.device)
+    start_s, clock = time.perf_counter(), Clock()
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        eos_token_id=None,
+        do_sample=False,
+        streamer=clock,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    times_s = clock.times[1:]  # the first is that of the prompts
+    return Generated(
+        found.sequences[:, ids.shape[1] :].cpu(),
+        torch.stack(found.logits, dim=1).float().cpu(),
+        times_s[0] - start_s,
+        median(np.diff(times_s).tolist()),
+    )
 
 
 def language_model(whole: Any) -> LanguageModel:
