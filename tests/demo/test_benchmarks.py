@@ -79,6 +79,7 @@ def test_another_file_has_the_same_packets_in_different_bytes(tmp_path: Path) ->
     indices = [read_packets(bytes_source("clip", each)) for each in (data, first, second)]
     assert indices[0] == indices[1] == indices[2]
     assert len(indices[0].keyframes) == 3
+    assert len(another_file(data, 10_000)) == 10_000
 
 
 def test_operations_of_a_prefill_agree_with_torchs_count(tmp_path: Path) -> None:
