@@ -42,7 +42,6 @@ SMALL_PROMPTS, SMALL_TOKENS = 4, 64
 # many units in the last of bfloat16's eight bits.
 UNITS, BFLOAT16_UNIT = 4, 2**-8
 LONGEST_KERNELS = 20
-PROFILED_STEPS = 8
 ARRIVAL_TOKENS = (0.25, 2.0)  # prompts of so many times the shorter context
 SAMPLED = SamplingParams(ROOM_TOKENS, 0.7, top_p=0.8, top_k=20)  # as Qwen3-VL's generation_config.json says
 
@@ -69,6 +68,7 @@ class DrawnEngine:
         self._peaks = call.peaks  # measured before the cache fills the memory
         self._random = np.random.default_rng(0)
         self._whole: Any = None
+        self._profiled_steps = self._target.steps // 4
 
     @cached_property
     def runner(self) -> TimedRunner:
@@ -192,7 +192,7 @@ class DrawnEngine:
         running = self._prefilled(engine, count, context, SamplingParams(ROOM_TOKENS))
         greedy = engine.measure(self._target.steps)
         yield from self._profiled(engine, f"decode of {count} × {context}")
-        self._ask(engine, (PROFILED_STEPS + 2) * chunk, SamplingParams(1))
+        self._ask(engine, (self._profiled_steps + 2) * chunk, SamplingParams(1))
         yield from self._profiled(engine, f"decode of {count} × {context} beside a prompt")
         engine.cancel(running)
         running = self._prefilled(engine, count, context, SAMPLED)
@@ -207,16 +207,16 @@ class DrawnEngine:
         wait(self._device)
         with torch.profiler.profile(activities=[activity]) as profile:
             start_s = time.perf_counter()
-            for _ in range(PROFILED_STEPS):
+            for _ in range(self._profiled_steps):
                 engine.step()
             wait(self._device)
             wall_s = time.perf_counter() - start_s
         by_name: dict[str, float] = defaultdict(float)
         for each in profile.key_averages():
             own_us = each.self_device_time_total if on_cuda else each.self_cpu_time_total
-            by_name[each.key] += own_us * 1e-6 / PROFILED_STEPS
+            by_name[each.key] += own_us * 1e-6 / self._profiled_steps
         total_s = sum(by_name.values())
-        yield Row(f"{what}: all kernels", "a profiled step", total_s, wall_s / PROFILED_STEPS, "s")
+        yield Row(f"{what}: all kernels", "a profiled step", total_s, wall_s / self._profiled_steps, "s")
         for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST_KERNELS]:
             if seconds:
                 yield Row(f"{what}: `{name.replace('|', '/')[:160]}`", "all kernels", seconds, total_s, "s")
