@@ -137,7 +137,8 @@ async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Co
                 async for piece in answer.aiter_raw():
                     first_s = first_s or time.perf_counter() - start
                     pieces.append(piece)
-                usage = next(line for line in b"".join(pieces[-3:]).splitlines() if b'"usage"' in line)
+                lines = reversed(b"".join(pieces[-3:]).splitlines())
+                usage = next(line for line in lines if b'"usage"' in line)  # the last; others may have null
                 tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
             return Timed(first_s, time.perf_counter() - start, tokens)
 
