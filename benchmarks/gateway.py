@@ -9,26 +9,25 @@ import asyncio
 import base64
 import json
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.engine_models import models
-from benchmarks.media_clips import another_file
-from benchmarks.media_processes import resident_bytes
-from benchmarks.report import Beginning, options, report
+from benchmarks.ask import ask
+from benchmarks.clips import another_file
+from benchmarks.models import demo_and_random
+from benchmarks.processes import resident_bytes
+from benchmarks.report import Measurement, run
 from benchmarks.table import Row, Timings
+from benchmarks.timing import Timed
 from demo.example import CLIP, QUESTIONS
 from framesieve.cli.launcher import GATEWAY, SERVICES, LocalStack
-from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
+from framesieve.client.prompt import Options, Video
 
 RATE, TOKENS, CLIENTS, EACH, STREAMS = 0.75, 64, 8, 3, 200
 LARGE_BYTES, LARGE_REQUESTS = 5 * 10**6, 1000
@@ -37,16 +36,10 @@ QUESTION = QUESTIONS[0].text
 ALL = (*SERVICES, GATEWAY)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    first_s: float
-    tokens: int
-
-
 def cost(rounds: int) -> list[Row]:
     """First token and tokens a second, by HTTP against gRPC."""
     rows = []
-    with models() as found:
+    with demo_and_random() as found:
         for model in found:
             rows += asyncio.run(_cost(model.name, model.folder, rounds))
     return rows
@@ -59,34 +52,24 @@ async def _cost(name: str, folder: Path, rounds: int) -> list[Row]:
             await asyncio.gather(*(ask() for _ in range(CLIENTS)))
         for _ in range(rounds):
             for way, ask in ways.items():
-                taken.add(f"first {way}", statistics.median([(await ask()).first_s for _ in range(5)]))
+                taken.add(f"first {way}", statistics.median([(await ask()).first_token_s for _ in range(5)]))
             for way, ask in ways.items():
                 start = time.perf_counter()
                 asked = await asyncio.gather(*(_one_after_another(ask) for _ in range(CLIENTS)))
                 taken.add(f"rate {way}", sum(map(sum, asked)) / (time.perf_counter() - start))
     first, theirs = taken.median("first http"), taken.median("first gRPC")
+    first_token, rate = (
+        f"{name}: first token, one client, by HTTP",
+        f"{name}: tokens a second, {CLIENTS} clients, by HTTP",
+    )
+    note, most = f"{(first - theirs) * 1e3:+.1f} ms", 1 + MOST_S / theirs
     return [
-        Row(
-            f"{name}: first token, one client, by HTTP",
-            "gRPC",
-            first,
-            theirs,
-            "s",
-            at_most=1 + MOST_S / theirs,
-            note=f"{(first - theirs) * 1e3:+.1f} ms",
-        ),
-        Row(
-            f"{name}: tokens a second, {CLIENTS} clients, by HTTP",
-            "gRPC",
-            taken.median("rate http"),
-            taken.median("rate gRPC"),
-            "1/s",
-            at_least=LEAST_RATE,
-        ),
+        Row(first_token, "gRPC", first, theirs, "s", at_most=most, note=note),
+        Row(rate, "gRPC", taken.median("rate http"), taken.median("rate gRPC"), "1/s", at_least=LEAST_RATE),
     ]
 
 
-async def _one_after_another(ask: Callable[[], Coroutine[Any, Any, Asked]]) -> list[int]:
+async def _one_after_another(ask: Callable[[], Coroutine[Any, Any, Timed]]) -> list[int]:
     return [(await ask()).tokens for _ in range(EACH)]
 
 
@@ -118,8 +101,7 @@ async def _memory() -> Row:
         held = []
         async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
             for number in range(LARGE_REQUESTS // CLIENTS):
-                clip = another_file(CLIP.read_bytes())
-                clip += (LARGE_BYTES - len(clip)).to_bytes(4, "big") + b"free" + bytes(LARGE_BYTES - len(clip) - 8)
+                clip = another_file(CLIP.read_bytes(), LARGE_BYTES)
                 body = json.dumps(_body(clip) | {"max_tokens": 4})
                 answers = await asyncio.gather(
                     *(client.post("/v1/chat/completions", content=body) for _ in range(CLIENTS))
@@ -134,7 +116,7 @@ async def _memory() -> Row:
 
 
 @asynccontextmanager
-async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Coroutine[Any, Any, Asked]]]]:
+async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Coroutine[Any, Any, Timed]]]]:
     """Functions that ask one question each, by HTTP and by gRPC, and read the stream of its answer."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with (
@@ -142,18 +124,11 @@ async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Co
         httpx.AsyncClient(base_url=stack.url, timeout=300, limits=limits) as http,
     ):
 
-        async def by_grpc() -> Asked:
-            start, first_s, tokens = time.perf_counter(), 0.0, 0
-            clip = Video(data=another_file(CLIP.read_bytes()))
-            options = {"pruning_rate": RATE, "max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
-            async for event in client.stream(clip, QUESTION, **options):  # type: ignore[arg-type]
-                if isinstance(event, Delta) and not first_s:
-                    first_s = time.perf_counter() - start
-                elif isinstance(event, Finished):
-                    tokens = event.usage.completion_tokens
-            return Asked(first_s, tokens)
+        async def by_grpc() -> Timed:
+            options: Options = {"pruning_rate": RATE, "max_new_tokens": TOKENS, "ignore_eos": True}
+            return (await ask(client, Video(data=another_file(CLIP.read_bytes())), QUESTION, **options))[0]
 
-        async def by_http() -> Asked:
+        async def by_http() -> Timed:
             start, first_s, tokens = time.perf_counter(), 0.0, 0
             body = _body(another_file(CLIP.read_bytes())) | {"stream": True}
             body["stream_options"] = {"include_usage": True}
@@ -162,9 +137,10 @@ async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Co
                 async for piece in answer.aiter_raw():
                     first_s = first_s or time.perf_counter() - start
                     pieces.append(piece)
-                usage = next(line for line in b"".join(pieces[-3:]).splitlines() if b'"usage"' in line)
+                lines = reversed(b"".join(pieces[-3:]).splitlines())
+                usage = next(line for line in lines if b'"usage"' in line)  # the last; others may have null
                 tokens = json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"]
-            return Asked(first_s, tokens)
+            return Timed(first_s, time.perf_counter() - start, tokens)
 
         yield {"gRPC": by_grpc, "http": by_http}
 
@@ -181,18 +157,7 @@ def _body(clip: bytes) -> dict[str, Any]:
     }
 
 
-MEASUREMENTS: Mapping[str, Callable[[int], list[Row]]] = {"cost": cost, "streams": streams, "memory": memory}
-
-
-def main() -> None:
-    args = options(__doc__, MEASUREMENTS, rounds=7, least_rounds=5).parse_args()
-    beginning = Beginning.of("gateway")
-    rows: list[Row] = []
-    for name in args.only or MEASUREMENTS:
-        print(f"measuring {name}", file=sys.stderr)
-        rows += MEASUREMENTS[name](args.rounds)
-    report(beginning, rows, args.json)
-
+MEASUREMENTS: Mapping[str, Measurement] = {"cost": cost, "streams": streams, "memory": memory}
 
 if __name__ == "__main__":
-    main()
+    run("gateway", __doc__, MEASUREMENTS, rounds=7, least_rounds=5)

@@ -5,17 +5,39 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.table import Row, table
-from benchmarks.timing import machine
+from framesieve.common.telemetry.logs import configure_logging
+
+Measurement: TypeAlias = Callable[[int], list[Row]]
+"""The rows of a number of rounds."""
 
 
-def options(doc: str | None, measurements: Iterable[str], rounds: int, least_rounds: int) -> argparse.ArgumentParser:
+def run(name: str, doc: str | None, measurements: Mapping[str, Measurement], rounds: int, least_rounds: int) -> None:
+    """The command `python -m benchmarks.NAME`: measures all, or those of --only, and prints their rows."""
+    args = options(name, doc, measurements, rounds, least_rounds).parse_args()
+    configure_logging("benchmarks", "auto", "warning")  # to stderr
+    beginning, rows = Beginning.of(name), list[Row]()
+    for each in args.only or measurements:
+        print(f"measuring {each}", file=sys.stderr)
+        rows += measurements[each](args.rounds)
+    report(beginning, rows, args.json)
+
+
+def options(
+    name: str, doc: str | None, measurements: Iterable[str], rounds: int, least_rounds: int
+) -> argparse.ArgumentParser:
     """The command-line options. rounds: the default number of rounds."""
-    parser = argparse.ArgumentParser(description=doc)
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=_at_least(least_rounds), default=rounds)
     parser.add_argument("--only", choices=list(measurements), action="append", help="measure this; may be repeated")
     parser.add_argument("--json", action="store_true")
@@ -42,7 +64,18 @@ class Beginning:
     @classmethod
     def of(cls, module: str) -> Beginning:
         command = f"python -m benchmarks.{module}{''.join(f' {each}' for each in sys.argv[1:])}"
-        return cls(command, str(datetime.datetime.now(datetime.UTC).date()), machine())
+        return cls(command, str(datetime.datetime.now(datetime.UTC).date()), _machine())
+
+    def __str__(self) -> str:
+        return f"`{self.command}`\n{self.date}, {self.machine}\n"
+
+
+def _machine() -> str:
+    """The processor model, the number of cores and the load average."""
+    cpu_info = Path("/proc/cpuinfo")
+    names = [line for line in cpu_info.read_text().splitlines() if line.startswith("model name")]
+    name = names[0].partition(":")[2].strip() if names else platform.processor()
+    return f"{name}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} at the start"
 
 
 def report(beginning: Beginning, rows: Sequence[Row], as_json: bool, **about: str) -> None:
@@ -56,5 +89,5 @@ def report(beginning: Beginning, rows: Sequence[Row], as_json: bool, **about: st
 
 def markdown(beginning: Beginning, rows: Sequence[Row], **about: str) -> str:
     """The rows as a table below the heading, as `report` prints them."""
-    heading = f"`{beginning.command}`\n{beginning.date}, {'; '.join([beginning.machine, *about.values()])}\n"
+    heading = str(replace(beginning, machine="; ".join([beginning.machine, *about.values()])))
     return "\n".join([heading, *table(rows)])

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.media_clips import another_file
+from benchmarks.ask import ask
+from benchmarks.clips import another_file, scene_clip
 from benchmarks.one_process import OneProcess
-from benchmarks.peer import Peer
-from benchmarks.timing import Summary, Timed, machine
-from demo.drawing import encode
-from demo.scenes import random_scene
+from benchmarks.peers.generate import Peer
+from benchmarks.report import Beginning
+from benchmarks.timing import Summary, Timed
 from framesieve.cli.launcher import LocalStack
-from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 from framesieve.common.checkpoint import DEMO_MODEL
@@ -35,35 +33,26 @@ QUESTION = "What happens in the video?"
 # The same clips are asked about repeatedly, and each question should cost as much as the first: the encoder's cache
 # is off, and every file has different bytes (`another_file`), so that the prefix cache misses.
 FLAGS = {"encoder": ["--dtype", "float32", "--cache-bytes", "0"], "generation": ["--dtype", "float32"]}
-FIRST_SEED = 9_000_000
 
 
-async def ask(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens: int) -> Timed:
-    start = time.perf_counter()
-    first, tokens = 0.0, 0
+async def asked(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens: int) -> Timed:
     video = Video(data=another_file(clip))
-    async for event in client.stream(video, QUESTION, pruning_rate=rate, max_new_tokens=max_new_tokens, temperature=0):
-        if isinstance(event, Delta) and not first:
-            first = time.perf_counter() - start
-        if isinstance(event, Finished):
-            tokens = event.usage.completion_tokens
-    return Timed(first, time.perf_counter() - start, tokens)
+    return (await ask(client, video, QUESTION, pruning_rate=rate, max_new_tokens=max_new_tokens))[0]
 
 
 async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_tokens: int) -> list[str]:
     """One request at a time: the baseline, the three processes, and the same parts in one process."""
-    clip = encode(random_scene(FIRST_SEED))
+    clip = scene_clip(0)
     peer = Peer(folder)
     found: dict[tuple[str, float], list[Timed]] = {}
     with OneProcess(folder) as one:
         for index in range(rounds + 1):
-            peers = await asyncio.to_thread(peer.ask, clip, QUESTION, max_new_tokens)
-            timed = {("transformers", 0.0): Timed(peers.first_token_s, peers.total_s, len(peers.token_ids))}
+            timed = {("transformers", 0.0): await asyncio.to_thread(peer.ask, clip, QUESTION, max_new_tokens)}
             for rate in RATES:
                 timed["one process", rate] = await asyncio.to_thread(
                     one.ask, clip, QUESTION, Pruning(rate), max_new_tokens
                 )
-                timed["three processes", rate] = await ask(client, clip, rate, max_new_tokens)
+                timed["three processes", rate] = await asked(client, clip, rate, max_new_tokens)
             print(f"latency: round {index} of {rounds}{' (warm-up)' * (index == 0)}", file=sys.stderr)
             for key, value in timed.items() if index else ():
                 found.setdefault(key, []).append(value)
@@ -86,7 +75,7 @@ async def throughput(
     client: FramesieveClient, folder: Path, rounds: int, requests: int, max_new_tokens: int
 ) -> list[str]:
     """Requests/s over distinct clips, in closed loops; the baseline answers one request after another."""
-    clips = [encode(random_scene(FIRST_SEED + 1 + index)) for index in range(requests)]
+    clips = [scene_clip(1 + index) for index in range(requests)]
     peer = Peer(folder)
     rates: dict[tuple[str, int, float], list[float]] = {}
     for index in range(rounds):
@@ -115,7 +104,7 @@ async def closed_loop(
 
     async def one() -> None:
         for clip in waiting:
-            await ask(client, clip, rate, max_new_tokens)
+            await asked(client, clip, rate, max_new_tokens)
 
     start = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(clients)))
@@ -130,8 +119,7 @@ async def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args()
     configure_logging("benchmarks", "auto", "warning")  # to stderr
-    print(f"`python -m benchmarks.run{''.join(f' {each}' for each in sys.argv[1:])}`")
-    print(f"{datetime.datetime.now(datetime.UTC).date()}, {machine()}\n")
+    print(Beginning.of("run"))
     async with LocalStack(args.model, flags=FLAGS) as stack, FramesieveClient(stack.address) as client:
         print(*await latency(client, args.model, args.rounds, args.max_new_tokens), sep="\n")
         print()

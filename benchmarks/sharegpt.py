@@ -58,7 +58,7 @@ def main() -> None:
             command += ["--workload", FILE, "--requests", str(args.requests), "--request-rate", str(args.request_rate)]
             command += [word for rate in RATES for word in ("--pruning-rate", f"{rate:g}")]
             command += ["--max-new-tokens", str(NEW_TOKENS), "--ignore-eos"]
-            print(f"`{beginning.command}`\n{beginning.date}, {beginning.machine}\n", flush=True)
+            print(beginning, flush=True)
             subprocess.run(command, cwd=path.parent, check=True)
 
 

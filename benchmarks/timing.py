@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +28,3 @@ class Summary:
         return cls(
             statistics.median(each.first_token_s for each in timed), statistics.median(each.total_s for each in timed)
         )
-
-
-def machine() -> str:
-    """The processor model, the number of cores and the load average."""
-    cpu_info = Path("/proc/cpuinfo")
-    names = [line for line in cpu_info.read_text().splitlines() if line.startswith("model name")]
-    name = names[0].partition(":")[2].strip() if names else platform.processor()
-    return f"{name}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} at the start"

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.call import Call, Part
-from benchmarks.gpu.models import PUBLISHED, TARGETS
+from benchmarks.gpu.targets import PUBLISHED, TARGETS
 from framesieve.common.telemetry.logs import configure_logging
 
 DEFAULT_CALLS = ("correctness", "engine", "tower")

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu import device as of_device
 from benchmarks.gpu.device import Peaks
-from benchmarks.gpu.models import Target
+from benchmarks.gpu.targets import Target
 from benchmarks.report import Beginning, markdown
 from benchmarks.table import Row
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.engine_models import Question, question, text_question
+from benchmarks.engine.questions import Question, question, text_question
 from benchmarks.gpu.call import Call, Part
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import Answer, SteppedEngine, TimedRunner, no_waits
@@ -47,18 +47,19 @@ from framesieve.services.generation.sampling.sampler import SamplingParams
 
 AT_MOST = 2.0
 BLOCKS, MOST_RUNNING, MOST_TOKENS = 1024, 8, 2048
-NEW_TOKENS, COMPARED = 24, 20
+COMPARED = 20
 ROUNDED = "benchmarks_fp8_keys"
 
-# How answers are sampled without a word of the caller, by the generation_config.json of published checkpoints.
+# How answers are sampled without a word of the caller, by the generation_config.json of published checkpoints; the
+# target says of how many tokens.
 PUBLISHED_SAMPLING: Mapping[str, SamplingParams] = {
-    "Qwen/Qwen2-VL-7B-Instruct": SamplingParams(NEW_TOKENS, 0.01, top_p=0.001, top_k=1),
-    "Qwen/Qwen2.5-VL-7B-Instruct": SamplingParams(NEW_TOKENS, 1e-6, repetition_penalty=1.05),
-    "Qwen/Qwen3-VL-8B-Instruct": SamplingParams(NEW_TOKENS, 0.7, top_p=0.8, top_k=20),
-    "openbmb/MiniCPM-V-4_5": SamplingParams(NEW_TOKENS, 0.7, top_p=0.8, top_k=100, repetition_penalty=1.05),
-    "top-p alone": SamplingParams(NEW_TOKENS, 0.6, top_p=0.9),
+    "Qwen/Qwen2-VL-7B-Instruct": SamplingParams(1, 0.01, top_p=0.001, top_k=1),
+    "Qwen/Qwen2.5-VL-7B-Instruct": SamplingParams(1, 1e-6, repetition_penalty=1.05),
+    "Qwen/Qwen3-VL-8B-Instruct": SamplingParams(1, 0.7, top_p=0.8, top_k=20),
+    "openbmb/MiniCPM-V-4_5": SamplingParams(1, 0.7, top_p=0.8, top_k=100, repetition_penalty=1.05),
+    "top-p alone": SamplingParams(1, 0.6, top_p=0.9),
     "every rule": SamplingParams(
-        NEW_TOKENS,
+        1,
         0.7,
         top_p=0.9,
         top_k=50,
@@ -145,9 +146,10 @@ class Law:
 
     def _compare(self, what: str, way: Way, graphs: bool) -> Row:
         engine = self._engine(self._runner(way, graphs))
-        ways = [SamplingParams(NEW_TOKENS), replace(PUBLISHED_SAMPLING["Qwen/Qwen3-VL-8B-Instruct"], seed=1)]
+        ways = [SamplingParams(1), replace(PUBLISHED_SAMPLING["Qwen/Qwen3-VL-8B-Instruct"], seed=1)]
+        new_tokens = self._call.target.law_tokens
         answers = [
-            engine.ask(each, replace(ways[number % 2], logprobs=True, top_logprobs=COMPARED))
+            engine.ask(each, replace(ways[number % 2], max_new_tokens=new_tokens, logprobs=True, top_logprobs=COMPARED))
             for number, each in enumerate(self._questions)
         ]
         engine.drain()
@@ -202,7 +204,7 @@ class Law:
     def _answer(self, runner: TimedRunner, params: SamplingParams) -> None:
         engine = self._engine(runner)
         for number, each in enumerate(self._questions):
-            engine.ask(each, replace(params, seed=number))
+            engine.ask(each, replace(params, seed=number, max_new_tokens=self._call.target.law_tokens))
         engine.drain()
 
     def late_frames(self) -> Iterator[Row]:
@@ -292,7 +294,7 @@ def by_backend(backend: str, sizes: CacheSizes, like: Tensor) -> flash_infer.Ker
 
 TEST_S = 20
 # The project's options name plugins that may be missing here.
-PYTEST = (
+PYTEST = [
     "-c",
     "/dev/null",
     "--rootdir",
@@ -302,7 +304,7 @@ PYTEST = (
     "--import-mode=importlib",
     "-p",
     "no:cacheprovider",
-)
+]
 
 
 def tests(call: Call) -> Iterator[Row]:

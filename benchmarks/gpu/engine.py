@@ -9,37 +9,40 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from benchmarks.engine_models import text_question
+from benchmarks.engine.contenders import Clock
+from benchmarks.engine.operations import decode_operations, prefill_operations, weights
+from benchmarks.engine.questions import text_question
 from benchmarks.gpu.call import GENERATE, ROOFLINE, Call, Part
 from benchmarks.gpu.device import give_back, wait
-from benchmarks.gpu.generate import generate
-from benchmarks.gpu.models import drawn, language_model
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
-from benchmarks.operations import decode_operations, prefill_operations, weights
 from benchmarks.table import Row
+from framesieve.services.generation.families.text_model import assemble, fill, make_text
+from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
 CACHE_FRACTION = 0.8
-STEPS = 32  # measured of each kind
 ROOM_TOKENS = 512  # of each answer: all steps until it is cancelled
 # Time that a step is expected to need on a card at most, so that what cannot be done in time is not begun.
 PREFILL_TOKENS_PER_S, STEP_S = 5000, 0.1
-SMALL_PROMPTS, SMALL_TOKENS, SMALL_NEW_TOKENS = 4, 64, 32
+SMALL_PROMPTS, SMALL_TOKENS = 4, 64
 # A greedy token may differ from another model's where that one's two best are closer than its logits are exact: by so
 # many units in the last of bfloat16's eight bits.
 UNITS, BFLOAT16_UNIT = 4, 2**-8
 LONGEST_KERNELS = 20
-PROFILED_STEPS = 8
-ARRIVAL_TOKENS, ARRIVAL_NEW_TOKENS = (0.25, 2.0), 128  # prompts of so many times the shorter context
+ARRIVAL_TOKENS = (0.25, 2.0)  # prompts of so many times the shorter context
 SAMPLED = SamplingParams(ROOM_TOKENS, 0.7, top_p=0.8, top_k=20)  # as Qwen3-VL's generation_config.json says
 
 
@@ -65,11 +68,12 @@ class DrawnEngine:
         self._peaks = call.peaks  # measured before the cache fills the memory
         self._random = np.random.default_rng(0)
         self._whole: Any = None
+        self._profiled_steps = self._target.steps // 4
 
     @cached_property
     def runner(self) -> TimedRunner:
         """Its cache fills the device, and its decode steps are captured. Draws the weights."""
-        self._whole = drawn(self._target, self._device, self._call.dtype)
+        self._whole = self._target.layout.drawn(self._device, self._call.dtype)
         model, most = language_model(self._whole), max(self._target.sequences)
         give_back(self._device)
         blocks = self._target.blocks
@@ -96,22 +100,22 @@ class DrawnEngine:
         for _ in ("warm-up", "measured"):
             engine = self._engine(max(self._target.chunks))  # whose prefix cache is empty
             start_s = time.perf_counter()
-            answers = [engine.ask(each, SamplingParams(SMALL_NEW_TOKENS)) for each in questions]
+            answers = [engine.ask(each, SamplingParams(self._target.steps)) for each in questions]
             engine.drain()
-            theirs = generate(self._whole, np.stack([each.plan.input_ids for each in questions]), SMALL_NEW_TOKENS)
+            theirs = generate(self._whole, np.stack([each.plan.input_ids for each in questions]), self._target.steps)
         alike, excusable = 0, 0
         for row, answer in enumerate(answers):
             pairs = zip(answer.token_ids, theirs.token_ids[row].tolist(), strict=True)
-            at = next((place for place, (one, other) in enumerate(pairs) if one != other), SMALL_NEW_TOKENS)
+            at = next((place for place, (one, other) in enumerate(pairs) if one != other), self._target.steps)
             alike += at
-            if at < SMALL_NEW_TOKENS:
+            if at < self._target.steps:
                 logits = theirs.logits[row, at]
                 margin = float(logits.max() - logits[answer.token_ids[at]])
                 excusable += margin <= UNITS * BFLOAT16_UNIT * float(logits.abs().max())
             else:
                 excusable += 1
         what = f"greedy answers to {SMALL_PROMPTS} × {SMALL_TOKENS} tokens"
-        note = f"{alike} of {SMALL_PROMPTS * SMALL_NEW_TOKENS} tokens before the first that differs"
+        note = f"{alike} of {SMALL_PROMPTS * self._target.steps} tokens before the first that differs"
         yield Row(f"{what}: equal up to a tie", GENERATE, excusable, SMALL_PROMPTS, "answers", at_least=1, note=note)
         first_s = median(each.times_s[0] - start_s for each in answers)
         token_s = median(median(np.diff(each.times_s).tolist()) for each in answers)
@@ -129,10 +133,10 @@ class DrawnEngine:
                 if count * (context + ROOM_TOKENS) > capacity:
                     self._call.skip(what, f"the cache holds {capacity} tokens")
                     continue
-                if not self._call.fits(what, more * context / PREFILL_TOKENS_PER_S + 2 * STEPS * STEP_S):
+                if not self._call.fits(what, more * context / PREFILL_TOKENS_PER_S + 2 * self._target.steps * STEP_S):
                     continue
                 running += self._prefilled(engine, more, context, SamplingParams(ROOM_TOKENS))
-                yield from self._rows(what, count, context, engine.measure(STEPS))
+                yield from self._rows(what, count, context, engine.measure(self._target.steps))
             engine.cancel(running)
 
     def _prefilled(self, engine: SteppedEngine, count: int, context: int, params: SamplingParams) -> list[Answer]:
@@ -182,17 +186,17 @@ class DrawnEngine:
         costs a step."""
         chunk, context = min(self._target.chunks), min(self._target.contexts)
         count = min(64, max(self._target.sequences))
-        if not self._call.fits("kernels", 2 * count * context / PREFILL_TOKENS_PER_S + 8 * STEPS * STEP_S):
+        if not self._call.fits("kernels", 2 * count * context / PREFILL_TOKENS_PER_S + 8 * self._target.steps * STEP_S):
             return
         engine = self._engine(chunk)
         running = self._prefilled(engine, count, context, SamplingParams(ROOM_TOKENS))
-        greedy = engine.measure(STEPS)
+        greedy = engine.measure(self._target.steps)
         yield from self._profiled(engine, f"decode of {count} × {context}")
-        self._ask(engine, (PROFILED_STEPS + 2) * chunk, SamplingParams(1))
+        self._ask(engine, (self._profiled_steps + 2) * chunk, SamplingParams(1))
         yield from self._profiled(engine, f"decode of {count} × {context} beside a prompt")
         engine.cancel(running)
         running = self._prefilled(engine, count, context, SAMPLED)
-        drawn_s = engine.measure(STEPS).seconds
+        drawn_s = engine.measure(self._target.steps).seconds
         yield Row(f"a step of {count} tokens, drawn with top-k and top-p", "greedy", drawn_s, greedy.seconds, "s")
         engine.cancel(running)
 
@@ -203,16 +207,16 @@ class DrawnEngine:
         wait(self._device)
         with torch.profiler.profile(activities=[activity]) as profile:
             start_s = time.perf_counter()
-            for _ in range(PROFILED_STEPS):
+            for _ in range(self._profiled_steps):
                 engine.step()
             wait(self._device)
             wall_s = time.perf_counter() - start_s
         by_name: dict[str, float] = defaultdict(float)
         for each in profile.key_averages():
             own_us = each.self_device_time_total if on_cuda else each.self_cpu_time_total
-            by_name[each.key] += own_us * 1e-6 / PROFILED_STEPS
+            by_name[each.key] += own_us * 1e-6 / self._profiled_steps
         total_s = sum(by_name.values())
-        yield Row(f"{what}: all kernels", "a profiled step", total_s, wall_s / PROFILED_STEPS, "s")
+        yield Row(f"{what}: all kernels", "a profiled step", total_s, wall_s / self._profiled_steps, "s")
         for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST_KERNELS]:
             if seconds:
                 yield Row(f"{what}: `{name.replace('|', '/')[:160]}`", "all kernels", seconds, total_s, "s")
@@ -236,7 +240,7 @@ class DrawnEngine:
             due = [each for each in left if each[0] <= now_s]
             left = left[len(due) :]
             for at_s, length in due:
-                answers.append(self._ask(engine, length, SamplingParams(ARRIVAL_NEW_TOKENS)))
+                answers.append(self._ask(engine, length, SamplingParams(4 * self._target.steps)))
                 answers[-1].asked_s = began_s + at_s
             if not engine.step() and left:
                 time.sleep(max(0.0, left[0][0] - (time.perf_counter() - began_s)))
@@ -248,7 +252,7 @@ class DrawnEngine:
         replayed = sum(each.replayed for each in engine.steps)
         computed = sum(each.prompt_tokens + each.answer_tokens for each in engine.steps)
         note = (
-            f"{len(answers)} requests of {least} to {most} tokens, {ARRIVAL_NEW_TOKENS} new; {len(mixed)} of "
+            f"{len(answers)} requests of {least} to {most} tokens, {4 * self._target.steps} new; {len(mixed)} of "
             f"{len(engine.steps)} steps compute prompts beside answers, {replayed} replay a graph"
         )
         tokens = sum(each for _, each in arrivals)
@@ -262,6 +266,53 @@ class DrawnEngine:
         yield Row(f"{what}: launches on the host", "the wall", launch_s, wall_s, "s")
         yield Row(f"{what}: first token, median", "19 of 20", median(first_s), _late(first_s), "s")
         yield Row(f"{what}: between two tokens, median", "19 of 20", median(between_s), _late(between_s), "s")
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """token_ids: int64 [R, N]; logits: float32 [R, N, V], both on the host. first_token_s: to the first tokens of all.
+    token_s: the median between two tokens."""
+
+    token_ids: Tensor
+    logits: Tensor
+    first_token_s: float
+    token_s: float
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: NDArray[np.int32], new_tokens: int) -> Generated:
+    """Greedy answers to prompts, int32 [R, T], of at least two tokens; end tokens are ignored."""
+    ids = torch.from_numpy(prompts).long().to(model.device)
+    wait(model.device)
+    start_s, clock = time.perf_counter(), Clock()
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        eos_token_id=None,
+        do_sample=False,
+        streamer=clock,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    times_s = clock.times[1:]  # the first is that of the prompts
+    return Generated(
+        found.sequences[:, ids.shape[1] :].cpu(),
+        torch.stack(found.logits, dim=1).float().cpu(),
+        times_s[0] - start_s,
+        median(np.diff(times_s).tolist()),
+    )
+
+
+def language_model(whole: Any) -> LanguageModel:
+    """The engine's model with the weights of transformers', of which it keeps copies only where it rearranges them."""
+    theirs, config = whole.model.language_model, deepcopy(whole.config)
+    text = make_text(type(theirs), type(theirs.rotary_emb), config.text_config, whole.device)
+    fill(text, theirs.state_dict(), "")
+    with torch.device("meta"):
+        lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+    fill(lm_head, whole.lm_head.state_dict(), "")
+    return assemble(config, text, lm_head, embed_levels=0)
 
 
 def _late(values: Sequence[float]) -> float:

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.engine_contenders import Clock
+from benchmarks.clips import RATE, another_file, clip
+from benchmarks.engine.contenders import Clock
 from benchmarks.gpu.call import GENERATE, Call, Part
 from benchmarks.gpu.device import give_back, wait
-from benchmarks.gpu.models import drawn, written
-from benchmarks.media_clips import RATE, another_file, clip
 from benchmarks.table import Row
 from benchmarks.timing import Summary, Timed
 from framesieve.bench.backend import Backend, GrpcBackend
@@ -63,8 +63,9 @@ def stack(call: Call) -> Iterator[Row]:
     if not call.fits("the stack", GENERATE_S + START_S):
         return
     data = clip(target.clip_s * RATE, HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY)
-    whole = drawn(target, device, call.dtype)
-    with written(whole, target.shape) as folder:
+    whole = target.layout.drawn(device, call.dtype)
+    with TemporaryDirectory() as name:
+        folder = target.layout.save(whole, Path(name))
         generate = Generate(whole, folder)
         times = [generate.ask(another_file(data), QUESTION, NEW_TOKENS) for _ in range(GENERATE_ROUNDS + 1)]
         theirs = Summary.of(times[1:])

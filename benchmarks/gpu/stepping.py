@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.engine_models import Question
+from benchmarks.engine.questions import Question, submit
 from benchmarks.gpu.device import Moment, wait
 from framesieve.common.contract.errors import FramesieveError
 from framesieve.services.generation.engine.engine import Engine
@@ -22,7 +21,6 @@ from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
 from framesieve.services.generation.request.batch import Window
-from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
@@ -144,15 +142,9 @@ class SteppedEngine:
 
     def ask(self, question: Question, params: SamplingParams) -> Answer:
         """Submits a question, with its media, if any, already encoded."""
-        answer, plan = Answer(), question.plan
-        counts = [question.embeds.shape[1] for _ in plan.media]
-        keys = [os.urandom(32) for _ in counts]  # no question hits the prefix cache
-        answer.request = Request("bench", plan, counts, keys, params, None, answer)
+        answer = Answer()
         self._answers.append(answer)
-        self._engine.submit(answer.request)
-        for key in keys:
-            item = MediaItem(0, question.kept, question.embeds.to(self.runner.model.dtype), 0, key)
-            self._engine.deliver(answer.request, item)
+        answer.request = submit(self._engine, question, params, None, self.runner.model.dtype, answer)
         return answer
 
     def step(self) -> bool:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -16,8 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu.call import ROOFLINE, Call, Part
 from benchmarks.gpu.device import seconds
-from benchmarks.gpu.models import drawn, written
-from benchmarks.media_handover import embeds_handover
+from benchmarks.media.handover import embeds_handover
 from benchmarks.table import Row
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid
@@ -58,11 +59,11 @@ class DrawnTower:
 
     @cached_property
     def _tower(self) -> Tower:
-        small = replace(self._target.shape, layers=1, intermediate=64)
-        target = replace(self._target, shape=small, vocabulary=None)
-        whole = drawn(target, self._device, self._call.dtype)
-        folder = self._call.made.enter_context(written(whole, small))
-        return load_tower(Checkpoint(folder), "auto", self._device)
+        layout = self._target.layout
+        small = replace(layout, shape=replace(layout.shape, layers=1, intermediate=64), vocabulary=None)
+        folder = Path(self._call.made.enter_context(TemporaryDirectory()))
+        checkpoint = small.save(small.drawn(self._device, self._call.dtype), folder)
+        return load_tower(Checkpoint(checkpoint), "auto", self._device)
 
     def graphs(self) -> Iterator[Row]:
         """Each video by replays of graphs of up to so many tokens, and by the same forwards without."""
@@ -83,7 +84,7 @@ class DrawnTower:
     def longest(self) -> Iterator[Row]:
         """Attention of one layer over the first video's slices in a graph's bucket, told how long a slice may be, or
         only how long the bucket is."""
-        shape, grid = self._target.shape, self._target.grids[0]
+        shape, grid = self._target.layout.shape, self._target.grids[0]
         heads, head_dim = shape.tower_heads, shape.tower_hidden // shape.tower_heads
         attend = find_attention("auto", self._device, self._call.dtype, heads, head_dim)
         if attend is None:
@@ -141,7 +142,7 @@ class DrawnTower:
         }
         for name, step in steps.items():
             yield Row(f"{what} {name}", "the tower", self._median(step), tower_s, "s")
-        yield from embeds_handover(HOP_ROUNDS)
+        yield from embeds_handover(HOP_ROUNDS, self._target.hop_tokens)
 
     def pruning(self) -> Iterator[Row]:
         """Scoring, selecting and gathering at rate 0.75 by each method against the tower's forwards, per token."""

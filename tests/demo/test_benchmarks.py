@@ -12,10 +12,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.media_clips import another_file, another_path, clip
-from benchmarks.media_memory import early_and_late
-from benchmarks.media_processes import cpu_s, resident_bytes, tree
-from benchmarks.operations import decode_operations, prefill_operations
+from benchmarks.clips import another_file, another_path, clip
+from benchmarks.engine.operations import decode_operations, prefill_operations
+from benchmarks.media.memory import early_and_late
+from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from framesieve.common.checkpoint import Checkpoint
@@ -79,6 +79,7 @@ def test_another_file_has_the_same_packets_in_different_bytes(tmp_path: Path) ->
     indices = [read_packets(bytes_source("clip", each)) for each in (data, first, second)]
     assert indices[0] == indices[1] == indices[2]
     assert len(indices[0].keyframes) == 3
+    assert len(another_file(data, 10_000)) == 10_000
 
 
 def test_operations_of_a_prefill_agree_with_torchs_count(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from benchmarks.media_processes import resident_bytes
+from benchmarks.processes import resident_bytes
 from tests.integration.fleet import Service
 
 # For so long after generation is back, requests may still fail as unavailable: channels reconnect within a second.

@@ -1,0 +1,1 @@
+"""The generation engine in this process: `python -m benchmarks.engine`."""

@@ -1,0 +1,42 @@
+"""`make bench-media`: the media path, from a file to pruned embeddings, against other implementations.
+
+Contenders alternate in every round, so that other load on the machine affects all of them; medians over rounds, ratios
+within one run. Prints Markdown or JSON to stdout and progress to stderr. A measurement is a function in a file of
+its own that takes a number of rounds and returns rows, and a line in MEASUREMENTS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.media.handover import handover
+from benchmarks.media.hop import hop
+from benchmarks.media.inline import inline
+from benchmarks.media.memory import memory
+from benchmarks.media.overlap import overlap
+from benchmarks.media.pruning import pruning
+from benchmarks.media.second_question import second_question
+from benchmarks.media.seeking import seeking
+from benchmarks.media.segments import segments
+from benchmarks.media.sharing import sharing
+from benchmarks.media.tensors import tensors
+from benchmarks.media.throughput import throughput
+from benchmarks.report import Measurement, run
+
+MEASUREMENTS: Mapping[str, Measurement] = {
+    "tensors": tensors,
+    "seeking": seeking,
+    "segments": segments,
+    "throughput": throughput,
+    "sharing": sharing,
+    "overlap": overlap,
+    "second-question": second_question,
+    "hop": hop,
+    "handover": handover,
+    "inline": inline,
+    "pruning": pruning,
+    "memory": memory,
+}
+
+if __name__ == "__main__":
+    run("media", __doc__, MEASUREMENTS, rounds=7, least_rounds=5)

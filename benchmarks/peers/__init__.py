@@ -1,0 +1,1 @@
+"""The services beside vLLM and transformers' `generate`: `python -m benchmarks.peers`."""
