@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos demo test test-deep test-gpu lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,11 @@ protos: framesieve/v1/.generated  ## Generate Python code from protos/
 framesieve/v1/.generated: $(PROTOS) | .venv/.installed
 	$(PIP_INSTALL) --no-deps --editable .  # generates the code: see protos/build_backend.py
 	@touch $@
+
+tree:  ## List every Python file with the first line of its docstring
+	@git ls-files '*.py' | sed 's|[^/]*$$| &|' | LC_ALL=C sort | tr -d ' ' | xargs awk 'FNR == 1 && sub(/^r?"""/, "") { \
+	  name = folder = FILENAME; sub(/.*\//, "", name); sub(/[^\/]*$$/, "", folder); sub(/"""$$/, ""); \
+	  if (folder != last) { print "\n" folder; last = folder } printf "  %-26s %s\n", name, $$0 }'
 
 demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, through three processes
 	@$(BIN)/python -m demo.run
@@ -56,6 +61,9 @@ endif
 
 test-gpu: $(GPU_SETUP)  ## Run the checks that need a CUDA device
 	$(GPU_PYTHON) -m pytest tests/gpu
+
+coverage: setup  ## Run the tests and report which lines their own process does not reach, in .coverage-html/
+	$(PYTEST) -n 2 --cov --cov-report term:skip-covered --cov-report html
 
 gpu-bundle: setup  ## Pack all that test-gpu and bench-gpu need on a machine without an index (an hour the first time)
 	$(BIN)/python -m benchmarks.gpu.bundle
@@ -125,4 +133,4 @@ down:  ## Stop the containers
 	docker compose --profile dashboard down
 
 clean:  ## Remove generated files
-	rm -rf .venv .gpu framesieve/v1 .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf .venv .gpu framesieve/v1 .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -24,7 +24,6 @@ from framesieve.common.serving.settings import (
     ListenerSettings,
     ServiceSettings,
     flag_of,
-    old_names_of,
     variable_of,
 )
 from framesieve.services.encoder.settings import EncoderSettings
@@ -72,8 +71,6 @@ def _table(title: str, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, field in fields.items():
         description = (field.description or "").replace("|", "\\|")
-        for old in old_names_of(name, field):
-            description += f"; formerly `{flag_of(old)}`, `{variable_of(old)}`"
         yield f"| `{flag_of(name)}` | `{variable_of(name)}` | {_default(field)} | {description} |"
 
 
@@ -103,11 +100,10 @@ def values(settings: type[ListenerSettings], flags: Mapping[str, Sequence[str]])
     loaded = settings.load([each for given in flags.values() for each in given])
     variables = {name.upper() for name in os.environ}
     for name, field in settings.model_fields.items():
-        names = [name, *old_names_of(name, field)]
-        source = "environment" if any(variable_of(each) in variables for each in names) else "default"
+        source = "environment" if variable_of(name) in variables else "default"
         for place, given in flags.items():
             of_place = {flag.partition("=")[0].removeprefix("--no-").removeprefix("--") for flag in given}
-            if any(flag_of(each).removeprefix("--") in of_place for each in names):
+            if flag_of(name).removeprefix("--") in of_place:
                 source = place
         yield {
             "flag": flag_of(name),

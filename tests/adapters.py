@@ -19,5 +19,5 @@ def write_adapter(model: nn.Module, folder: Path, seed: int = 1, **config: Any) 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # With init_lora_weights=False PEFT makes B random; by default B is zero, which changes nothing.
-        get_peft_model(adapted, LoraConfig(init_lora_weights=False, **config)).save_pretrained(folder)
+        get_peft_model(adapted, LoraConfig(init_lora_weights=False, **config)).save_pretrained(str(folder))
     return adapted.eval()

@@ -23,11 +23,12 @@ from framesieve.services.generation.model.graphs import Captured
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.parallel import group as group_module
 from framesieve.services.generation.parallel.group import Group, WorkerRanks
+from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.generation.startup import build
 from framesieve.services.generation.startup.rank import run_steps
 from tests.generation.paged_kernels import read_in_place
 from tests.oracle import Text
-from tests.tiny import BLOCK_TOKENS, SamplingParams, TinyEngine
+from tests.tiny import BLOCK_TOKENS, TinyEngine
 
 MODULE = "tests.capturing_rank"
 CPU = torch.device("cpu")
@@ -37,13 +38,13 @@ class FailingCapture:
     """Of two graphs the second fails."""
 
     def __init__(self, runner: Runner, inside: bool) -> None:
-        self._layer, self._inside, self._captured = runner.model.text.layers[1], inside, 0  # type: ignore[union-attr, index]
+        self._layer, self._inside, self._captured = runner.model.text.layers[1], inside, 0  # type: ignore[index]
 
     def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
         self._captured += 1
         hook = None
         if self._captured == 2 and self._inside:
-            hook = self._layer.register_forward_pre_hook(_fail)  # type: ignore[union-attr, operator]
+            hook = self._layer.register_forward_pre_hook(_fail)  # type: ignore[union-attr]
         try:
             output = compute()
         finally:

@@ -67,7 +67,7 @@ def pytest_configure() -> None:
     process._places = count(worker * share + random.randrange(share // 2))
 
 
-class FileScheduling(LoadScopeScheduling):
+class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Gives a worker all tests of a file, or of files that share services, so that their fixtures are made once.
 
     xdist's own `--dist loadgroup` has no effect with pytest 9.2, which ignores the node ids that it sets.
@@ -150,5 +150,7 @@ def _debian(program: str, package: str) -> str:
     found = shutil.which(program)
     if found is None:
         how = f"{program} is not installed: apt-get install {package}"
-        pytest.fail(how) if os.environ.get("CI") else pytest.skip(how)
+        if os.environ.get("CI"):
+            pytest.fail(how)
+        pytest.skip(how)
     return found

@@ -53,7 +53,7 @@ class FamilyUnderTest:
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
 
-    write: Callable[[Path, int], object]
+    write: Callable[[Path, int], Path]
     model: Any
     patch_px: int
     merge: int
@@ -73,7 +73,7 @@ class FamilyUnderTest:
         return self.patch_px * self.merge
 
 
-QWEN3_VL = {
+QWEN3_VL: dict[str, dict[str, Any]] = {
     "text": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -111,7 +111,7 @@ EXPERTS = {
 }
 
 
-QWEN2_VL = {
+QWEN2_VL: dict[str, dict[str, Any]] = {
     "text": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -304,7 +304,8 @@ def write_llava(folder: Path, seed: int, name: str = "llava") -> Path:
     """A checkpoint of a kind of LLAVA, with the files of its published ones."""
     tokenizer = make_tokenizer(TINY)
     pixtral = name in ("llava_pixtral", "mistral3")
-    config_class, model_class = _MISTRAL3 if name == "mistral3" else (LlavaConfig, LlavaForConditionalGeneration)
+    classes: tuple[Any, Any] = _MISTRAL3 if name == "mistral3" else (LlavaConfig, LlavaForConditionalGeneration)
+    config_class, model_class = classes
     image = "[IMG]" if pixtral else "<image>"
     breaks = ["[IMG_BREAK]", "[IMG_END]"] if pixtral else []
     tokenizer.add_tokens([image, *breaks], special_tokens=True)
@@ -406,7 +407,7 @@ def _write_tiled(
 
 
 INTERNVL_PX = 56
-INTERNVL = {
+INTERNVL: dict[str, Any] = {
     "vision_config": {
         **TOWER,
         "model_type": "internvl_vision",
@@ -452,7 +453,7 @@ def _write_minicpm(folder: Path, seed: int, version: str) -> Path:
     return folder
 
 
-_QWEN3 = {
+_QWEN3: dict[str, Any] = {
     "patch_px": 16,
     "merge": 2,
     "temporal_patch": 2,

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -91,7 +92,7 @@ def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
 def question(draw: st.DrawFn, family: FamilyUnderTest) -> Question:
     mix = draw(st.sampled_from(MIXES)).split()
     most = 30 if mix == ["text"] else 12
-    parts = [draw(text(most=most) if kind == "text" else item(family, kind == "video")) for kind in mix]
+    parts: list[Any] = [draw(text(most=most) if kind == "text" else item(family, kind == "video")) for kind in mix]
     return Question(tuple(parts), draw(st.integers(1, 14)))
 
 

@@ -182,7 +182,7 @@ def expected_logprobs(
     one-dimensional positions.
     """
     ids = [*expected.ids, *answer[:-1]]
-    embeds = text_model.get_input_embeddings()(torch.tensor(ids))
+    embeds = text_model.get_input_embeddings()(torch.tensor(ids))  # type: ignore[operator]
     media = [(row, source) for row, source in enumerate(expected.rows) if source is not None]
     for row, (item, token) in media:
         embeds[row] = torch.from_numpy(items[item].embeds[token])

@@ -169,7 +169,8 @@ class TinyEngine:
         asked = make_request(name, parts, params, own, self.model.vocab_size)
         for number, each in enumerate(others, 1):
             events: list[Event] = []
-            sibling = asked.request.add_sibling(f"{name}#{number}", each, WholeWords(each.stop), events.append)
+            words: Any = WholeWords(each.stop)
+            sibling = asked.request.add_sibling(f"{name}#{number}", each, words, events.append)
             asked.others.append(Asked(sibling, events))
         self.engine.submit(asked.request)
         asked.spared = tuple(set(range(len(asked.request.encoded_media))) - set(asked.request.wanted_media))
@@ -202,7 +203,7 @@ def make_request(
         kept_counts,
         keys,
         params,
-        WholeWords(params.stop),
+        WholeWords(params.stop),  # type: ignore[arg-type]
         events.append,
         adapter=adapter,
         vocab_size=vocab_size,

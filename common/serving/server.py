@@ -105,8 +105,6 @@ async def serve(
     Returns FAILED if it was broken, CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError where
     it cannot listen on its address or its metrics port.
     """
-    for old, new in settings.old_names:
-        log.warning("a setting was renamed; its old name will be removed in the next release", old=old, new=new)
     close_spans = export_spans(stage_of(service))
     quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
     requests = RequestInterceptor(quotas, stage_of(service))

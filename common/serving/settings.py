@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, PrivateAttr, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from framesieve.common.address import check_address
@@ -23,24 +21,11 @@ from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, MAX_INLINE_
 _PREFIX = "FRAMESIEVE_"
 
 
-def renamed(old_name: str, new_name: str) -> AliasChoices:
-    """Aliases of a field that was called `old_name`: flags and variables of both names set it.
-
-    max_model_len: int = Field(..., validation_alias=renamed("max_prompt_tokens", "max_model_len"))
-
-    new_name: the field's name. Flags take precedence over variables. Of two flags the last one counts, of two
-    variables the one with the new name.
-    `serve` logs a warning for each old name in use. Remove the alias one release after the renaming.
-    """
-    return AliasChoices(new_name, old_name)
-
-
 class ListenerSettings(BaseSettings):
     """What everything that listens has. Subclasses add fields and `cli_prog_name`; each is a flag and a variable."""
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
-        env_prefix_target="all",  # variables of aliases have the prefix, too, see `renamed`
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
@@ -97,13 +82,6 @@ class ListenerSettings(BaseSettings):
         description="maximum bytes of one client's running requests, mainly inline media; unset: no limit",
     )
 
-    _old_names: tuple[tuple[str, str], ...] = PrivateAttr(())
-
-    @property
-    def old_names(self) -> tuple[tuple[str, str], ...]:
-        """(old, new) for each flag and variable in use that was renamed."""
-        return self._old_names
-
     @model_validator(mode="after")
     def _check_listen(self) -> Self:
         check_address("--listen", self.listen)
@@ -126,15 +104,13 @@ class ListenerSettings(BaseSettings):
         """
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         try:
-            settings = CliApp.run(cls, cli_args=arguments)
+            return CliApp.run(cls, cli_args=arguments)
         except ValidationError as error:
             wrong = "; ".join(
                 f"{flag_of('.'.join(map(str, each['loc'])))}: {each['msg']}, got {each['input']!r}"
                 for each in error.errors()
             )
             raise StartupError(wrong) from error
-        settings._old_names = tuple(_old_names_in_use(cls, arguments))
-        return settings
 
 
 class ServiceSettings(ListenerSettings):
@@ -197,20 +173,3 @@ def flag_of(name: str) -> str:
 def variable_of(name: str) -> str:
     """FRAMESIEVE_MAX_MODEL_LEN, for the field max_model_len."""
     return _PREFIX + name.upper()
-
-
-def old_names_of(name: str, field: FieldInfo) -> list[str]:
-    """The former names of a field, see `renamed`."""
-    aliases = field.validation_alias
-    return [str(each) for each in aliases.choices if each != name] if isinstance(aliases, AliasChoices) else []
-
-
-def _old_names_in_use(settings: type[BaseSettings], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    flags = {argument.partition("=")[0] for argument in arguments}
-    variables = {name.upper() for name in os.environ}
-    for new, field in settings.model_fields.items():
-        for old in old_names_of(new, field):
-            if flag_of(old) in flags:
-                yield flag_of(old), flag_of(new)
-            if variable_of(old) in variables:
-                yield variable_of(old), variable_of(new)

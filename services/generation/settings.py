@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.serving.settings import UpstreamSettings, renamed, separated
+from framesieve.common.serving.settings import UpstreamSettings, separated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -61,7 +61,6 @@ class GenerationSettings(UpstreamSettings):
         ge=1,
         description="maximum number of tokens in one step, over all requests; unset: 8192 on CUDA devices from 40 GB "
         "on, else 2048, and at least --max-num-seqs",
-        validation_alias=renamed("prefill_chunk_tokens", "max_num_batched_tokens"),
     )
     kv_cache_tokens: int | None = Field(
         None,
@@ -81,7 +80,6 @@ class GenerationSettings(UpstreamSettings):
         ge=2,
         description="maximum number of tokens of one sequence: the prompt after pruning and its answer; "
         "unset: the smaller of the model's context length and the KV cache",
-        validation_alias=renamed("max_prompt_tokens", "max_model_len"),
     )
     media_buffer_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
@@ -91,7 +89,6 @@ class GenerationSettings(UpstreamSettings):
         ge=1,
         description="maximum number of sequences that run at the same time; unset: 256 on CUDA devices from 40 GB on, "
         "else 64, and at most --max-num-batched-tokens",
-        validation_alias=renamed("max_running_requests", "max_num_seqs"),
     )
     max_waiting_requests: int = Field(
         256, ge=0, description="maximum number of requests in the waiting queue; more are refused"

@@ -51,7 +51,7 @@ async def speaking(
 ) -> AsyncIterator[None]:
     """A plain gRPC server of one streaming method, /package.Service/Method, whose messages are bytes."""
     _, service, method = path.split("/")
-    handlers = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
+    handlers: Any = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
     server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_insecure_port(address)

@@ -1,53 +1,36 @@
-"""Settings that every service has: renamed ones, and the page that lists all of them."""
+"""Settings that every service has, and the page that lists all of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from pydantic import Field
 
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.serving.settings import ServiceSettings, renamed
+from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.settings import page
-
-FLAG, OLD_FLAG = "--max-model-len", "--max-prompt-tokens"
-VARIABLE, OLD_VARIABLE = "FRAMESIEVE_MAX_MODEL_LEN", "FRAMESIEVE_MAX_PROMPT_TOKENS"
-
-
-class Renaming(ServiceSettings):
-    listen: str = "unix:/s"
-    metrics_port: int = 0
-    max_model_len: int = Field(7, ge=1, validation_alias=renamed("max_prompt_tokens", "max_model_len"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "value", "old_names"),
+    ("arguments", "environment", "value"),
     [
-        ([FLAG, "5"], {}, 5, ()),
-        ([f"{OLD_FLAG}=5"], {}, 5, ((OLD_FLAG, FLAG),)),
-        ([], {OLD_VARIABLE: "5"}, 5, ((OLD_VARIABLE, VARIABLE),)),
-        ([OLD_FLAG, "4", FLAG, "5"], {}, 5, ((OLD_FLAG, FLAG),)),
-        ([OLD_FLAG, "5"], {VARIABLE: "4"}, 5, ((OLD_FLAG, FLAG),)),
-        ([], {"MAX_MODEL_LEN": "5", "MAX_PROMPT_TOKENS": "5"}, 7, ()),
+        (["--max-model-len", "5"], {}, 5),
+        ([], {"FRAMESIEVE_MAX_MODEL_LEN": "5"}, 5),
+        (["--max-model-len", "4", "--max-model-len=5"], {"FRAMESIEVE_MAX_MODEL_LEN": "6"}, 5),
+        ([], {"MAX_MODEL_LEN": "5"}, None),
     ],
 )
-def test_a_renamed_setting_is_set_by_flags_and_variables_of_both_names(
-    arguments: list[str],
-    environment: dict[str, str],
-    value: int,
-    old_names: tuple[tuple[str, str], ...],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_setting_is_a_flag_and_a_variable_and_the_flag_takes_precedence(
+    arguments: list[str], environment: dict[str, str], value: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
-    settings = Renaming.load(arguments)
-    assert (settings.max_model_len, settings.old_names) == (value, old_names)
+    assert GenerationSettings.load(arguments).max_model_len == value
 
 
-def test_a_wrong_value_by_the_old_name_is_refused() -> None:
+def test_a_wrong_value_is_refused_by_its_flag() -> None:
     with pytest.raises(StartupError, match=r"--max-model-len: .*got '0'"):
-        Renaming.load([OLD_FLAG, "0"])
+        GenerationSettings.load(["--max-model-len", "0"])
 
 
 def test_the_page_of_settings_is_what_the_command_prints() -> None:

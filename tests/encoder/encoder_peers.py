@@ -89,7 +89,8 @@ def prompt_of(media: Sequence[Media], own: Mapping[int, prompt_pb2.Pruning] | No
         item = prompt_pb2.Media(embeds=asked.embeds, pruning=(own or {}).get(index))
         if asked.embeds is None:
             item.path = f"{asked.grid.t} {asked.grid.h} {asked.grid.w} {content_of(index, asked)}"
-        parts.append(prompt_pb2.Part(**{asked.modality.value: item}))
+        parts.append(prompt_pb2.Part())
+        getattr(parts[-1], asked.modality.value).CopyFrom(item)
     parts.append(prompt_pb2.Part(text="What moves?"))
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 

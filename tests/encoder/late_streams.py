@@ -150,15 +150,15 @@ class LateTensor(Tensor):
 
     held: Tensor
     memory: _Memory
-    device = CUDA  # type: ignore[assignment]
+    device = CUDA
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Tensor, memory: _Memory) -> LateTensor:
         with torch.inference_mode(False):  # whose views are of its own kind, within inference mode and without
-            made: LateTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device="meta"
+            made: LateTensor = torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=torch.device("meta")
             )
         made.held, made.memory = held, memory
         return made
@@ -167,7 +167,9 @@ class LateTensor(Tensor):
         self.memory.used_on.append(stream)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         return _memory_of(arguments).device.call(function, arguments, named or {})
 
 

@@ -18,9 +18,10 @@ class InstantLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self.now = max(self.now, self._scheduled[0]._when)
-        super()._run_once()
+        loop: Any = self  # whose parts are asyncio's own
+        if not loop._ready and loop._scheduled:
+            self.now = max(self.now, loop._scheduled[0]._when)
+        super()._run_once()  # type: ignore[misc]
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

@@ -160,10 +160,10 @@ async def _send(client: httpx.AsyncClient, sent: Case, report: Report) -> str | 
         if answer.text == "Invalid HTTP request received.":  # uvicorn's own, of what is no HTTP
             return None
         try:
-            error = answer.json()["error"]
+            told = answer.json()["error"]
         except (ValueError, KeyError):
             return f"{answer.status_code} {answer.text[:300]}"
-        if not (error["message"] and error["code"] and error["type"]):
+        if not (told["message"] and told["code"] and told["type"]):
             return f"an error without a reason: {answer.text[:300]}"
     return None
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.preprocessing.preprocessing_media import clip, picture_of
 
-VIDEOS = (
+VIDEOS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("mp4", "libx264", {"g": "4", "bf": "2"}),
     ("matroska", "libx264", {"g": "4"}),
     ("mpegts", "libx264", {"g": "4"}),

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 
@@ -102,11 +102,11 @@ def _ended(stack: FuzzedStack, each: Case) -> tuple[grpc.StatusCode, str, str, f
     """Status, reason, message and seconds of one call. Blocking gRPC: grpc.aio loses the status while it writes."""
     start = time.monotonic()
     channel, path = stack.channels[each.service], PATHS[each.service]
-    options = {"timeout": each.timeout_s or CALL_LIMIT_S, "metadata": ((REQUEST_ID_KEY, each.request_id),)}
+    options: Any = {"timeout": each.timeout_s or CALL_LIMIT_S, "metadata": ((REQUEST_ID_KEY, each.request_id),)}
     if each.service == "generation":
-        call = channel.unary_stream(path)(each.requests[0], **options)
+        call: Any = channel.unary_stream(path)(each.requests[0], **options)  # type: ignore[arg-type]
     else:
-        call = channel.stream_stream(path)(iter(each.requests), **options)
+        call = channel.stream_stream(path)(iter(each.requests), **options)  # type: ignore[arg-type]
     with suppress(grpc.RpcError):  # read from the call below
         for read, _ in enumerate(call):
             if read == each.leave_after:

@@ -128,7 +128,7 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
 
         async def behaviour(requests: Any, context: Any) -> AsyncIterator[bytes]:
             request_id = str(dict(context.invocation_metadata())[REQUEST_ID_KEY])
-            call = channel.stream_stream(PATHS[name])(
+            call: Any = channel.stream_stream(PATHS[name])(
                 timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),)
             )
             passing = asyncio.create_task(_pass_on(requests, call))

@@ -37,16 +37,16 @@ class _Far(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> _Far:
-        far: _Far = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        far: _Far = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), dtype=held.dtype, device=DISTANT
         )
         far.held = held
         return far
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise HostWaits(f"{func} outside of the device")
 
 

@@ -61,7 +61,8 @@ def prompt_message(plan: PromptPlan) -> prompt_pb2.Prompt:
         media = prompt_pb2.Media(path="clip.mp4")
         if item.brings_embeds:
             media = prompt_pb2.Media(embeds=prompt_pb2.MediaEmbeds(grid=grid_message(item.grid)))
-        parts.append(prompt_pb2.Part(**{item.modality.value: media}))
+        parts.append(prompt_pb2.Part())
+        getattr(parts[-1], item.modality.value).CopyFrom(media)
     return prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
 
 

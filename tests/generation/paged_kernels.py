@@ -66,7 +66,8 @@ class PlainKernel(Kernel):
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         plan, block_tokens = self._pages, key.shape[1]
         key, value = key.to(query.dtype), value.to(query.dtype)
-        tables, places = [], []
+        tables: list[list[int]] = []
+        places: list[int] = []
         most = int(np.diff(plan.page_ends).max())
         for index, last in enumerate(plan.last_page_tokens):
             pages = plan.pages[plan.page_ends[index] : plan.page_ends[index + 1]]

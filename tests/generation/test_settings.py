@@ -18,12 +18,6 @@ from framesieve.services.generation.settings import AdapterFolder, GenerationSet
 from framesieve.services.generation.startup.build import StepLimits, build, device_of, step_limits
 
 
-def test_the_old_names_of_limits_still_work() -> None:
-    old = ["--prefill-chunk-tokens", "5", "--max-prompt-tokens=6", "--max-running-requests", "7"]
-    new = ["--max-num-batched-tokens", "5", "--max-model-len=6", "--max-num-seqs", "7"]
-    assert GenerationSettings.load(old).model_dump() == GenerationSettings.load(new).model_dump()
-
-
 def test_a_limit_beyond_the_cache_is_refused(tiny_checkpoint: Path) -> None:
     flags = ("--kv-cache-tokens", "512", "--max-model-len", "513", "--device", "cpu")
     settings = GenerationSettings.load(["--model", str(tiny_checkpoint), *flags])

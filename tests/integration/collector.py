@@ -54,10 +54,11 @@ class Collector(TraceServiceServicer):
             for resource in request.resource_spans:
                 service = _values(resource.resource.attributes)["service.name"].removeprefix("framesieve-")
                 for span in (span for scope in resource.scope_spans for span in scope.spans):
-                    ids = [each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id)]
+                    trace, own, parent = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
                     failed = span.status.code == Status.STATUS_CODE_ERROR
                     times_ns = span.start_time_unix_nano, span.end_time_unix_nano
-                    self.spans.append(Span(service, span.name, *ids, *times_ns, failed, _values(span.attributes)))
+                    values = _values(span.attributes)
+                    self.spans.append(Span(service, span.name, trace, own, parent, *times_ns, failed, values))
         return ExportTraceServiceResponse()
 
     def of_request(self, request_id: str) -> list[Span]:

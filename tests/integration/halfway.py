@@ -25,7 +25,7 @@ class Halfway:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.calls = 0
         self.holds = False
-        self._encode = channel.stream_stream(ENCODE)
+        self._encode: Any = channel.stream_stream(ENCODE)
         self._released = asyncio.Event()
 
     def release(self) -> None:

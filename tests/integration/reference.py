@@ -63,9 +63,9 @@ async def model_inputs(
     ):
         items = [(index, item) for index, item in enumerate(plan.media) if item.modality is modality]
         if items:
-            shapes = [(item.frames, item.frame_height_px, item.frame_width_px, 3) for _, item in items]
+            sizes = [(item.frames, item.frame_height_px, item.frame_width_px, 3) for _, item in items]
             shown = [frames[index] for index, _ in items]
-            inputs[pixels] = torch.cat([_patches(*each, folder, family) for each in zip(shown, shapes, strict=True)])
+            inputs[pixels] = torch.cat([_patches(*each, folder, family) for each in zip(shown, sizes, strict=True)])
             sides = [(item.grid.t, item.grid.h * family.merge, item.grid.w * family.merge) for _, item in items]
             inputs[grids] = torch.tensor(sides)
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]

@@ -117,7 +117,7 @@ def fetcher_of(
 
 async def fetched(server: Server, resolver: Resolver | None = None, **limits: float) -> bytes:
     """The body of http://clip.test/clip.mp4 on a server at 127.0.0.1."""
-    source = await fetcher_of(server, resolver, **limits).fetch("video", url_of(server, "/clip.mp4?a=%2F&b"))
+    source = await fetcher_of(server, resolver, None, **limits).fetch("video", url_of(server, "/clip.mp4?a=%2F&b"))
     with closing(source), source.open() as file:
         data = file.read()
     assert source.digest == hashlib.sha256(data).digest()

@@ -69,8 +69,9 @@ def clip(
     with tempfile.NamedTemporaryFile() as file:
         with av.open(file.name, "w", format=container, options=container_options or {}) as output:
             stream = output.add_stream(codec, rate=rate)
+            assert isinstance(stream, VideoStream)
             stream.height, stream.width, stream.pix_fmt = *size, pixels
-            stream.options = options or {}
+            stream.options = {**(options or {})}
             stream.codec_context.thread_count = 1
             if time_base is not None:
                 stream.codec_context.time_base = time_base
@@ -90,13 +91,15 @@ def shifted(data: bytes, container: str, by_s: Fraction) -> bytes:
     options = {"avoid_negative_ts": "disabled"}
     with tempfile.NamedTemporaryFile() as file:
         with (
-            av.open(io.BytesIO(data)) as original,
+            av.open(io.BytesIO(data), "r") as original,
             av.open(file.name, "w", format=container, options=options) as output,
         ):
             video = original.streams.video[0]
             stream = output.add_stream_from_template(video)
             for packet in original.demux(video):
                 if packet.size:
+                    assert packet.pts is not None
+                    assert packet.dts is not None
                     ticks = int(by_s / packet.time_base)
                     packet.pts, packet.dts = packet.pts + ticks, packet.dts + ticks
                     packet.stream = stream
@@ -116,7 +119,7 @@ def sound() -> bytes:
 def without_packets(data: bytes, numbers: Sequence[int]) -> bytes:
     """The same clip with the contents of some packets, counted in the order of the file, overwritten by zeros."""
     damaged = bytearray(data)
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         packets = [packet for packet in container.demux(video=0) if packet.size]
         for number in numbers:
             start = data.index(bytes(packets[number]))
@@ -126,8 +129,8 @@ def without_packets(data: bytes, numbers: Sequence[int]) -> bytes:
 
 def decoded_in_order(data: bytes) -> list[NDArray[np.uint8]]:
     """Every frame, decoded from the first to the last without seeking."""
-    with av.open(io.BytesIO(data)) as container:
-        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    with av.open(io.BytesIO(data), "r") as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]  # type: ignore[misc]
 
 
 class _Size(SimpleNamespace):
@@ -152,7 +155,7 @@ _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
 def _compiled(module: str, name: str) -> dict[str, Any]:
     path = Path(transformers.__file__).parent / f"models/{module}/video_processing_{module}.py"
     wanted = {"smart_resize", name}
-    nodes = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
+    nodes: list[Any] = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in wanted]
     assert len(nodes) == len(wanted)
     for node in nodes:
         node.decorator_list = []

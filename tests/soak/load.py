@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import Overloaded, Unavailable
 from tests.soak.faults import Faults
 from tests.soak.ledger import Ledger
@@ -44,7 +45,8 @@ class Load:
         start_s = time.monotonic()
         self.ledger.asked += 1
         try:
-            answer = await self.client.ask(question.media, question.text, **question.options, timeout_s=limit_s)
+            options: Options = {**question.options, "timeout_s": limit_s}
+            answer = await self.client.ask(question.media, question.text, **options)
         except Exception as error:
             gone = self.faults.gone_since(start_s)
             self.ledger.failed(question, error, gone=gone, impatient=limit_s < LIMIT_S)

@@ -90,7 +90,8 @@ class Questions:
         return Question("image", picture, "What is it?", {"max_new_tokens": 4})
 
     def _two(self) -> Question:
-        media = [Video(data=self._random.choice(self._clips)), Image(data=self._random.choice(self._pictures))]
+        clip, picture = self._random.choice(self._clips), self._random.choice(self._pictures)
+        media: list[PartLike] = [Video(data=clip), Image(data=picture)]
         return Question("video and image", media, "And now?", {"pruning_rate": 0.75, "max_new_tokens": 6})
 
     def _several(self) -> Question:

@@ -1,0 +1,24 @@
+"""Asks one question about a clip and prints the answer and its cost.
+
+    framesieve serve &
+    python examples/ask.py demo/clip.mp4 "What moves?"
+
+FRAMESIEVE_SERVER is the address of generation, 127.0.0.1:50053 by default.
+"""
+
+import os
+import sys
+
+from framesieve.sync import FramesieveClient
+
+
+def main(clip: str, question: str) -> None:
+    with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
+        answer = client.ask(clip, question, pruning_rate=0.75, max_new_tokens=64)
+    print(answer.text)
+    print(f"{answer.usage.prompt_tokens_full} prompt tokens, {answer.usage.prompt_tokens} after pruning")
+    print(f"first token after {answer.timings.time_to_first_token_s:.2f} s")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""Asks the same question about every clip of a folder, eight at a time, and prints a line of JSON for each.
+
+    framesieve serve &
+    python examples/folder.py clips "What moves?" > answers.jsonl
+
+A clip that cannot be read does not end the others.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from framesieve import FramesieveClient, FramesieveError
+
+AT_ONCE = 8
+
+
+async def main(folder: str, question: str) -> None:
+    places = asyncio.Semaphore(AT_ONCE)
+    async with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
+
+        async def ask(clip: Path) -> None:
+            async with places:
+                try:
+                    answer = await client.ask(clip, question, pruning_rate=0.75, max_new_tokens=64)
+                    found = {"clip": clip.name, "answer": answer.text, "tokens": answer.usage.prompt_tokens}
+                except FramesieveError as error:
+                    found = {"clip": clip.name, "error": error.reason, "message": str(error)}
+            print(json.dumps(found), flush=True)
+
+        await asyncio.gather(*(ask(clip) for clip in sorted(Path(folder).iterdir()) if clip.is_file()))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
