@@ -20,7 +20,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
 from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
-from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.retention import Pruning, retained_count
 from framesieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
@@ -126,9 +126,7 @@ def question(checkpoint: Checkpoint, rate: float, seed: int) -> Question:
         modality=Modality.VIDEO,
         grid=GRID,
         runs=(Run(BEFORE_TOKENS, GRID.tokens),),
-        frames=2 * GRID.t,
-        frame_height_px=MERGED_PX * GRID.h,
-        frame_width_px=MERGED_PX * GRID.w,
+        frames=FrameShape(2 * GRID.t, (MERGED_PX * GRID.h, MERGED_PX * GRID.w)),
         seconds_per_grid=TIME_STEP,
         timestamps_s=(),
         content_hash=random.bytes(32),

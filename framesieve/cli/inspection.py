@@ -128,7 +128,7 @@ def inspect(
 class Inspection:
     """The frames that the model is shown of a media item, and the tokens that pruning keeps.
 
-    frames: plan.frames of them, each uint8 [height, width, 3], RGB; the tiles of an image may have another size than
+    frames: as `plan.frames` says, each uint8 [height, width, 3], RGB; the tiles of an image may have another size than
         the first.
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
@@ -182,13 +182,13 @@ async def _frames(
                     continue
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
-                shape = (*piece.chunk.shape[:1], *item.frame_px(len(frames)), 3)
+                shape = (*piece.chunk.shape[:1], *item.frames.frame_px(len(frames)), 3)
                 buffer = buffer or buffer_for(piece.chunk, [DType.UINT8], shape)
                 add_chunk(buffer, piece.chunk)
                 if buffer.complete:
                     frames.extend(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
                     buffer = None
-    if plan is None or len(frames) != plan.media[0].frames:
+    if plan is None or len(frames) != plan.media[0].frames.count:
         raise PeerContract("preprocessing's stream ended before all frames were sent")
     return plan, frames, repaired
 
@@ -210,20 +210,21 @@ def _draw(inspected: Inspection, name: str) -> Any:
         f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
         f"({kept / grid.tokens:.1%})  ·  {shown}"
     )
-    if plan.tile_columns:
-        return sliced_sheet(frames[0], np.stack(frames[1:]), plan.tile_columns, name, caption)
+    if plan.frames.tile_columns:
+        return sliced_sheet(frames[0], np.stack(frames[1:]), plan.frames.tile_columns, name, caption)
     kept_tokens = inspected.kept
     if not _has_places(plan):
         # Tokens of tiles and of a resampler are in no frame's grid, and all are kept.
         grid, kept_tokens = Grid(plan.slices, 1, 1), np.arange(plan.slices, dtype=np.int32)
-    stacked, in_groups = np.stack(frames), bool(plan.group_frames)
+    stacked, in_groups = np.stack(frames), bool(plan.frames.group_frames)
     return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
 
 
 def _has_places(plan: MediaPlan) -> bool:
     """Whether each token is a square of a frame."""
-    alone = plan.modality is Modality.VIDEO or plan.frames == 1
-    return alone and plan.frame_height_px * plan.grid.w == plan.frame_width_px * plan.grid.h
+    height, width = plan.frames.size_px
+    alone = plan.modality is Modality.VIDEO or plan.frames.count == 1
+    return alone and height * plan.grid.w == width * plan.grid.h
 
 
 def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) -> None:
@@ -254,11 +255,10 @@ def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
 
 def _shown(plan: MediaPlan) -> str:
     """What the tokens are of."""
-    grid, slices, group = plan.grid, plan.grid.t, plan.group_frames
-    if plan.tile_columns:
-        rows = (plan.frames - 1) // plan.tile_columns
-        each = f", {grid.w} tokens each" if grid.h == plan.frames else ""
-        return f"source and {plan.tile_columns} × {rows} slices{each}"
+    grid, slices, group, columns = plan.grid, plan.grid.t, plan.frames.group_frames, plan.frames.tile_columns
+    if columns:
+        each = f", {grid.w} tokens each" if grid.h == plan.frames.count else ""
+        return f"source and {columns} × {(plan.frames.count - 1) // columns} slices{each}"
     if group:
         frames = f"up to {group} frames" if group > 1 else "1 frame"
         return f"{slices} group{'' if slices == 1 else 's'} of {frames}, {grid.slice_tokens} tokens each"

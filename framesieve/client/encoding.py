@@ -70,16 +70,14 @@ class Encoded:
         Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), if this item was sent as
         embeddings in the first place, or if it is an image of several tiles whose tokens are put together.
         """
-        tokens = self.plan.grid.tokens
+        tokens, frames = self.plan.grid.tokens, self.plan.frames
         if self.kept.size != tokens:
             raise InvalidRequest(
                 f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}: encode without pruning"
             )
         # Where each frame is a row of the grid, its tokens stay its own.
-        if self.plan.modality is Modality.IMAGE and self.plan.frames > 1 and self.plan.frames != self.plan.grid.h:
-            raise InvalidRequest(
-                f"an image of {self.plan.frames} tiles cannot be sent as embeddings: send the image again"
-            )
+        if self.plan.modality is Modality.IMAGE and frames.count > 1 and frames.count != self.plan.grid.h:
+            raise InvalidRequest(f"an image of {frames.count} tiles cannot be sent as embeddings: send the image again")
         if self.plan.brings_embeds:
             raise InvalidRequest("this item was sent as embeddings: pass the same Embeds again")
         seconds_per_slice, timestamps_s = _time_base(self.plan)
@@ -90,7 +88,7 @@ class Encoded:
             shape=self.tensor.shape,
             seconds_per_slice=seconds_per_slice,
             timestamps_s=timestamps_s,
-            tile_columns=self.plan.tile_columns,
+            tile_columns=frames.tile_columns,
         )
 
 

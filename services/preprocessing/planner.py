@@ -17,7 +17,16 @@ from pathlib import Path
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
-from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.plan import (
+    MAX_FRAME_SIDE_PX,
+    MAX_PROMPT_TOKENS,
+    FileFacts,
+    FrameShape,
+    Grid,
+    MediaPlan,
+    Modality,
+    PromptPlan,
+)
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
 from framesieve.services.preprocessing.families import Family, load_family
 from framesieve.services.preprocessing.prompt.embeds import Embeds
@@ -65,18 +74,13 @@ class _Item:
 
     modality: Modality
     planned: PlannedMedia
-    frames: int
+    frames: FrameShape
     grid: Grid
     expansion: Expansion
     base: TimeBase | None
     timestamps_s: tuple[float, ...]
     content: tuple[bytes, ...]
-    missing_frames: int = 0
-    dropped_frames: int = 0
-    source_px: tuple[int, int] = (0, 0)
-    tile_px: tuple[int, int] = (0, 0)
-    tile_columns: int = 0
-    group_frames: int = 0
+    file: FileFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,33 +198,33 @@ class Planner:
             expansion = self._family.embedded_image(embeds.grid, embeds.tile_columns, image_index)
         else:
             expansion = self._family.expansion(embeds.grid, base)
-        return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, expansion, base, (), content)
+        return _Item(
+            embeds.modality, PlannedEmbeds(), FrameShape(), embeds.grid, expansion, base, (), content, FileFacts()
+        )
 
     def _image(self, source: Source, picture: Picture, request: MediaRequest, index: int, images: int) -> _Item:
         with _too_large():
             laid = self._family.image(picture.height_px, picture.width_px, request.sampling, index, images)
-        planned = PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views, laid.tile_px)
-        sizes = [planned.frame_px(number) for number in range(len(laid.views))]
+        picture_px = picture.height_px, picture.width_px
+        sizes = [laid.frames.frame_px(number) for number in range(laid.frames.count)]
         for size in sizes:
-            _check_side(*size, (picture.height_px, picture.width_px))
+            _check_side(*size, picture_px)
         sent = (_packed_sent(*size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
-            planned=planned,
-            frames=len(laid.views),
+            planned=PlannedPicture(source, picture, laid.frames, laid.views),
+            frames=laid.frames,
             grid=laid.grid,
             expansion=laid.expansion,
             base=None,
             timestamps_s=(),
             content=(b"image", source.digest, *sent),
-            source_px=(picture.height_px, picture.width_px),
-            tile_px=laid.tile_px or (0, 0),
-            tile_columns=laid.tile_columns,
+            file=FileFacts(source_px=picture_px),
         )
 
     def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
         item = self._video(source, index, index.times, sampling)
-        return replace(item, missing_frames=_missing(index, sampling), dropped_frames=index.dropped_frames)
+        return replace(item, file=FileFacts(_missing(index, sampling), index.dropped_frames))
 
     def _pictures(self, source: Source, index: PictureIndex, request: MediaRequest) -> _Item:
         assert request.frames is not None
@@ -250,13 +254,13 @@ class Planner:
             grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, slice_frames, height, width, view),
-            frames=frames,
+            planned=PlannedVideo(source, index, sampled.places, slice_frames, (height, width), view),
+            frames=FrameShape(frames, (height, width), group_frames=group),
             grid=grid,
             expansion=self._family.expansion(grid, base),
             base=base,
             timestamps_s=sampled.timestamps_s,
-            group_frames=group,
+            file=FileFacts(),
             content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base), in_groups),
         )
 
@@ -285,24 +289,15 @@ class Planner:
         layout = lay_out(pieces)
         media = tuple(
             MediaPlan(
-                modality=item.modality,
-                grid=item.grid,
-                runs=runs,
-                frames=item.frames,
-                frame_height_px=item.planned.height_px,
-                frame_width_px=item.planned.width_px,
-                seconds_per_grid=item.base.seconds_per_grid if item.base else None,
-                timestamps_s=item.timestamps_s,
-                content_hash=self._content_hash(item),
-                missing_frames=item.missing_frames,
-                dropped_frames=item.dropped_frames,
-                source_height_px=item.source_px[0],
-                source_width_px=item.source_px[1],
-                tile_height_px=item.tile_px[0],
-                tile_width_px=item.tile_px[1],
-                group_frames=item.group_frames,
-                tile_columns=item.tile_columns,
-                fixed_tokens=self._family.fixed_tokens,
+                item.modality,
+                item.grid,
+                runs,
+                item.frames,
+                item.base.seconds_per_grid if item.base else None,
+                item.timestamps_s,
+                self._content_hash(item),
+                item.file,
+                self._family.fixed_tokens,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

@@ -27,7 +27,7 @@ from framesieve.common.anyres import AnyRes
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import PeerContract, StartupError
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
@@ -71,14 +71,11 @@ def plan_of_image(frames: Tensor, height: int, width: int, tokens: int) -> Media
         modality=Modality.IMAGE,
         grid=Grid(1, 1, tokens),
         runs=(Run(0, tokens),),
-        frames=len(frames),
-        frame_height_px=frames.shape[1],
-        frame_width_px=frames.shape[2],
+        frames=FrameShape(len(frames), (frames.shape[1], frames.shape[2])),
         seconds_per_grid=None,
         timestamps_s=(),
         content_hash=bytes(32),
-        source_height_px=height,
-        source_width_px=width,
+        file=FileFacts(source_px=(height, width)),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from framesieve import Encoded, Image, Message, Pruning, Video, encode
 from framesieve.client.messages import generate_request
 from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.retention import RANDOM, VIDCOM2
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
@@ -25,14 +25,12 @@ from tests.common.loopback import serving
 
 MIB = 2**20
 LEVELS, WIDTH = 3, 5
-PHOTO = MediaPlan(Modality.IMAGE, Grid(1, 2, 2), (Run(1, 4),), 1, 64, 64, None, (), bytes(32))
+PHOTO = MediaPlan(Modality.IMAGE, Grid(1, 2, 2), (Run(1, 4),), FrameShape(1, (64, 64)), None, (), bytes(32))
 CLIP = MediaPlan(
     modality=Modality.VIDEO,
     grid=Grid(3, 2, 3),
     runs=(Run(8, 6), Run(18, 6), Run(28, 6)),
-    frames=6,
-    frame_height_px=64,
-    frame_width_px=96,
+    frames=FrameShape(6, (64, 96)),
     seconds_per_grid=Fraction(2, 3),
     timestamps_s=tuple(index / 3 for index in range(6)),
     content_hash=bytes(32),
@@ -157,7 +155,7 @@ def test_embeddings_keep_the_time_base_of_their_frames() -> None:
 
 
 def test_pruned_and_resent_embeddings_cannot_be_used_in_a_prompt() -> None:
-    resent = dataclasses.replace(CLIP, frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    resent = dataclasses.replace(CLIP, frames=FrameShape(), timestamps_s=())
     with pytest.raises(errors.InvalidRequest, match="embeddings of all 18 tokens, got 6"):
         encoded(CLIP, kept=6).as_embeds()
     with pytest.raises(errors.InvalidRequest, match="pass the same Embeds again"):
@@ -165,7 +163,8 @@ def test_pruned_and_resent_embeddings_cannot_be_used_in_a_prompt() -> None:
 
 
 def test_an_image_is_sent_again_as_embeddings_only_where_each_of_its_frames_has_a_row_of_its_own() -> None:
-    sliced = dataclasses.replace(PHOTO, grid=Grid(1, 7, 2), runs=(Run(1, 14),), frames=7, tile_columns=3)
+    frames = FrameShape(7, (64, 64), tile_columns=3)
+    sliced = dataclasses.replace(PHOTO, grid=Grid(1, 7, 2), runs=(Run(1, 14),), frames=frames)
     embeds = encoded(sliced, kept=14).as_embeds()
     assert (embeds.grid, embeds.tile_columns) == (Grid(1, 7, 2), 3)
     (part,) = generate_request([Message("user", (Image(embeds=embeds),))], {}).prompt.messages[0].parts

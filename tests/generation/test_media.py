@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
@@ -123,7 +123,7 @@ TURNED = prompt_plan(FINGERPRINT, 3, (Modality.VIDEO, Grid(2, 3, 2)), 2, IMAGE, 
 
 def brought(plan: PromptPlan) -> PromptPlan:
     """The same plan if the prompt had brought the embeddings of its first item."""
-    first = replace(plan.media[0], frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    first = replace(plan.media[0], frames=FrameShape(), timestamps_s=())
     return replace(plan, media=(first, *plan.media[1:]))
 
 

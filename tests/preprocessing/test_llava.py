@@ -111,7 +111,7 @@ def test_a_picture_is_sent_as_the_image_processor_makes_it(
     (sent,) = media.slices()
     planned.files.close()
     expected = pixels_of(kind, folder, data)
-    assert sent.pixels[0].shape == expected.shape == (item.frame_height_px, item.frame_width_px, 3)
+    assert sent.pixels[0].shape == expected.shape == (*item.frames.size_px, 3)
     apart = np.abs(sent.pixels[0].astype(int) - expected)
     assert apart.max() <= (0 if (height, width) == expected.shape[:2] else ROUNDING)
 

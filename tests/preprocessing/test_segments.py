@@ -57,7 +57,7 @@ async def queue() -> AsyncIterator[JobQueue]:
 
 def planned(data: bytes, step: int = 2) -> PlannedVideo:
     source = bytes_source("video", data)
-    return PlannedVideo(source, read_packets(source), tuple(range(0, FRAMES, step)), 2, HEIGHT_PX, WIDTH_PX)
+    return PlannedVideo(source, read_packets(source), tuple(range(0, FRAMES, step)), 2, (HEIGHT_PX, WIDTH_PX))
 
 
 async def segmented(queue: JobQueue, video: PlannedVideo) -> list[Slice]:
@@ -103,7 +103,7 @@ async def test_damage_of_all_segments_counts_together(queue: JobQueue) -> None:
 async def test_a_segment_gives_way_to_a_job_that_waits(queue: JobQueue, jobs: list[tuple[int, int, int]]) -> None:
     """Neither segment is read meanwhile: both may be made whole, since there is room for them."""
     video = planned(clip(2000, 25, "matroska", "mpeg4", {"g": str(GOP), "bf": "0"}), step=1)
-    video = PlannedVideo(video.source, video.index, tuple(range(2000)), 2, 480, 640)
+    video = PlannedVideo(video.source, video.index, tuple(range(2000)), 2, (480, 640))
     queue.inflight.size_bytes = 2**30
     async with slices_of(queue, VideoSlices(video)) as slices, aclosing(slices):
         await anext(slices)

@@ -256,8 +256,9 @@ def _remedy(plan: MediaPlan) -> str:
     """Which request fields make the item smaller, and their effect so far."""
     if plan.brings_embeds:
         return f"send fewer tokens than the {plan.grid} of embeds.grid"
-    pixels = f"max_pixels (now {plan.frame_height_px}×{plan.frame_width_px} a frame)"
+    height, width = plan.frames.size_px
+    pixels = f"max_pixels (now {height}×{width} a frame)"
     if plan.modality is Modality.IMAGE:
         return "send a smaller picture" if plan.fixed_tokens else f"lower {pixels}"
-    frames = f"lower fps or max_frames (now {plan.frames} frames)"
+    frames = f"lower fps or max_frames (now {plan.frames.count} frames)"
     return frames if plan.fixed_tokens else f"{frames}, or {pixels}"

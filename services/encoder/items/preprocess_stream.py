@@ -66,8 +66,8 @@ class PlanCheck:
         for index, item in enumerate(plan.media):
             if brought.get(index) != (item.grid if item.brings_embeds else None):
                 raise PeerContract(
-                    f"media {index} is planned with {item.frames} frames and the grid {item.grid}, the prompt brings "
-                    f"{brought.get(index, 'pixels')}"
+                    f"media {index} is planned with {item.frames.count} frames and the grid {item.grid}, the prompt "
+                    f"brings {brought.get(index, 'pixels')}"
                 )
             if not item.brings_embeds:
                 self._check_frames(item)
@@ -79,13 +79,13 @@ class PlanCheck:
             except ValueError as error:
                 raise PeerContract(f"the frames of an {item.modality.value} do not make its grid: {error}") from error
             return
-        if (item.grid.h, item.grid.w) != self.patches.grid(item.frame_height_px, item.frame_width_px):
-            raise PeerContract(
-                f"frames of {item.frame_height_px}×{item.frame_width_px} pixels do not make the grid {item.grid}"
-            )
-        slices = 1 if item.modality is Modality.IMAGE else -(-item.frames // self.patches.temporal_patch)
-        if slices != item.grid.t or item.group_frames or (item.modality is Modality.IMAGE and item.frames != 1):
-            raise PeerContract(f"{item.frames} frames of an {item.modality.value} do not make the grid {item.grid}")
+        if (item.grid.h, item.grid.w) != self.patches.grid(*item.frames.size_px):
+            height, width = item.frames.size_px
+            raise PeerContract(f"frames of {height}×{width} pixels do not make the grid {item.grid}")
+        frames, is_image = item.frames, item.modality is Modality.IMAGE
+        slices = 1 if is_image else -(-frames.count // self.patches.temporal_patch)
+        if slices != item.grid.t or frames.group_frames or (is_image and frames.count != 1):
+            raise PeerContract(f"{frames.count} frames of an {item.modality.value} do not make the grid {item.grid}")
 
 
 class PreprocessStream:
@@ -244,7 +244,7 @@ class PreprocessStream:
             if not self._selected:
                 raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
             media_index, item = self._selected[0]
-            for start in range(0, item.frames, item.slice_frames):
+            for start in range(0, item.frames.count, item.slice_frames):
                 chunk = first if start == 0 else await self._read_frames()
                 yield await self._read_slice(media_index, item, start, chunk)
             self._selected.pop(0)
@@ -254,14 +254,14 @@ class PreprocessStream:
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first piece."""
-        frames = min(item.slice_frames, item.frames - start)
-        shape = (frames, *item.frame_px(start), 3)
+        frames = min(item.slice_frames, item.frames.count - start)
+        shape = (frames, *item.frames.frame_px(start), 3)
         buffer: TensorBuffer | None = None
         repaired = decoded_ns = resized_ns = 0
         while buffer is None or not buffer.complete:
             if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
                 came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
-                raise PeerContract(f"expected frame {start} of {item.frames} of media {media_index}, got {came}")
+                raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")
             if buffer is None:
                 take = self._receiver.take if self._receiver else None
                 buffer = buffer_for(chunk.chunk, [DType.UINT8], shape, take)

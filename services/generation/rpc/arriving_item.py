@@ -98,9 +98,9 @@ class ArrivingItem:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None:
             self._kept = self._checked_kept(message)
-            if not 0 <= message.repaired_frames <= self._plan.frames:
+            if not 0 <= message.repaired_frames <= self._plan.frames.count:
                 raise PeerContract(
-                    f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames}, "
+                    f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames.count}, "
                     f"got {message.repaired_frames}"
                 )
             self._repaired_frames = message.repaired_frames

@@ -242,7 +242,7 @@ def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) 
     for (name, modality, media), item in zip(asked, plan.media, strict=True):
         source = media.WhichOneof("source")
         if item.brings_embeds != (source == "embeds"):
-            raise PeerContract(f"the source of {name} is {source}, the plan has {item.frames} frames for it")
+            raise PeerContract(f"the source of {name} is {source}, the plan has {item.frames.count} frames for it")
         planned = (item.modality, grid_message(item.grid))
         if item.brings_embeds and planned != (modality, media.embeds.grid):
             raise PeerContract(

@@ -102,8 +102,8 @@ def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Se
             modality=modality_message(item.modality),
             grid=grid_message(item.grid),
             kept_tokens=kept,
-            missing_frames=item.missing_frames,
-            dropped_frames=item.dropped_frames,
+            missing_frames=item.file.missing_frames,
+            dropped_frames=item.file.dropped_frames,
             # EVS ranks slice 0 first, so if exactly one slice's tokens are kept, they are those of slice 0.
             first_slice_only=item.modality is Modality.VIDEO
             and pruning.method == EVS

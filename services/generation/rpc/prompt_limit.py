@@ -85,7 +85,7 @@ def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str:
     if pixels := _max_pixels(media, limits):
         ways.append(f"max_pixels={pixels}")
     if fps := _fps(media, limits):
-        present = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+        present = max((math.prod(item.frames.size_px) for item in sized), default=0)
         ways.append(f"fps={fps} and max_pixels={present}" if present else f"fps={fps}")
     return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
 
@@ -113,7 +113,7 @@ def _max_pixels(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> int | No
     # A frame never has less than one token.
     sized = [item for item in media if not item.fixed_tokens]
     least = max((_token_px(item) for item in sized), default=1)
-    most = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+    most = max((math.prod(item.frames.size_px) for item in sized), default=0)
     return _largest(least, most, fit)
 
 
@@ -125,7 +125,7 @@ def _slice_tokens(item: MediaPlan, pixels: int) -> int:
 
 def _token_px(item: MediaPlan) -> int:
     """Pixels of a frame per token, rounded down; 0 without frames."""
-    return item.frame_height_px * item.frame_width_px // item.grid.slice_tokens
+    return math.prod(item.frames.size_px) // item.grid.slice_tokens
 
 
 def _fps(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> float | None:
@@ -151,7 +151,7 @@ def _slices(item: MediaPlan, hundredths: int) -> int:
 
 def _frames_per_slice(item: MediaPlan) -> int:
     """Groups of frames get smaller with fewer frames, at least to one each."""
-    return 1 if item.group_frames else item.slice_frames
+    return 1 if item.frames.group_frames else item.slice_frames
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
 from framesieve.services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors, check_untiled
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -94,7 +94,7 @@ class InternVL:
         )
         views = (*tiles, None) if len(tiles) > 1 else (None,)
         grid = Grid(1, tokens, tokens) if len(views) == 1 else Grid(1, 1, len(views) * tokens**2)
-        return ImageLayout(side, side, views, grid, (self.start, LinearSpan(grid.tokens), self.end))
+        return ImageLayout(FrameShape(len(views), (side, side)), views, grid, self.expansion(grid, None))
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """The size of every frame. Raises InvalidRequest for fewer pixels than it has."""

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
 from framesieve.services.preprocessing.families.tiles import (
     background_of,
     check_aspect,
@@ -159,7 +159,9 @@ class Llava:
         if wish.max_pixels is not None and self.sent_px is None:
             size = shrink_to(*size, self.token_px, wish.max_pixels)
         grid = self.grid(1, *size, Modality.IMAGE)
-        return ImageLayout(*size, (self._view(height_px, width_px, size),), grid, self.expansion(grid, None))
+        return ImageLayout(
+            FrameShape(1, size), (self._view(height_px, width_px, size),), grid, self.expansion(grid, None)
+        )
 
     def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         raise NotImplementedError

@@ -21,7 +21,7 @@ from typing import ClassVar
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint, field_of
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
 from framesieve.services.preprocessing.families.tiles import (
     background_of,
     check_aspect,
@@ -105,7 +105,8 @@ class LlavaOnevision:
         side, tokens = self.anyres.tile_px, self.anyres.tile_tokens
         squared = None if height_px == width_px else self.background
         grid = Grid(1, tokens, tokens)
-        return ImageLayout(side, side, (View(side, side, squared=squared),), grid, self.expansion(grid, None))
+        view = View(side, side, squared=squared)
+        return ImageLayout(FrameShape(1, (side, side)), (view,), grid, self.expansion(grid, None))
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """The size of every frame. Raises InvalidRequest for fewer pixels than it has."""

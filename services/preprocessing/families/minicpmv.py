@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
 from framesieve.common.minicpmv import queries_of, version_of
 from framesieve.services.preprocessing.families.tiles import check_aspect
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
@@ -150,18 +150,18 @@ class MiniCPMV:
         columns, rows = self._slices(height_px, width_px)
         source = self._sides(height_px, width_px, grows=columns * rows == 1)
         if columns * rows == 1:
-            return ImageLayout(*source, (None,), Grid(1, 1, self.queries), tuple(self._picture(index)))
+            return ImageLayout(FrameShape(1, source), (None,), Grid(1, 1, self.queries), tuple(self._picture(index)))
         height, width = _refined(height_px, rows), _refined(width_px, columns)
         tile = self._sides(height / rows, width / columns, grows=True)
-        views = (
+        tiles = (
             View(rows * tile[0], columns * tile[1], row * tile[0], column * tile[1])
             for row in range(rows)
             for column in range(columns)
         )
         expansion = (*self._picture(index), *self._rows(columns, rows))
         grid = Grid(1, 1 + columns * rows, self.queries)
-        tile_px = tile if tile != source else None
-        return ImageLayout(*source, (None, *views), grid, expansion, tile_px, tile_columns=columns)
+        frames = FrameShape(grid.h, source, tile if tile != source else None, tile_columns=columns)
+        return ImageLayout(frames, (None, *tiles), grid, expansion)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
         """As of an image without slices."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
 from framesieve.services.preprocessing.families.tiles import check_untiled
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.video.resize import PixelBudget, View, shrink_to, smart_resize
@@ -110,7 +110,7 @@ class QwenVL:
         if wish.max_pixels is not None:
             size = shrink_to(*size, self.token_px, wish.max_pixels)
         grid = self.grid(1, *size, Modality.IMAGE)
-        return ImageLayout(*size, (None,), grid, self.expansion(grid, None))
+        return ImageLayout(FrameShape(1, size), (None,), grid, self.expansion(grid, None))
 
     def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
         """Everything is sent."""

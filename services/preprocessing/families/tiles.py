@@ -9,7 +9,7 @@ from typing import Any
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
 from framesieve.services.preprocessing.prompt.layout import ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import MAX_ASPECT_RATIO, View
@@ -32,7 +32,8 @@ def tiled(anyres: AnyRes, newline: int, height_px: int, width_px: int) -> ImageL
     row_of_tokens = (LinearSpan(columns), newline)
     grid = Grid(1, 1, whole + rows * columns)
     expansion = (LinearSpan(whole), *row_of_tokens * rows)
-    return ImageLayout(side, side, (None, *views), grid, expansion, tile_columns=tiles.columns)
+    frames = FrameShape(1 + tiles.rows * tiles.columns, (side, side), tile_columns=tiles.columns)
+    return ImageLayout(frames, (None, *views), grid, expansion)
 
 
 def evenly(total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.completeness import MAX_MISSING
@@ -39,7 +40,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 _INT64 = 2**62
 _MAX_RATES = 3
-_MAX_SIDE_PX = 2**17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +176,7 @@ class VideoSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return self.video.slice_frames * self.video.height_px * self.video.width_px * 3
+        return 3 * self.video.slice_frames * math.prod(self.video.size_px)
 
     @property
     def frames(self) -> int:
@@ -204,13 +204,13 @@ class VideoSlices:
             "again": following - begin,
             "slice_frames": video.slice_frames,
         }
-        return Order(name, facts | sent | _sent_facts(video, [video.view]), np.concatenate([places, numbers]))
+        return Order(name, facts | sent | _sent_facts(video.size_px, [video.view]), np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
         video = self.video
         first = (self.begin + number) * video.slice_frames
         frames = min(video.slice_frames, len(video.places) - first)
-        made = _slice(first, (frames, video.height_px, video.width_px, 3), facts, data, memory)
+        made = _slice(first, (frames, *video.size_px, 3), facts, data, memory)
         self._repaired.append(made.repaired_frames)
         return made
 
@@ -228,7 +228,7 @@ class PictureSlices:
 
     @property
     def pieces(self) -> int:
-        return len(self.picture.views)
+        return self.picture.frames.count
 
     @property
     def frames(self) -> int:
@@ -236,26 +236,31 @@ class PictureSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return 3 * max(math.prod(self.picture.frame_px(number)) for number in (0, 1))
+        return 3 * max(math.prod(self.picture.frames.frame_px(number)) for number in (0, 1))
 
     def order(self, done: int) -> Order:
-        picture, header = self.picture.after(done), self.picture.picture
-        facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
-        return Order("picture_slices", facts | _sent_facts(picture, picture.views) | {"tile_px": picture.tile_px or ()})
+        header, frames = self.picture.picture, self.picture.frames
+        facts = {
+            "height_px": header.height_px,
+            "width_px": header.width_px,
+            "orientation": header.orientation,
+            "tile_px": frames.tile_px or (),
+            "first": done,
+        }
+        return Order("picture_slices", facts | _sent_facts(frames.size_px, self.picture.views))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
-        return _slice(number, (1, *self.picture.frame_px(number), 3), facts, data, memory)
+        return _slice(number, (1, *self.picture.frames.frame_px(number), 3), facts, data, memory)
 
 
-def _sent_facts(media: PlannedVideo | PlannedPicture, views: Sequence[View | None]) -> dict[str, Any]:
-    shown = [view and asdict(view) for view in views]
-    return {"sent_height_px": media.height_px, "sent_width_px": media.width_px, "views": shown}
+def _sent_facts(size_px: SizePx, views: Sequence[View | None]) -> dict[str, Any]:
+    return {"size_px": size_px, "views": [view and asdict(view) for view in views]}
 
 
-def sent_of(facts: Facts) -> tuple[int, int, tuple[View | None, ...]]:
+def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...]]:
     """Height and width of the frames that are sent, and what they show, from the fields of an order."""
-    height, width = (facts.integer(f"sent_{name}", 1, _MAX_SIDE_PX) for name in ("height_px", "width_px"))
-    return height, width, tuple(None if view is None else _view(**view) for view in facts.values["views"])
+    height, width = facts.integers("size_px", 2, 1, MAX_FRAME_SIDE_PX)
+    return (height, width), tuple(None if view is None else _view(**view) for view in facts.values["views"])
 
 
 def _view(squared: Sequence[int] | None, **places: int) -> View:
