@@ -21,7 +21,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
 from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
 from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 GRID = Grid(8, 10, 10)
@@ -132,6 +132,6 @@ def question(checkpoint: Checkpoint, rate: float, seed: int) -> Question:
         content_hash=random.bytes(32),
     )
     plan = PromptPlan(ids.astype(np.int32), positions_of(spans), (media,), 0, bytes(32))
-    count = retained_count(GRID, Pruning(rate))
+    count = num_kept(GRID, Pruning(rate))
     kept = np.sort(random.choice(GRID.tokens, count, replace=False)).astype(np.int32) if rate else None
     return Question(plan, kept, torch.from_numpy(random.normal(0, 0.05, (1, count, hidden)).astype(np.float32)))

@@ -195,11 +195,11 @@ def make_request(
 ) -> Asked:
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
-    kept_counts, keys = [item.kept_count for item in items], [key_of(item) for item in items]
+    num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
     request = Request(
         name,
         make_plan(parts),
-        kept_counts,
+        num_kept,
         keys,
         params,
         WholeWords(params.stop),

@@ -40,8 +40,8 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     for name, item in named:
         _check_pictures(name, item)
         for field, sizes in (("data_bytes", [item.data_bytes]), ("frames.sizes_bytes", item.frames.sizes_bytes)):
-            if (least := min(sizes, default=0)) < 0:
-                raise InvalidRequest(f"{name}.{field} must be at least 1, got {least}")
+            if (min_bytes := min(sizes, default=0)) < 0:
+                raise InvalidRequest(f"{name}.{field} must be at least 1, got {min_bytes}")
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     check_tools(prompt)
     texts = [part.text for message in prompt.messages for part in message.parts]

@@ -54,7 +54,7 @@ def method_of(pruning: Pruning, modality: Modality) -> str:
     return pruning.method if modality is Modality.VIDEO and pruning.rate else NONE
 
 
-def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
+def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
     """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image.
 
     The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps

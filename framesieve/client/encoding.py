@@ -25,7 +25,7 @@ from framesieve.client.prompt import Embeds, PartLike, user_turn
 from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
@@ -169,7 +169,7 @@ def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk]
 def _kept(first: encoder_pb2.EmbedsChunk, item: MediaPlan, pruning: Pruning) -> Int32Array:
     """The kept indices in the item's first chunk; without the field, all tokens are kept."""
     kept = int32_array(first.kept) if first.HasField("kept") else np.arange(item.grid.tokens, dtype=np.int32)
-    expected = retained_count(item.grid, pruning, item.modality)
+    expected = num_kept(item.grid, pruning, item.modality)
     if kept.shape != (expected,) or (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= item.grid.tokens:
         raise PeerContract(
             f"the encoder kept {kept.size} tokens, expected {expected} strictly increasing indices "

@@ -153,9 +153,9 @@ TILED = {
 def test_tiles_of_an_image_become_one_picture_as_in_transformers(
     checkpoints: Callable[[str], Path], name: str, height: int, width: int
 ) -> None:
-    folder, (model_class, side_px, side, _, most_tiles) = checkpoints(name), TILED[name]
+    folder, (model_class, side_px, side, _, max_tiles) = checkpoints(name), TILED[name]
     tower = load_tower(Checkpoint(folder), "float32", CPU)
-    tiles = AnyRes.of(Checkpoint(folder).config, most_tiles).tiles(height, width)
+    tiles = AnyRes.of(Checkpoint(folder).config, max_tiles).tiles(height, width)
     count = 1 + tiles.rows * tiles.columns
     random = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8, generator=random)
@@ -171,9 +171,9 @@ def test_tiles_of_an_image_become_one_picture_as_in_transformers(
 
 @pytest.mark.parametrize("name", TILED)
 async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Callable[[str], Path], name: str) -> None:
-    (_, side_px, side, _, most_tiles), folder = TILED[name], checkpoints(name)
+    (_, side_px, side, _, max_tiles), folder = TILED[name], checkpoints(name)
     tower, forwards = load_tower(Checkpoint(folder), "float32", CPU), list[int]()
-    tiles = AnyRes.of(Checkpoint(folder).config, most_tiles).tiles(380, 400)
+    tiles = AnyRes.of(Checkpoint(folder).config, max_tiles).tiles(380, 400)
     count, tokens = 1 + tiles.rows * tiles.columns, side**2 + math.prod(tiles.shrunk)
     frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8)
     plan = plan_of_image(frames, 380, 400, tokens)

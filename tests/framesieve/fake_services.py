@@ -103,7 +103,7 @@ class FakeServices(
         video = generation_pb2.MediaUsage(
             modality=prompt_pb2.MODALITY_VIDEO,
             grid=prompt_pb2.Grid(t=2, h=2, w=2),
-            kept_tokens=4,
+            num_kept=4,
             repaired_frames=3,
             first_slice_only=True,
         )

@@ -69,7 +69,7 @@ async def test_items_arrive_in_the_models_dtype_and_the_session_holds_their_byte
     async with client_of(tmp_path, encoder, model=model) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
-            assert (session.plan.media, session.kept_counts, room.held_bytes) == (PLAN.media, (6, 4), 0)
+            assert (session.plan.media, session.num_kept, room.held_bytes) == (PLAN.media, (6, 4), 0)
             received = await receive_all(session, clock)
             assert room.held_bytes == SIZE_BYTES // 2
         assert room.held_bytes == 0

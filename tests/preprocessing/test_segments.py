@@ -29,7 +29,7 @@ KEYFRAMES = clip(FRAMES, 25, "matroska", "mjpeg")
 
 @pytest.fixture(autouse=True)
 def short_videos_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_LEAST_PX", 0)
+    monkeypatch.setattr(segments, "_MIN_PX", 0)
 
 
 @pytest.fixture
@@ -124,6 +124,6 @@ async def test_a_busy_pool_and_a_short_video_are_not_split(
         await anext(pieces)
         queue.inflight.size_bytes = 1  # keeps its worker until the second piece is read
         await segmented(queue, video)
-    monkeypatch.setattr(segments, "_LEAST_PX", 2**28)
+    monkeypatch.setattr(segments, "_MIN_PX", 2**28)
     await segmented(queue, video)
     assert jobs == [(0, 30, 0), (0, 30, 0)]

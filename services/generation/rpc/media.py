@@ -22,7 +22,7 @@ from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unava
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.common.contract.wire import grid_message, named_media, prunings_of
 from framesieve.common.handover import Receiver
 from framesieve.common.serving.retries import Retries
@@ -113,7 +113,7 @@ class MediaClient:
 class MediaSession:
     """Plan and media of one request.
 
-    prunings, kept_counts, media_keys: one for each item of the plan; the keys look up encoded media in the cache.
+    prunings, num_kept, media_keys: one for each item of the plan; the keys look up encoded media in the cache.
     Raises PromptTooLong if the embeddings of all items together exceed the whole buffer.
     """
 
@@ -128,19 +128,19 @@ class MediaSession:
     ) -> None:
         self.plan = plan
         self.prunings = prunings
-        self.kept_counts = tuple(
-            retained_count(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
+        self.num_kept = tuple(
+            num_kept(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
         )
         self.media_keys = tuple(
             encoded_media_key(item, how, count, plan.fingerprint)
-            for item, how, count in zip(plan.media, prunings, self.kept_counts, strict=True)
+            for item, how, count in zip(plan.media, prunings, self.num_kept, strict=True)
         )
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
-        size_bytes = sum(self.kept_counts) * self._row_bytes
+        size_bytes = sum(self.num_kept) * self._row_bytes
         if size_bytes > media_buffer.size_bytes:
             fits = advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)])
             raise PromptTooLong(
-                f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
+                f"the prompt's {len(plan.media)} media keep {sum(self.num_kept)} tokens, whose embeddings take "
                 f"{size_bytes} bytes; --media-buffer-bytes holds {media_buffer.size_bytes}{fits}"
             )
         self._upstream = upstream
@@ -158,7 +158,7 @@ class MediaSession:
         The session holds the bytes. The progress of an item restarts if its encoder was lost.
         Raises PeerContract for messages that contradict the plan, and upstream errors.
         """
-        size_bytes = sum(self.kept_counts[index] for index in wanted) * self._row_bytes
+        size_bytes = sum(self.num_kept[index] for index in wanted) * self._row_bytes
         await self._held.enter_async_context(self._media_buffer.reserved(size_bytes))
         self._upstream.select(wanted)
         arriving = self._arriving(wanted)
@@ -190,7 +190,7 @@ class MediaSession:
 
     def _arriving(self, wanted: Sequence[int]) -> dict[int, ArrivingItem]:
         return {
-            index: ArrivingItem(index, self.plan.media[index], self.kept_counts[index], self._model) for index in wanted
+            index: ArrivingItem(index, self.plan.media[index], self.num_kept[index], self._model) for index in wanted
         }
 
     def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from framesieve.common.contract.errors import PromptTooLong
 from framesieve.common.contract.plan import Grid, MediaPlan, PromptPlan
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4
@@ -30,18 +30,18 @@ class PromptLimit:
     context_tokens: int | None = None
 
     def answer_tokens(
-        self, plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int], max_new_tokens: int | None
+        self, plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Sequence[int], max_new_tokens: int | None
     ) -> int:
         """The maximum number of tokens of the answer, at least 1.
 
-        prunings, kept_counts: one for each item. max_new_tokens: of the request; None if it sets none.
+        prunings, num_kept: one for each item. max_new_tokens: of the request; None if it sets none.
         Raises PromptTooLong if prompt and answer do not fit, with a frame_sampling that would fit.
         """
         answer = max_new_tokens or 1
         # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
         between = sum(_between(item, item.grid.t) for item in plan.media)
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
-        prompt = text + between + sum(kept_counts)
+        prompt = text + between + sum(num_kept)
         spare = self.tokens - prompt
         if self.context_tokens is not None:
             spare = min(spare, self.context_tokens - plan.tokens)
@@ -92,7 +92,7 @@ def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str:
 
 def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -> int:
     """Prompt tokens of an item after pruning, if it had `slices` slices of `slice_tokens` tokens."""
-    return retained_count(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
+    return num_kept(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
 
 
 def _between(item: MediaPlan, slices: int) -> int:

@@ -128,12 +128,12 @@ class InternVL:
 
     def _tiles(self, height_px: int, width_px: int) -> tuple[int, int]:
         """Columns and rows nearest to the picture's shape; of several as near, the most of which it fills half."""
-        least, most = self.tiles
+        min_tiles, max_tiles = self.tiles
         shapes = [
             (columns, rows)
-            for columns in range(1, most + 1)
-            for rows in range(1, most + 1)
-            if least <= columns * rows <= most
+            for columns in range(1, max_tiles + 1)
+            for rows in range(1, max_tiles + 1)
+            if min_tiles <= columns * rows <= max_tiles
         ]
         best, best_apart = (1, 1), float("inf")
         for columns, rows in sorted(shapes, key=lambda shape: shape[0] * shape[1]):

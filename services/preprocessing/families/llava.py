@@ -140,10 +140,10 @@ class Llava:
         MediaRejected for an aspect ratio above 200."""
         check_aspect(height_px, width_px)
         if self.sent_px is not None:
-            least = self.sent_px[0] * self.sent_px[1]
-            if wish.max_pixels is not None and wish.max_pixels < least:
+            min_px = self.sent_px[0] * self.sent_px[1]
+            if wish.max_pixels is not None and wish.max_pixels < min_px:
                 raise InvalidRequest(
-                    f"frame_sampling.max_pixels must be at least {least}, which this model's images always have, got "
+                    f"frame_sampling.max_pixels must be at least {min_px}, which this model's images always have, got "
                     f"{wish.max_pixels}"
                 )
             return self.sent_px

@@ -35,7 +35,7 @@ from framesieve.services.preprocessing.video.timing import TimeBase
 # Of media in the rendered conversation: control tokens that no expansion holds.
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}
 # 4.5 samples so many frames a second, of a longer video in so many groups of so many frames.
-_FPS, _MOST_GROUPS, _MOST_IN_GROUP = 3, 180, 3
+_FPS, _MAX_GROUPS, _MAX_IN_GROUP = 3, 180, 3
 # What the published `chat` of 4.5 passes to the template by default.
 _WITHOUT_THINKING = {"enable_thinking": False}
 
@@ -46,21 +46,21 @@ def group_frames(frames: int, length_s: Fraction) -> int:
     Of other numbers of frames, as many as 180 groups need.
     """
     group = 1
-    if _FPS * int(length_s) > _MOST_GROUPS:
-        group = min(math.ceil(length_s * _FPS / _MOST_GROUPS), _MOST_IN_GROUP)
-    as_published = frames == min(round(length_s * _FPS), _MOST_GROUPS * _MOST_IN_GROUP)
-    return group if as_published else -(-frames // _MOST_GROUPS)
+    if _FPS * int(length_s) > _MAX_GROUPS:
+        group = min(math.ceil(length_s * _FPS / _MAX_GROUPS), _MAX_IN_GROUP)
+    as_published = frames == min(round(length_s * _FPS), _MAX_GROUPS * _MAX_IN_GROUP)
+    return group if as_published else -(-frames // _MAX_GROUPS)
 
 
 _ONE_BY_ONE = FrameBounds(fps=1.0, min_frames=1, max_frames=64, temporal_patch=1)
-_IN_GROUPS = FrameBounds(_FPS, 1, _MOST_GROUPS * _MOST_IN_GROUP, temporal_patch=1, group_frames=group_frames)
+_IN_GROUPS = FrameBounds(_FPS, 1, _MAX_GROUPS * _MAX_IN_GROUP, temporal_patch=1, group_frames=group_frames)
 
 
 @dataclass(frozen=True, slots=True)
 class MiniCPMV:
     """The settings of one checkpoint.
 
-    queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. most_slices: of an
+    queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. max_slices: of an
     image. numbers_images: whether each has its number before it. wraps_slices: all slices are between one pair of
     markers, each as a picture of its own (2.5). names: of the markers.
     """
@@ -68,7 +68,7 @@ class MiniCPMV:
     token_px: int
     queries: int
     scale_px: int
-    most_slices: int
+    max_slices: int
     numbers_images: bool
     wraps_slices: bool
     frame_bounds: FrameBounds
@@ -108,7 +108,7 @@ class MiniCPMV:
             token_px=int(slices.get("patch_size", 14)),
             queries=queries,
             scale_px=int(slices.get("scale_resolution", 448)),
-            most_slices=int(slices.get("max_slice_nums", 9))
+            max_slices=int(slices.get("max_slice_nums", 9))
             if slices.get("slice_mode", config.get("slice_mode", True))
             else 1,
             numbers_images=takes_videos and bool(image.get("use_image_id", config.get("use_image_id", True))),
@@ -188,9 +188,9 @@ class MiniCPMV:
         """As of pixels: a row of queries for each picture. Raises InvalidRequest for other grids and slices."""
         self._check_queries(grid)
         slices = grid.h - 1
-        if slices > self.most_slices:
+        if slices > self.max_slices:
             raise InvalidRequest(
-                f"embeds.grid.h must be at most {1 + self.most_slices}, the source picture and its slices, got {grid.h}"
+                f"embeds.grid.h must be at most {1 + self.max_slices}, the source picture and its slices, got {grid.h}"
             )
         if not slices and tile_columns:
             raise InvalidRequest(f"embeds.tile_columns of an image without slices must be 0, got {tile_columns}")
@@ -227,12 +227,12 @@ class MiniCPMV:
 
     def _slices(self, height_px: int, width_px: int) -> tuple[int, int]:
         """Columns and rows: of about as many slices as its pixels need, the grid whose shape is nearest to its own."""
-        wanted = min(math.ceil(width_px * height_px / self.scale_px**2), self.most_slices)
+        wanted = min(math.ceil(width_px * height_px / self.scale_px**2), self.max_slices)
         if wanted <= 1:
             return 1, 1
         shape, best, best_error = math.log(width_px / height_px), (1, 1), math.inf
         for count in (wanted - 1, wanted, wanted + 1):
-            if count == 1 or count > self.most_slices:
+            if count == 1 or count > self.max_slices:
                 continue
             for columns in range(1, count + 1):
                 error = abs(shape - math.log(columns / (count // columns)))

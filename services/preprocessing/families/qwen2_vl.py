@@ -51,9 +51,9 @@ class Qwen2VL(QwenVL):
         if bounds.num_frames is not None:
             frames = round(bounds.num_frames / patch) * patch
         else:
-            most = min(bounds.max_frames, total_frames) // patch * patch
+            max_frames = min(bounds.max_frames, total_frames) // patch * patch
             wanted = total_frames / float(average_rate) * bounds.fps
-            frames = math.floor(min(max(wanted, bounds.min_frames), most, total_frames) / patch) * patch
+            frames = math.floor(min(max(wanted, bounds.min_frames), max_frames, total_frames) / patch) * patch
         if frames == 0:
             return (0,)
         step = total_frames / frames

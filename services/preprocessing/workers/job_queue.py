@@ -36,7 +36,7 @@ Made: TypeAlias = asyncio.Queue[T | BaseException | None]
 _GRANTS = 2
 _REFUSALS = {each.reason: each for each in (InvalidRequest, MediaRejected, MediaDamaged)}
 # Each unread piece holds a descriptor and a mapping, however small it is.
-_LEAST_PIECE_BYTES = 2**20
+_MIN_PIECE_BYTES = 2**20
 
 
 class InFlightBudget:
@@ -51,7 +51,7 @@ class InFlightBudget:
     def share(self, piece_bytes: int) -> Share:
         """A new job's share of the budget. The job closes it."""
         self.shares += 1
-        return Share(self, max(piece_bytes, _LEAST_PIECE_BYTES))
+        return Share(self, max(piece_bytes, _MIN_PIECE_BYTES))
 
     async def changed(self) -> None:
         """Returns when bytes are released or `wake` is called."""

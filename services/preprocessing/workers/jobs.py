@@ -383,9 +383,9 @@ def _pairs(*fractions: Fraction) -> list[int]:
     return [part for each in fractions for part in (each.numerator, each.denominator)]
 
 
-def _fractions(facts: Facts, name: str, most: int) -> tuple[Fraction, ...]:
+def _fractions(facts: Facts, name: str, max_count: int) -> tuple[Fraction, ...]:
     """Fractions above 0, sent as pairs of integers: parsing text could build a number with a billion digits."""
-    parts = facts.integers(name, 2 * most, 1, _INT64)
+    parts = facts.integers(name, 2 * max_count, 1, _INT64)
     if len(parts) % 2:
         raise PeerContract(f"a worker's {name} must be pairs of integers")
     return tuple(Fraction(*parts[at : at + 2]) for at in range(0, len(parts), 2))

@@ -22,7 +22,7 @@ from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import Job, VideoSlices
 
 # Pixels between the first and the last selected frame. Less is not worth another worker: about a second of decoding.
-_LEAST_PX = 2**28
+_MIN_PX = 2**28
 
 
 @asynccontextmanager
@@ -74,7 +74,7 @@ def _segments(job: VideoSlices, workers: int) -> list[VideoSlices]:
         workers < 2
         or isinstance(index, PictureIndex)
         or index.pts is None
-        or frames * index.height_px * index.width_px < _LEAST_PX
+        or frames * index.height_px * index.width_px < _MIN_PX
     ):
         return [job]
     slices = job.end
