@@ -48,9 +48,10 @@ from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.common.channels import open_channel, upstream_errors
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.received import check_media, received_plan
 from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
 from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.common.contract.wire import add_chunk, buffer_for
 from framesieve.common.security.credentials import Credentials
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
@@ -170,16 +171,16 @@ async def _frames(
     first = preprocessing_pb2.PreprocessRequest()
     await asyncio.to_thread(add_messages, first.prompt, [Message("user", (media,))])
     select_all = preprocessing_pb2.PreprocessRequest(select=SELECT_ALL)
-    plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
     frames: list[NDArray[np.uint8]] = []
+    repaired = 0
     async with open_channel(address, credentials) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
-            async for response in responses(stub.Preprocess(metadata=credentials.metadata), first, select_all):
-                if plan is None:
-                    plan = _with_one_item(plans.add(response.plan))
-                    continue
+            answers = responses(stub.Preprocess(metadata=credentials.metadata), first, select_all)
+            plan, _ = await received_plan(lambda: anext(answers, None))
+            check_media(plan, first.prompt)
+            async for response in answers:
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
                 shape = (*piece.chunk.shape[:1], *item.frames.frame_px(len(frames)), 3)
@@ -188,15 +189,9 @@ async def _frames(
                 if buffer.complete:
                     frames.extend(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
                     buffer = None
-    if plan is None or len(frames) != plan.media[0].frames.count:
+    if len(frames) != plan.media[0].frames.count:
         raise PeerContract("preprocessing's stream ended before all frames were sent")
     return plan, frames, repaired
-
-
-def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:
-    if plan is not None and len(plan.media) != 1:
-        raise PeerContract(f"preprocessing planned {len(plan.media)} media for a prompt of one image or video")
-    return plan
 
 
 # --- output -----------------------------------------------------------------------------------------------------

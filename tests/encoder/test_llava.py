@@ -11,7 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from framesieve.common.anyres import AnyRes
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import PeerContract, StartupError
-from framesieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, Run
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
@@ -261,10 +260,8 @@ def test_a_plan_with_other_frames_or_another_grid_breaks_the_contract(
 ) -> None:
     tower = load_tower(Checkpoint(checkpoints("llava_onevision")), "float32", CPU)
     check = PlanCheck(tower.patches, 0, bytes(32), tower.arrange)
-    tokens = plan.grid.tokens
-    prompt = PromptPlan(np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32), (plan,), 0, bytes(32))
     with pytest.raises(PeerContract, match="do not make its grid"):
-        check.check(prompt, 1, {})
+        check.check_frames(plan)
 
 
 @pytest.mark.parametrize(

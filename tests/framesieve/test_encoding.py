@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -92,9 +92,9 @@ async def served(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN) -> Asy
         yield address, fake
 
 
-async def ask(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN) -> tuple[Encoded, ...]:
+async def ask(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN, rate: float = 0.0) -> tuple[Encoded, ...]:
     async with served(tmp_path, pieces, plan) as (address, _):
-        return await encode(address, MEDIA)
+        return await encode(address, MEDIA, Pruning(rate))
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
@@ -185,18 +185,33 @@ CLIP_CHUNKS = chunks(1, values(18, 1), None)
         (PHOTO_CHUNKS + CLIP_CHUNKS[:1], "after 720 of 1440 bytes of item 1"),
         (chunks(0, values(4, 0)[1:], None) + CLIP_CHUNKS, r"\[4, 4, 5\], got float32 \[3, 4, 5\]"),
         (chunks(0, values(4, 0), None, DType.INT32) + CLIP_CHUNKS, "expected bfloat16 or float16 or float32"),
-        (PHOTO_CHUNKS + chunks(1, values(17, 1), list(range(17))), "kept 17 tokens, expected 18 strictly increasing"),
-        (PHOTO_CHUNKS + chunks(1, values(18, 1), [0, *range(17)]), "strictly increasing"),
-        (PHOTO_CHUNKS + chunks(1, values(18, 1), list(range(1, 19))), "below 18"),
+        (PHOTO_CHUNKS + chunks(1, values(9, 1), list(range(9))), "if and only if tokens are dropped"),
     ],
-    ids=["no photo", "cut short", "levels", "integers", "fewer", "repeated", "out of range"],
+    ids=["no photo", "cut short", "levels", "integers", "pruned"],
 )
 async def test_an_encoder_that_breaks_the_contract_is_an_error(tmp_path: Path, pieces: Chunks, message: str) -> None:
     with pytest.raises(errors.PeerContract, match=message):
         await ask(tmp_path, pieces)
 
 
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (range(8), r"must keep 9 tokens, .* shape \[8\]"),
+        ([0, *range(8)], "increase strictly"),
+        (range(10, 19), "below 18"),
+    ],
+    ids=["fewer", "repeated", "out of range"],
+)
+async def test_an_encoder_that_keeps_other_tokens_is_an_error(
+    tmp_path: Path, kept: Sequence[int], message: str
+) -> None:
+    pieces = PHOTO_CHUNKS + chunks(1, values(len(kept), 1), list(kept))
+    with pytest.raises(errors.PeerContract, match=message):
+        await ask(tmp_path, pieces, rate=0.5)
+
+
 async def test_a_plan_of_other_media_is_rejected(tmp_path: Path) -> None:
     alone = dataclasses.replace(PLAN, media=(CLIP,))
-    with pytest.raises(errors.PeerContract, match="does not have 2 images and videos"):
+    with pytest.raises(errors.PeerContract, match="the prompt has 2 media, the plan 1"):
         await ask(tmp_path, PHOTO_CHUNKS + CLIP_CHUNKS, alone)

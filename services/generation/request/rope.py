@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan
+from framesieve.common.contract.retention import check_kept
 
 MAX_VOCABULARY = 2**31 - 1
 
@@ -98,8 +99,7 @@ class RopeState:
         item, count = self._plan.media[media_index], self._num_kept[media_index]
         if kept is None:
             kept = np.arange(item.grid.tokens, dtype=np.int32)
-        if kept.shape != (count,) or kept[0] < 0 or kept[-1] >= item.grid.tokens or (np.diff(kept) <= 0).any():
-            raise PeerContract(f"media item {media_index} of grid {item.grid} must keep {count} tokens in order")
+        check_kept(kept, item.grid, count)
         at = _full_indices(item)
         self._mask[at] = False
         self._mask[at[kept]] = True

@@ -21,9 +21,10 @@ from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.received import check_plan
 from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
 from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.common.contract.wire import grid_message, named_media, prunings_of
+from framesieve.common.contract.wire import prunings_of
 from framesieve.common.handover import Receiver
 from framesieve.common.serving.retries import Retries
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
@@ -80,7 +81,11 @@ class MediaClient:
         del files
         try:
             plan = await upstream.plan()
-            _check_plan(plan, prompt, self._model)
+            check_plan(plan, prompt, self._model.fingerprint, self._model.embed_levels)
+            if (largest := int(plan.input_ids.max())) >= self._model.vocab_size:
+                raise PeerContract(
+                    f"the plan holds token id {largest}, the model's vocabulary has {self._model.vocab_size} tokens"
+                )
             del prompt, pruning
             if upstream.fetched_ns is None:
                 clock.skip(Stage.FETCH)
@@ -228,27 +233,3 @@ def _selected(arriving: Mapping[int, ArrivingItem], index: int) -> ArrivingItem:
     if index not in arriving:
         raise PeerContract(f"the encoder sent item {index}, selected are {sorted(arriving)}")
     return arriving[index]
-
-
-def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) -> None:
-    if plan.fingerprint != model.fingerprint:
-        raise PeerContract(
-            f"the plan was made with checkpoint {plan.fingerprint.hex()[:12]}, this is {model.fingerprint.hex()[:12]}: "
-            f"all three services need the same --model"
-        )
-    asked = list(named_media(prompt))
-    if len(plan.media) != len(asked):
-        raise PeerContract(f"the prompt has {len(asked)} media, the plan {len(plan.media)}")
-    for (name, modality, media), item in zip(asked, plan.media, strict=True):
-        source = media.WhichOneof("source")
-        if item.brings_embeds != (source == "embeds"):
-            raise PeerContract(f"the source of {name} is {source}, the plan has {item.frames.count} frames for it")
-        planned = (item.modality, grid_message(item.grid))
-        if item.brings_embeds and planned != (modality, media.embeds.grid):
-            raise PeerContract(
-                f"the embeddings of {name} are not the {item.modality.value} of the grid {item.grid} that is planned"
-            )
-    if plan.embed_levels != model.embed_levels:
-        raise PeerContract(f"the plan has embed_levels {plan.embed_levels}, the model {model.embed_levels}")
-    if (largest := int(plan.input_ids.max())) >= model.vocab_size:
-        raise PeerContract(f"the plan holds token id {largest}, the model's vocabulary has {model.vocab_size} tokens")
