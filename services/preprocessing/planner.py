@@ -28,7 +28,7 @@ from framesieve.common.contract.plan import (
     PromptPlan,
 )
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
-from framesieve.services.preprocessing.families import Family, load_family
+from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.prompt.embeds import Embeds
 from framesieve.services.preprocessing.prompt.layout import Expansion, lay_out
 from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
@@ -108,11 +108,11 @@ class Planner:
     ) -> None:
         """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
         kept from one request to the next."""
-        self._family: Family = load_family(checkpoint)
+        self._family = load_family(checkpoint)
         self._tokens = ChatTokens(
             checkpoint,
             self._family.placeholders,
-            self._family.pads,
+            self._family.pad,
             self._family.joins_parts,
             self._family.template_options,
         )
@@ -251,7 +251,7 @@ class Planner:
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
         _check_side(height, width, (index.height_px, index.width_px))
         with _too_large():
-            grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
+            grid = self._family.video_grid(-(-frames // (group or 1)), height, width)
         return _Item(
             modality=Modality.VIDEO,
             planned=PlannedVideo(source, index, sampled.places, slice_frames, (height, width), view),

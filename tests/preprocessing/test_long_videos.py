@@ -83,7 +83,7 @@ def planned(tiny_checkpoint: Path, folder: Path) -> Iterator[Callable[..., Plann
             files.enter_context(prompt.files)
             (video,) = prompt.media
             assert isinstance(video, PlannedVideo)
-            return replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
+            return replace(video, size_px=(HEIGHT_PX, WIDTH_PX))
 
         yield plan
 

@@ -19,7 +19,7 @@ from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.families.qwen_vl import QwenVL
+from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from framesieve.services.preprocessing.prompt.layout import MediaTokens
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, ToolCall, Turn
@@ -30,7 +30,6 @@ from framesieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
 from tests.conftest import FAMILY_PARAMS
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-PLACEHOLDERS = QwenVL.placeholders
 # As MiniCPM-V 2.5: texts without blanks around them.
 TRIMS = (
     "{% set ends = '<|im_end|>' %}{% for turn in messages %}{{ '<|im_start|>' ~ turn['role'] }}\n\n"
@@ -247,7 +246,7 @@ def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
     """Our tokens of each family in turn, transformers' tokenizer, and the family's settings."""
     checkpoint = Checkpoint(checkpoints(request.param))
     family = load_family(checkpoint)
-    ours = ChatTokens(checkpoint, family.placeholders, family.pads, family.joins_parts, family.template_options)
+    ours = ChatTokens(checkpoint, family.placeholders, family.pad, family.joins_parts, family.template_options)
     return ours, PreTrainedTokenizerFast.from_pretrained(checkpoint.folder), family
 
 

@@ -19,13 +19,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError, Unavailable
 from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.families.qwen_vl import QwenVL
+from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
 from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
 from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
-PLACEHOLDERS = QwenVL.placeholders
 ONE, THREE = GridSpan(Grid(1, 1, 1), Fraction(0)), GridSpan(Grid(1, 1, 3), Fraction(0))
 
 

@@ -19,16 +19,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from framesieve.common.minicpmv import queries_of, version_of
-from framesieve.services.preprocessing.families.tiles import check_aspect
+from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.resize import View, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
@@ -56,30 +55,19 @@ _ONE_BY_ONE = FrameBounds(fps=1.0, min_frames=1, max_frames=64, temporal_patch=1
 _IN_GROUPS = FrameBounds(_FPS, 1, _MAX_GROUPS * _MAX_IN_GROUP, temporal_patch=1, group_frames=group_frames)
 
 
-@dataclass(frozen=True, slots=True)
-class MiniCPMV:
-    """The settings of one checkpoint.
-
-    queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. max_slices: of an
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniCPMV(Family):
+    """queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. max_slices: of an
     image. numbers_images: whether each has its number before it. wraps_slices: all slices are between one pair of
     markers, each as a picture of its own (2.5). names: of the markers.
     """
 
-    token_px: int
     queries: int
     scale_px: int
     max_slices: int
     numbers_images: bool
     wraps_slices: bool
-    frame_bounds: FrameBounds
     names: Mapping[str, str]
-    placeholders: Mapping[Modality, str]
-    template_options: Mapping[str, object]
-
-    embed_levels: ClassVar[int] = 0
-    joins_parts: ClassVar[str | None] = "\n"
-    # A picture of any size becomes as many tokens; fewer pixels make an image fewer slices.
-    fixed_tokens: ClassVar[bool] = True
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV:
@@ -115,13 +103,13 @@ class MiniCPMV:
             wraps_slices=not takes_videos,
             frame_bounds=_IN_GROUPS if version == "4.5" else _ONE_BY_ONE,
             names=names,
+            # A picture of any size becomes as many tokens; fewer pixels make an image fewer slices.
+            fixed_tokens=True,
+            joins_parts="\n",
+            pad=names["unk"],
             placeholders=_STAND_INS if takes_videos else {Modality.IMAGE: _STAND_INS[Modality.IMAGE]},
             template_options=_WITHOUT_THINKING if version == "4.5" else {},
         )
-
-    @property
-    def pads(self) -> Mapping[Modality, str]:
-        return dict.fromkeys(self.placeholders, self.names["unk"])
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """A frame of each so many; the middles of even shares where that would be too many, and in groups always.
@@ -163,16 +151,12 @@ class MiniCPMV:
         frames = FrameShape(grid.h, source, tile if tile != source else None, tile_columns=columns)
         return ImageLayout(frames, (None, *tiles), grid, expansion)
 
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """As of an image without slices."""
         check_aspect(height_px, width_px)
         return self._sides(height_px, width_px, grows=True)
 
-    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        """Frames are stretched by less than a patch."""
-        return None
-
-    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+    def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """The grid of a video: a row of queries for each frame, or group of frames."""
         return Grid(frames, 1, self.queries)
 

@@ -74,7 +74,7 @@ class Tool:
 class ChatTokens:
     """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
-    placeholders: the control token of a media item, by modality. pads: that of each of its tokens; None: the same.
+    placeholders: the control token of a media item, by modality. pad: that of each of its tokens; None: the same.
     joins_parts: what is between the parts of a message, for a template that takes text alone; None: it takes parts.
     options: variables of the template besides the messages and the tokenizer's special tokens.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
@@ -84,7 +84,7 @@ class ChatTokens:
         self,
         checkpoint: Checkpoint,
         placeholders: Mapping[Modality, str],
-        pads: Mapping[Modality, str] | None = None,
+        pad: str | None = None,
         joins_parts: str | None = None,
         options: Mapping[str, object] = {},
     ) -> None:
@@ -93,13 +93,13 @@ class ChatTokens:
         if not contents:
             raise StartupError(f"{path} does not exist")
         self._control = _control_tokens(contents, str(path))
-        pads = pads or placeholders
-        missing = [token for token in (*placeholders.values(), *pads.values()) if token not in self._control]
+        wanted = (*placeholders.values(), *([pad] if pad else []))
+        missing = [token for token in wanted if token not in self._control]
         if missing:
             raise StartupError(f"{path} has no token {', '.join(missing)}")
         self._joins_parts = joins_parts
         self._media = {token: modality for modality, token in placeholders.items()}
-        self._pad_ids = {token: self._control[pads[modality]] for token, modality in self._media.items()}
+        self._pad_ids = {token: self._control[pad or token] for token in self._media}
         plain = contents | {"added_tokens": [], "post_processor": None}
         self._plain_first = Tokenizer.from_str(json.dumps(plain))
         self._plain = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
