@@ -32,7 +32,7 @@ from framesieve.services.generation.sampling.detokenizer import Detokenizer, loa
 from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from framesieve.services.preprocessing.video.slices import PlannedMedia
 

@@ -1,7 +1,7 @@
 """Images of any resolution as tiles of one size, and which of the tiles' tokens remain.
 
     picture 600 × 300 ──▶ the resolution of `pinpoints` that wastes least, 768 × 768
-    ┌───┬───┐  resized to 768 × 384 and padded with black; four tiles of 384 × 384, behind one of the whole picture
+    ┌───┬───┐  resized to 768 × 384 and padded with black; four tiles of 384 × 384, after one of the whole picture
     │▓▓▓│▓▓▓│
     ├───┼───┤  54 × 54 tokens, of which the 27 rows that show the picture remain; more than `max_tiles` tiles of
     │   │   │  tokens are shrunk to these

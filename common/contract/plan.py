@@ -109,7 +109,7 @@ class FrameShape:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What is known of the file of an item.
+    """Facts about an item's file, which later stages report and the encoder's tiles need.
 
     missing_frames: frames that its container promises and that it does not hold.
     dropped_frames: frames that have the same time as another one, and are not shown.

@@ -1,6 +1,6 @@
-"""What a service or the client takes from upstream, checked: the plan that a call begins with, and the kept tokens.
+"""Checks of a call's answers: the plan that comes first, and the kept tokens of an item.
 
-Every receiver checks again what a peer sends, with these functions. Violations raise PeerContract.
+Services and the client call these functions for every plan and item that a peer sends. Violations raise PeerContract.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the requests of all three services have in common: limits of a prompt, and the selection of media items.
+"""The common parts of the three services' requests: limits of a prompt, and the selection of media items.
 
 Each service checks these limits before it iterates over a prompt. The values of single fields are checked where they
 are read.
@@ -153,7 +153,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
 
 
 def file_pieces(files: Iterable[bytes]) -> Iterator[bytes]:
-    """What the messages that bring detached files hold."""
+    """The contents of the messages that bring detached files."""
     for file in files:
         for _, piece in pieces(memoryview(file)):
             yield bytes(piece)

@@ -54,7 +54,6 @@ _MODALITY_TO_WIRE = {
     Modality.VIDEO: prompt_pb2.MODALITY_VIDEO,
 }
 _MODALITY_FROM_WIRE = {wire: modality for modality, wire in _MODALITY_TO_WIRE.items()}
-_MODALITY_OF_CONTENT = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 def dtype_of(wire: tensor_pb2.DType) -> DType:
@@ -150,13 +149,12 @@ def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
 
 
 def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
-    """The media of a prompt, in order: the name of the field, and what the field says that they are."""
+    """The media of a prompt, in order: the path of the field, the modality that the field declares, and the item."""
     for index, message in enumerate(prompt.messages):
         for place, part in enumerate(message.parts):
             kind = part.WhichOneof("content")
-            if kind in _MODALITY_OF_CONTENT:
-                name = f"prompt.messages[{index}].parts[{place}].{kind}"
-                yield name, _MODALITY_OF_CONTENT[kind], getattr(part, kind)
+            if kind in ("image", "video"):
+                yield f"prompt.messages[{index}].parts[{place}].{kind}", Modality(kind), getattr(part, kind)
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:

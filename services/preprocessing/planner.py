@@ -5,7 +5,6 @@ It runs on a thread and knows neither grpc nor protobuf nor metrics.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import time
@@ -26,12 +25,14 @@ from framesieve.common.contract.plan import (
     MediaPlan,
     Modality,
     PromptPlan,
+    tagged_digest,
 )
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.prompt.embeds import Embeds
 from framesieve.services.preprocessing.prompt.layout import Expansion, lay_out
-from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.sources.digests import Digests, digests
 from framesieve.services.preprocessing.sources.source import Source, bytes_source, path_source
 from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
@@ -46,6 +47,8 @@ from framesieve.services.preprocessing.video.resize import View, shrink_to
 from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from framesieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from framesieve.services.preprocessing.video.timing import TimeBase
+
+_MEDIA_DOMAIN, _PICTURES_DOMAIN = b"framesieve media v2", b"framesieve pictures v1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,8 +169,10 @@ class Planner:
         elif opened.picture is not None:
             make = partial(self._image, source, opened.picture, request, image_index, images)
         elif request.frames is not None:
-            source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
-            make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
+            ends = request.frames.ends
+            parts = source.digest, struct.pack(f"<{len(ends)}q", *ends)
+            source = replace(source, digest=tagged_digest(_PICTURES_DOMAIN, parts))
+            make = partial(self._pictures, source, readers.pictures(source, ends), request)
         else:
             make = partial(self._file, source, readers.packets(source), request.sampling)
         return _named(request, make)
@@ -178,16 +183,14 @@ class Planner:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
-            case str() | FileUrl():
-                source = self._file_below_root(request.name, request.location, check_cancelled)
+            case str() | FileUrl() as path:
+                path, field = (path.path, "url") if isinstance(path, FileUrl) else (path, "path")
+                root, limit = self._media_root, self._media_max_bytes
+                source = path_source(request.name, path, root, check_cancelled, limit, self._known, field)
             case _:
                 raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)
         return source
-
-    def _file_below_root(self, name: str, location: str | FileUrl, check_cancelled: Callable[[], None]) -> Source:
-        path, field = (location.path, "url") if isinstance(location, FileUrl) else (location, "path")
-        return path_source(name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known, field)
 
     def _embeds(self, request: MediaRequest, image_index: int) -> _Item:
         embeds = request.location
@@ -239,7 +242,9 @@ class Planner:
         bounds = self._family.frame_bounds
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
         size = self._family.video_size(index.height_px, index.width_px, sampled.frames, sampling)
-        height, width = self._within(size, sampling.max_pixels)
+        if sampling.max_pixels is not None:
+            size = shrink_to(*size, self._family.token_px, sampling.max_pixels)
+        height, width = size
         view = self._family.video_view(index.height_px, index.width_px, (height, width))
         frames = len(sampled.places)
         frame_s = sampled.seconds_per_grid / bounds.temporal_patch
@@ -270,9 +275,6 @@ class Planner:
             name = f"{request.name}.frame_sampling.max_pixels"
             raise InvalidRequest(f"{name} must be at least {token}, the pixels of one token, got {wished}")
 
-    def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
-        return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
-
     def _lay_out(
         self, conversation: Conversation, items: Sequence[_Item], check_cancelled: Callable[[], None]
     ) -> PromptPlan:
@@ -295,20 +297,13 @@ class Planner:
                 item.frames,
                 item.base.seconds_per_grid if item.base else None,
                 item.timestamps_s,
-                self._content_hash(item),
+                tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)),
                 item.file,
                 self._family.fixed_tokens,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )
         return PromptPlan(layout.input_ids, layout.positions, media, self._family.embed_levels, self._fingerprint)
-
-    def _content_hash(self, item: _Item) -> bytes:
-        """sha256 of everything that an item's tokens depend on; each part is preceded by its length."""
-        digest = hashlib.sha256(b"framesieve media v1")
-        for part in (*item.content, self._fingerprint):
-            digest.update(struct.pack("<q", len(part)) + part)
-        return digest.digest()
 
 
 def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> tuple[Turn, ...]:
@@ -357,11 +352,6 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
             f"frame_sampling.allow_truncated accepts the other {found}"
         )
     return missing
-
-
-def _digest_of_pictures(digest: bytes, ends: Sequence[int]) -> bytes:
-    """The digest of pictures that follow one another: of all their bytes and of where each ends."""
-    return hashlib.sha256(digest + struct.pack(f"<{len(ends)}q", *ends)).digest()
 
 
 def _packed_sent(height_px: int, width_px: int, view: View | None) -> bytes:

@@ -27,7 +27,7 @@ from framesieve.common.contract.errors import InvalidRequest, MediaRejected, Sta
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed

@@ -21,7 +21,7 @@ from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing import planner
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video import decode
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES

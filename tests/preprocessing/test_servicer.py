@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY
 
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import PlanReceiver
-from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
+from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from framesieve.services.preprocessing.rpc.messages import frames_responses, plan_responses
 from framesieve.services.preprocessing.sources.source import bytes_source
 from framesieve.services.preprocessing.video.packets import read_packets

@@ -21,8 +21,10 @@ from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from framesieve.services.preprocessing.prompt.layout import MediaTokens
+from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, ToolCall, Turn
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens
+from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
 from framesieve.services.preprocessing.rpc.messages import conversation_of
 from framesieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
 from framesieve.v1.prompt_pb2 import Tool as ToolMessage

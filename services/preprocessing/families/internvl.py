@@ -1,4 +1,4 @@
-"""InternVL: an image as tiles of its own shape, behind them the whole; videos of one frame after the other.
+"""InternVL: an image as tiles of its own shape, then the whole picture; videos of one frame after the other.
 
     an image    <img>, 16 × 16 tokens of each tile, row by row, and of the whole where there are several, </img>
     a video     Frame1: <img>, 16 × 16 tokens, </img>, newline, Frame2: …

@@ -1,6 +1,6 @@
 """LLaVA-NeXT-Video: images as tiles of any resolution, videos of pooled frames.
 
-    an image    24 × 24 tokens of the whole picture, then those of its tiles, a newline behind each of their rows
+    an image    24 × 24 tokens of the whole picture, then those of its tiles, a newline after each of their rows
     a video     12 × 12 tokens of each frame
 
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. A video's frame is resized until its
@@ -67,7 +67,7 @@ class LlavaNextVideo(TiledFamily):
         return self.fixed_size((self.anyres.tile_px, self.anyres.tile_px), wish)
 
     def video_view(self, height_px: int, width_px: int, sent_px: SizePx) -> View | None:
-        """The centre of a frame whose shorter side is that of what is sent."""
+        """The centre of the frame, whose shorter side is resized to the sent one."""
         return centre_view(height_px, width_px, sent_px[0], sent_px)
 
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:

@@ -1,6 +1,6 @@
 """LLaVA-OneVision: an image alone as tiles of any resolution, several as squares, videos of pooled frames.
 
-    one image       27 × 27 tokens of the whole picture, then those of its tiles, a newline behind each of their rows
+    one image       27 × 27 tokens of the whole picture, then those of its tiles, a newline after each of their rows
     more images     27 × 27 tokens of a picture that is padded to a square, a newline
     a video         14 × 14 tokens of each frame, one newline
 

@@ -1,7 +1,7 @@
 """MiniCPM-V 2.5 to 4.5: an image as a source picture and slices of its own resolution; videos of one picture a frame,
 or of one a group of frames (4.5).
 
-    an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline behind each row
+    an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline after each row
     2.5         <image>96 queries</image><slice><image>96 queries</image>… newline … </slice>
     a video     <image>64 queries</image>, newline, <image>64 queries</image> …
     4.5         the same for each group of up to three consecutive frames, or more where a request asks for more frames
@@ -35,7 +35,7 @@ from framesieve.services.preprocessing.video.timing import TimeBase
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}
 # 4.5 samples so many frames a second, of a longer video in so many groups of so many frames.
 _FPS, _MAX_GROUPS, _MAX_IN_GROUP = 3, 180, 3
-# What the published `chat` of 4.5 passes to the template by default.
+# The published `chat` of 4.5 passes these to the template by default.
 _WITHOUT_THINKING = {"enable_thinking": False}
 
 

@@ -43,7 +43,7 @@ class Qwen2VL(QwenVL):
         """The indices of transformers, sometimes an odd number of them.
 
         Two deviations: a video too short for one temporal patch yields its first frame (transformers divides by zero),
-        and an index that rounding puts behind the last frame is left out (transformers fails).
+        and an index that rounding puts after the last frame is left out (transformers fails).
         """
         patch = bounds.temporal_patch
         if bounds.num_frames is not None:

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own behind its timestamp.
+"""Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own, after its timestamp.
 
 A video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat template's
 own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions dropped them.

@@ -22,11 +22,12 @@ class Family(ABC):
 
     placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
     pad: the token of each of an item's tokens; None: its placeholder.
-    token_px: side in pixels of the square that becomes one token; sides after resizing are multiples of it.
+    token_px: side in pixels of the square that becomes one token; sides of resized frames are multiples of it.
     frame_bounds: the checkpoint's defaults for sampling frames.
     embed_levels: tensors that each media token has besides its embedding.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
-    joins_parts: what is between the parts of a message, for chat templates that take text alone; None: others.
+    joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
+        that take parts.
     template_options: variables of the chat template besides the messages.
     """
 
@@ -43,7 +44,7 @@ class Family(ABC):
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The layout of a picture of this size, the image `index` of so many `images` in the prompt.
 
-        Raises MediaRejected for an aspect ratio above 200, and InvalidRequest for a wish that the family cannot fulfil.
+        Raises MediaRejected for an aspect ratio above 200, InvalidRequest for a wish that the family cannot fulfil.
         """
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ class Family(ABC):
         raise NotImplementedError
 
     def video_view(self, height_px: int, width_px: int, sent_px: SizePx) -> View | None:
-        """What is sent of a video's frames of this size, where the sent size is this; None: all of them."""
+        """The part of a video's frames that is sent, and how it is resized to `sent_px`; None: the whole frame."""
         return None
 
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
@@ -68,7 +69,7 @@ class Family(ABC):
 
     @staticmethod
     def fixed_size(size_px: SizePx, wish: FrameSampling) -> SizePx:
-        """The size of every frame of a family that knows no other. Raises InvalidRequest for a wish of fewer pixels."""
+        """`size_px`, for families whose frames all have this size. Raises InvalidRequest if fewer pixels are wished."""
         if wish.max_pixels is not None and wish.max_pixels < (pixels := math.prod(size_px)):
             raise InvalidRequest(
                 f"frame_sampling.max_pixels must be at least {pixels}, which this model's frames always have, got "

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint's processors say, as several families read them."""
+"""Settings of a checkpoint's image and video processors that several families read alike."""
 
 from __future__ import annotations
 

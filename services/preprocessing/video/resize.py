@@ -48,7 +48,7 @@ class PixelBudget:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is sent of a frame: it is resized to height_px × width_px, and what begins at (top, left) is cut out.
+    """The part of a frame that is sent: it is resized to height_px × width_px, and a window at (top, left) is cut out.
 
     Pixels outside of the resized frame are black. squared: the frame is padded to a square with this colour, RGB,
     before it is resized; None: it is not.
@@ -62,7 +62,7 @@ class View:
 
 
 def centre_view(height_px: int, width_px: int, shorter_px: int, sent: tuple[int, int]) -> View:
-    """The centre of a frame whose shorter side is resized to `shorter_px`. An odd row or column is left out behind.
+    """The centre of a frame whose shorter side is resized to `shorter_px`. An odd row or column is left out at the end.
 
     Source: `get_resize_output_image_size` and `center_crop` of transformers 5.24.
     """

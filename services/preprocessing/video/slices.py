@@ -29,7 +29,7 @@ class Slice:
 
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
-    memory: what the frames are in, if another process made them.
+    memory: holds the frames, if another process made them.
     """
 
     first_frame: int

@@ -44,7 +44,7 @@ _MAX_RATES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """What is sent to a worker: a name in its table, fields, and an array of numbers, int64 [N]."""
+    """A job as it is sent to a worker: a name in its table, fields, and an array of numbers, int64 [N]."""
 
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -65,17 +65,12 @@ class Job(Protocol[T_co]):
         """The frames that it makes."""
         ...
 
-    @property
-    def gives_way(self) -> bool:
-        """Whether it gives its worker to another job that waits for one."""
-        ...
-
     def order(self, done: int) -> Order:
         """What to send to a worker that continues after `done` pieces."""
         ...
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> T_co:
-        """Piece `number` from what a worker sent. memory: what `data` is in.
+        """Piece `number`, from the fields and the array that a worker sent. memory: holds `data`.
 
         Raises PeerContract for impossible values.
         """
@@ -90,7 +85,6 @@ class IndexVideo:
     pieces: int = 1
     piece_bytes: int = 2 * MAX_PACKETS * 8
     frames: int = 0
-    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_video")
@@ -109,7 +103,6 @@ class IndexPicture:
     pieces: int = 1
     piece_bytes: int = 0
     frames: int = 0
-    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_picture")
@@ -128,7 +121,6 @@ class IndexPictures:
     pieces: int = 1
     piece_bytes: int = 0
     frames: int = 0
-    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_pictures", numbers=np.array(self.ends, np.int64))
@@ -182,10 +174,6 @@ class VideoSlices:
     def frames(self) -> int:
         return self.pieces * self.video.slice_frames
 
-    @property
-    def gives_way(self) -> bool:
-        return self.begin > 0
-
     def order(self, done: int) -> Order:
         video, known = self.video, self._known_from
         following = self.begin + done
@@ -220,7 +208,6 @@ class PictureSlices:
     """Decodes and resizes a picture: one slice for each frame."""
 
     picture: PlannedPicture
-    gives_way: bool = False
 
     @property
     def source(self) -> Source:
@@ -258,7 +245,7 @@ def _sent_facts(size_px: SizePx, views: Sequence[View | None]) -> dict[str, Any]
 
 
 def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...]]:
-    """Height and width of the frames that are sent, and what they show, from the fields of an order."""
+    """Height and width of the frames that are sent, and their views, from the fields of an order."""
     height, width = facts.integers("size_px", 2, 1, MAX_FRAME_SIDE_PX)
     return (height, width), tuple(None if view is None else _view(**view) for view in facts.values["views"])
 

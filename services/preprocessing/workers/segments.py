@@ -41,7 +41,7 @@ async def _joined(queue: JobQueue, segments: Sequence[VideoSlices]) -> AsyncGene
     video = segments[0].video
     repaired: list[int] = []
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(queue.stream(each)) for each in segments]
+        streams = [await stack.enter_async_context(queue.stream(each, gives_way=each.begin > 0)) for each in segments]
         for segment, slices in zip(segments, streams, strict=True):
             async for made in slices:
                 if made.repaired_frames and segment.begin and len(repaired) == segment.begin:
@@ -54,7 +54,7 @@ async def _joined(queue: JobQueue, segments: Sequence[VideoSlices]) -> AsyncGene
                 break
     if len(repaired) < segments[-1].end:
         rest = VideoSlices(video, len(repaired), segments[-1].end, made_before=list(repaired))
-        async with queue.stream(rest) as slices:
+        async with queue.stream(rest, gives_way=True) as slices:
             async for made in slices:
                 yield made
 

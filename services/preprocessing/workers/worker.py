@@ -108,7 +108,7 @@ def picture_frames(task: Task) -> Generator[Piece, None, None]:
 def _slices(
     task: Task, index: Callable[[NDArray[np.int64]], PacketIndex | PictureIndex]
 ) -> Generator[Piece, None, None]:
-    """The slices of a video. index: makes its index from the numbers behind the places."""
+    """The slices of a video. index: makes its index from the numbers after the places."""
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
