@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from framesieve.common.contract.plan import (
     MediaPlan,
     Modality,
     PromptPlan,
+    SizePx,
     tagged_digest,
 )
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
@@ -80,10 +81,10 @@ class _Item:
     frames: FrameShape
     grid: Grid
     expansion: Expansion
-    base: TimeBase | None
-    timestamps_s: tuple[float, ...]
     content: tuple[bytes, ...]
-    file: FileFacts
+    base: TimeBase | None = None
+    timestamps_s: tuple[float, ...] = ()
+    file: FileFacts = field(default=FileFacts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +202,7 @@ class Planner:
             expansion = self._family.embedded_image(embeds.grid, embeds.tile_columns, image_index)
         else:
             expansion = self._family.expansion(embeds.grid, base)
-        return _Item(
-            embeds.modality, PlannedEmbeds(), FrameShape(), embeds.grid, expansion, base, (), content, FileFacts()
-        )
+        return _Item(embeds.modality, PlannedEmbeds(), FrameShape(), embeds.grid, expansion, content, base)
 
     def _image(self, source: Source, picture: Picture, request: MediaRequest, index: int, images: int) -> _Item:
         with _too_large():
@@ -211,16 +210,14 @@ class Planner:
         picture_px = picture.height_px, picture.width_px
         sizes = [laid.frames.frame_px(number) for number in range(laid.frames.count)]
         for size in sizes:
-            _check_side(*size, picture_px)
-        sent = (_packed_sent(*size, view) for size, view in zip(sizes, laid.views, strict=True))
+            _check_side(size, picture_px)
+        sent = (_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
             planned=PlannedPicture(source, picture, laid.frames, laid.views),
             frames=laid.frames,
             grid=laid.grid,
             expansion=laid.expansion,
-            base=None,
-            timestamps_s=(),
             content=(b"image", source.digest, *sent),
             file=FileFacts(source_px=picture_px),
         )
@@ -241,11 +238,11 @@ class Planner:
     ) -> _Item:
         bounds = self._family.frame_bounds
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
-        size = self._family.video_size(index.height_px, index.width_px, sampled.frames, sampling)
+        source_px = index.height_px, index.width_px
+        size = self._family.video_size(*source_px, sampled.frames, sampling)
         if sampling.max_pixels is not None:
             size = shrink_to(*size, self._family.token_px, sampling.max_pixels)
-        height, width = size
-        view = self._family.video_view(index.height_px, index.width_px, (height, width))
+        view = self._family.video_view(*source_px, size)
         frames = len(sampled.places)
         frame_s = sampled.seconds_per_grid / bounds.temporal_patch
         group = bounds.group_frames(frames, frame_s * sampled.frames) if bounds.group_frames else 0
@@ -254,19 +251,18 @@ class Planner:
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
-        _check_side(height, width, (index.height_px, index.width_px))
+        _check_side(size, source_px)
         with _too_large():
-            grid = self._family.video_grid(-(-frames // (group or 1)), height, width)
+            grid = self._family.video_grid(-(-frames // (group or 1)), *size)
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, slice_frames, (height, width), view),
-            frames=FrameShape(frames, (height, width), group_frames=group),
+            planned=PlannedVideo(source, index, sampled.places, slice_frames, size, view),
+            frames=FrameShape(frames, size, group_frames=group),
             grid=grid,
             expansion=self._family.expansion(grid, base),
             base=base,
             timestamps_s=sampled.timestamps_s,
-            file=FileFacts(),
-            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base), in_groups),
+            content=(b"video", source.digest, _packed_sent(size, view), places, _packed(base), in_groups),
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -323,11 +319,11 @@ def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
         raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
 
-def _check_side(height_px: int, width_px: int, source_px: tuple[int, int]) -> None:
-    """source_px: height and width before resizing."""
-    if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
+def _check_side(size_px: SizePx, source_px: SizePx) -> None:
+    """size_px, source_px: of frames as they are sent, and before they are resized. Raises MediaRejected."""
+    if max(size_px) > MAX_FRAME_SIDE_PX:
         raise MediaRejected(
-            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {width_px}×{height_px}; at most "
+            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {size_px[1]}×{size_px[0]}; at most "
             f"{MAX_FRAME_SIDE_PX} are allowed on a side: lower max_pixels"
         )
 
@@ -354,9 +350,9 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
     return missing
 
 
-def _packed_sent(height_px: int, width_px: int, view: View | None) -> bytes:
+def _packed_sent(size_px: SizePx, view: View | None) -> bytes:
     """How frames are sent, as bytes, different for different ways."""
-    return repr((height_px, width_px, view and astuple(view))).encode()
+    return repr((size_px, view and astuple(view))).encode()
 
 
 def _packed(base: TimeBase | None) -> bytes:
