@@ -18,6 +18,7 @@ from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PA
 from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
 from framesieve.services.preprocessing.video.resize import UInt8Array, resize_into
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from framesieve.services.preprocessing.workers.indexes import index_facts, index_of
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import (
     IndexPicture,
@@ -25,8 +26,6 @@ from framesieve.services.preprocessing.workers.jobs import (
     Order,
     PictureSlices,
     VideoSlices,
-    index_facts,
-    index_of,
 )
 from framesieve.services.preprocessing.workers.limits import Limits
 from framesieve.services.preprocessing.workers.process import Fault

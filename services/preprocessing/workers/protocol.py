@@ -24,6 +24,8 @@ from typing import Any
 from framesieve.common.contract.errors import PeerContract
 
 MAX_TEXT_CHARACTERS = 4096
+# Of an integer whose range is not known better.
+MAX_INT = 2**62
 
 # Seconds from one PROGRESS to the next.
 PROGRESS_S = 0.25

@@ -32,13 +32,13 @@ from framesieve.services.preprocessing.video.decode import RemainingPlaces
 from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from framesieve.services.preprocessing.workers.jobs import (
+from framesieve.services.preprocessing.workers.indexes import (
     index_facts,
     index_of,
     picture_index_facts,
     picture_index_of,
-    sent_of,
 )
+from framesieve.services.preprocessing.workers.jobs import sent_of
 from framesieve.services.preprocessing.workers.limits import Limits, confine
 from framesieve.services.preprocessing.workers.protocol import (
     MAX_TEXT_CHARACTERS,
