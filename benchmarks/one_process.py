@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.timing import Timed
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.generation.engine.engine import Engine
@@ -32,7 +32,7 @@ from framesieve.services.generation.sampling.detokenizer import Detokenizer, loa
 from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from framesieve.services.preprocessing.video.slices import PlannedMedia
 
@@ -70,9 +70,9 @@ class OneProcess:
         events: SimpleQueue[Event] = SimpleQueue()
         [sampling] = SamplingRequest(max_new_tokens=max_new_tokens).resolve(self._defaults, max_new_tokens)
         detokenizer = Detokenizer(self._tokenizer, sampling.stop)
-        kept_counts = [retained_count(planned.plan.media[0].grid, pruning)]
+        keeps = [num_kept(planned.plan.media[0].grid, pruning)]
         key = os.urandom(32)  # unique, so that no question hits the prefix cache
-        request = Request("bench", planned.plan, kept_counts, [key], sampling, detokenizer, events.put)
+        request = Request("bench", planned.plan, keeps, [key], sampling, detokenizer, events.put)
         self._engine.submit(request)
         with planned.files:
             kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)

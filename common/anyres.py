@@ -1,9 +1,9 @@
 """Images of any resolution as tiles of one size, and which of the tiles' tokens remain.
 
     picture 600 × 300 ──▶ the resolution of `pinpoints` that wastes least, 768 × 768
-    ┌───┬───┐  resized to 768 × 384 and padded with black; four tiles of 384 × 384, behind one of the whole picture
+    ┌───┬───┐  resized to 768 × 384 and padded with black; four tiles of 384 × 384, after one of the whole picture
     │▓▓▓│▓▓▓│
-    ├───┼───┤  54 × 54 tokens, of which the 27 rows that show the picture remain; more than `most_tiles` tiles of
+    ├───┼───┤  54 × 54 tokens, of which the 27 rows that show the picture remain; more than `max_tiles` tiles of
     │   │   │  tokens are shrunk to these
     └───┴───┘
 
@@ -44,19 +44,19 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class AnyRes:
     """tile_px: side of a tile. tile_tokens: tokens of its side. pinpoints: heights and widths of what tiles make
-    together. most_tiles: tiles of tokens that remain; None: all."""
+    together. max_tiles: tiles of tokens that remain; None: all."""
 
     tile_px: int
     tile_tokens: int
     pinpoints: tuple[tuple[int, int], ...]
-    most_tiles: int | None
+    max_tiles: int | None
 
     @classmethod
-    def of(cls, config: Any, most_tiles: int | None) -> AnyRes:
+    def of(cls, config: Any, max_tiles: int | None) -> AnyRes:
         """From a whole model's config. Raises StartupError for a field that it lacks."""
         tile_px, patch_px = (int(field_of(config, "vision_config", name)) for name in ("image_size", "patch_size"))
         pinpoints = tuple((int(height), int(width)) for height, width in field_of(config, "image_grid_pinpoints"))
-        return cls(tile_px, tile_px // patch_px, pinpoints, most_tiles)
+        return cls(tile_px, tile_px // patch_px, pinpoints, max_tiles)
 
     def tiles(self, height_px: int, width_px: int) -> Tiles:
         """The tiles of a picture of this size."""
@@ -83,9 +83,9 @@ class AnyRes:
         return rows, columns - 2 * padding
 
     def _shrunk(self, rows: int, columns: int) -> tuple[int, int]:
-        if self.most_tiles is None:
+        if self.max_tiles is None:
             return rows, columns
-        ratio = math.sqrt(rows * columns / (self.most_tiles * self.tile_tokens**2))
+        ratio = math.sqrt(rows * columns / (self.max_tiles * self.tile_tokens**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > _SHRUNK_ABOVE else (rows, columns)
 
 

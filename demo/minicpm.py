@@ -36,7 +36,7 @@ from demo.questions import questions_about
 from demo.scenes import Scene
 from demo.train import DENSE_SHARES, Schedule, optimisers
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, RANDOM, Pruning, retained_count
+from framesieve.common.contract.retention import EVS, RANDOM, Pruning, num_kept
 from framesieve.services.encoder.families.resampler import place_embeddings, time_embeddings
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -165,7 +165,7 @@ def keep_groups(embeds: Tensor, count: int) -> Tensor:
 
 def keep(embeds: Tensor, rule: str, rate: float, seed: int) -> Tensor:
     """The tokens of a clip that a rule keeps, as many by each: whole groups of QUERIES."""
-    count = retained_count(GRID, Pruning(rate, EVS)) // QUERIES
+    count = num_kept(GRID, Pruning(rate, EVS)) // QUERIES
     if rule == "groups":
         return keep_groups(embeds, count)
     exactly = 1 - (count * QUERIES + 0.5) / GRID.tokens

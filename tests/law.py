@@ -61,7 +61,7 @@ class Question:
         """Length of the pruned prompt."""
         texts = [part for part in self.parts if isinstance(part, Text)]
         texts += [text for item in self.items for text in item.texts]
-        return sum(len(text.ids) for text in texts) + sum(item.kept_count for item in self.items)
+        return sum(len(text.ids) for text in texts) + sum(item.num_kept for item in self.items)
 
     @property
     def most_blocks(self) -> int:

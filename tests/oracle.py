@@ -52,7 +52,7 @@ class Item:
         return max(1, len(self.texts) - 1)
 
     @property
-    def kept_count(self) -> int:
+    def num_kept(self) -> int:
         if self.time_step is None or self.method == "none":
             return self.tokens
         share = 1 - Fraction(str(self.rate))
@@ -78,14 +78,14 @@ class Expected:
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
     """Tokens of the grid that are kept. evs: those that changed most since the slice before; evs_causal: those of each
     slice; random: any; vidcom2 and vcast here: any, with at least one in each slice."""
-    if item.kept_count == item.tokens:
+    if item.num_kept == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w
     if item.method in ("random", "vidcom2", "vcast"):
         order: list[int] = np.random.default_rng(seed).permutation(item.tokens).tolist()
         firsts = [next(token for token in order if token // slice_tokens == i) for i in range(item.t)]
         first = firsts if item.method != "random" else []
-        return sorted([*first, *(token for token in order if token not in first)][: item.kept_count])
+        return sorted([*first, *(token for token in order if token not in first)][: item.num_kept])
     scores = []
     for token in range(item.tokens):
         if token < slice_tokens:
@@ -96,10 +96,10 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
         scores.append(round(change * 2**16) / 2**16)
     best = sorted(range(item.tokens), key=lambda token: (-scores[token], token))
     if item.method == "evs_causal":
-        each = (item.kept_count - slice_tokens) // max(1, item.t - 1)
+        each = (item.num_kept - slice_tokens) // max(1, item.t - 1)
         later = [[token for token in best if token // slice_tokens == i][:each] for i in range(1, item.t)]
         return sorted([*range(slice_tokens), *(token for tokens in later for token in tokens)])
-    return sorted(best[: item.kept_count])
+    return sorted(best[: item.num_kept])
 
 
 def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]], pad_id: int) -> Expected:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.families import load_language_model
@@ -196,11 +196,11 @@ def make_request(
 ) -> Asked:
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
-    kept_counts, keys = [item.kept_count for item in items], [key_of(item) for item in items]
+    num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
     request = Request(
         name,
         make_plan(parts),
-        kept_counts,
+        num_kept,
         keys,
         params,
         WholeWords(params.stop),  # type: ignore[arg-type]
@@ -266,9 +266,7 @@ def _media_plan(item: Item, runs: Sequence[Run]) -> MediaPlan:
         modality=Modality.IMAGE if item.time_step is None else Modality.VIDEO,
         grid=Grid(item.t, item.h, item.w),
         runs=tuple(runs),
-        frames=item.t,
-        frame_height_px=28 * item.h,
-        frame_width_px=28 * item.w,
+        frames=FrameShape(item.t, (28 * item.h, 28 * item.w)),
         seconds_per_grid=item.time_step,
         timestamps_s=(),
         content_hash=bytes(32),

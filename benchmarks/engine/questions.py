@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Event, Request
@@ -86,14 +86,12 @@ def question(checkpoint: Checkpoint, rate: float, seed: int) -> Question:
         modality=Modality.VIDEO,
         grid=GRID,
         runs=(Run(BEFORE_TOKENS, GRID.tokens),),
-        frames=2 * GRID.t,
-        frame_height_px=MERGED_PX * GRID.h,
-        frame_width_px=MERGED_PX * GRID.w,
+        frames=FrameShape(2 * GRID.t, (MERGED_PX * GRID.h, MERGED_PX * GRID.w)),
         seconds_per_grid=TIME_STEP,
         timestamps_s=(),
         content_hash=random.bytes(32),
     )
     plan = PromptPlan(ids.astype(np.int32), positions_of(spans), (media,), 0, bytes(32))
-    count = retained_count(GRID, Pruning(rate))
+    count = num_kept(GRID, Pruning(rate))
     kept = np.sort(random.choice(GRID.tokens, count, replace=False)).astype(np.int32) if rate else None
     return Question(plan, kept, torch.from_numpy(random.normal(0, 0.05, (1, count, hidden)).astype(np.float32)))

@@ -38,7 +38,7 @@ from framesieve.common.contract.plan import Modality
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 
 RATES = (0.0, 0.5, 0.75, 0.9)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.media.streams import in_turns, serve, stream
 from benchmarks.table import Row
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
 from framesieve.common.contract.tensors import DType, TensorBuffer, pieces
 from framesieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, int32_tensor
 from framesieve.common.handover import Receiver, Sender, sender_to
@@ -97,9 +97,7 @@ async def read_embeds(method: str, shares: bool, tokens: int, channel: grpc.aio.
         modality=Modality.VIDEO,
         grid=grid,
         runs=(Run(0, grid.tokens),),
-        frames=2 * grid.t,
-        frame_height_px=28 * grid.h,
-        frame_width_px=28 * grid.w,
+        frames=FrameShape(2 * grid.t, (28 * grid.h, 28 * grid.w)),
         seconds_per_grid=Fraction(1),
         timestamps_s=(),
         content_hash=bytes(32),

@@ -27,7 +27,7 @@ def segments(rounds: int) -> list[Row]:
     source = bytes_source("video", repeated(clip(GROUP, 1080, 1920, GROUP, RATE), LENGTH_S * RATE // GROUP, RATE))
     index = read_packets(source)
     places = np.linspace(0, len(index.times.ticks) - 1, WANTED).round().astype(int).tolist()
-    video = PlannedVideo(source, index, tuple(places), 2, *SENT_PX)
+    video = PlannedVideo(source, index, tuple(places), 2, SENT_PX)
     taken = asyncio.run(_measure(video, min(rounds, MOST_ROUNDS)))
     what = f"{WANTED} frames of {LENGTH_S // 60} minutes of 1080p, a keyframe every {GROUP // RATE} s, two workers"
     return [Row(what, "one worker", taken.median("2"), taken.median("1"), "s", at_most=AT_MOST)]

@@ -30,7 +30,7 @@ from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 
 VIDEOS = 4

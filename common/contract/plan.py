@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Bytes: TypeAlias = bytes | bytearray | memoryview
+# Height and width.
+SizePx: TypeAlias = tuple[int, int]
 
 # Before pruning: a context of a million tokens at rate 0.75. A request of a few bytes can ask for this many, and each
 # service holds 64 MiB for them.
@@ -82,129 +84,139 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class FrameShape:
+    """How many frames of an item are sent, and their sizes after resizing. The default: none.
+
+    count: of an image 1, or that and its tiles; 0 if the prompt brought the item's embeddings.
+    size_px: of each frame, but for tiles of another size; (0, 0) without frames.
+    tile_px: of an image's tiles, which are all frames but the first; None if these have the first one's size.
+    tile_columns: of an image whose frames are the whole picture and then its tiles, row by row: the tiles' columns,
+        else 0.
+    group_frames: frames of each temporal slice of a video whose slices are groups, the last of which may have fewer; 0
+        if all slices have equally many.
+    """
+
+    count: int = 0
+    size_px: SizePx = (0, 0)
+    tile_px: SizePx | None = None
+    tile_columns: int = 0
+    group_frames: int = 0
+
+    def frame_px(self, index: int) -> SizePx:
+        """Height and width of a frame."""
+        return self.tile_px if index and self.tile_px else self.size_px
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Facts about an item's file, which later stages report and the encoder's tiles need.
+
+    missing_frames: frames that its container promises and that it does not hold.
+    dropped_frames: frames that have the same time as another one, and are not shown.
+    source_px: of an image as it is shown, before it is resized; 0 if not known.
+    """
+
+    missing_frames: int = 0
+    dropped_frames: int = 0
+    source_px: SizePx = (0, 0)
+
+    def __post_init__(self) -> None:
+        for fact in (self.missing_frames, self.dropped_frames, *self.source_px):
+            if not 0 <= fact < 2**31:
+                raise ValueError(f"each fact about a file must be at least 0 and below 2^31, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """One image or video: where its tokens are in the prompt, and the size and times of its frames.
+    """One image or video: where its tokens are in the prompt, and its frames.
 
     grid: in merged tokens.
     runs: sorted and disjoint, in grid order, grid.tokens in total.
-    frames: number of frames that preprocessing sends when the item is selected (image: 1, or its tiles); 0 if the
-        prompt brought its embeddings.
-    frame_height_px, frame_width_px: of each frame, after resizing; 0 without frames.
-    tile_height_px, tile_width_px: of an image's frames behind the first where these have another size, else 0.
+    frames: those that preprocessing sends when the item is selected.
     seconds_per_grid: time between temporal slices; None for an image.
     timestamps_s: presentation time of each frame; empty for an image.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
-    missing_frames: frames of the file that its container promises and that it does not hold.
-    dropped_frames: frames of the file that have the same time as another one, and are not shown.
-    source_height_px, source_width_px: of an image as it is shown, before it is resized; 0 if not known.
-    group_frames: frames of each temporal slice of a video whose slices are groups, the last of which may have fewer; 0
-        if all slices have equally many.
-    tile_columns: of an image whose frames are the whole picture and then its tiles, row by row: the tiles' columns,
-        else 0.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     """
 
     modality: Modality
     grid: Grid
     runs: tuple[Run, ...]
-    frames: int
-    frame_height_px: int
-    frame_width_px: int
+    frames: FrameShape
     seconds_per_grid: Fraction | None
     timestamps_s: tuple[float, ...]
     content_hash: bytes
-    missing_frames: int = 0
-    dropped_frames: int = 0
-    source_height_px: int = 0
-    source_width_px: int = 0
-    tile_height_px: int = 0
-    tile_width_px: int = 0
-    group_frames: int = 0
-    tile_columns: int = 0
+    file: FileFacts = FileFacts()
     fixed_tokens: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("missing_frames", "dropped_frames", "source_height_px", "source_width_px"):
-            if not 0 <= (count := getattr(self, name)) < 2**31:
-                raise ValueError(f"{name} must be at least 0 and below 2^31, got {count}")
         held = sum(run.length for run in self.runs)
         if held != self.grid.tokens:
             raise ValueError(f"runs hold {held} tokens, the grid {self.grid} has {self.grid.tokens}")
         for before, after in pairwise(self.runs):
             if before.end > after.offset:
                 raise ValueError(f"runs overlap or are out of order: {before}, {after}")
-        if not 0 <= self.frames <= MAX_PROMPT_TOKENS:
-            raise ValueError(f"frames must be between 0 and {MAX_PROMPT_TOKENS}, got {self.frames}")
-        least, most = (1, MAX_FRAME_SIDE_PX) if self.frames else (0, 0)
-        for side in (self.frame_height_px, self.frame_width_px):
-            if not least <= side <= most:
-                raise ValueError(f"a frame's side must be between {least} and {most} pixels, got {side}")
-        self._check_tiles()
-        others = (self.frames - 1) * math.prod(self.frame_px(1))
-        if self.frames and math.prod(self.frame_px(0)) + others < self.grid.tokens:
-            raise ValueError(
-                f"frames of {self.frame_height_px}×{self.frame_width_px} pixels are too small for a grid of {self.grid}"
-            )
-        if self.modality is Modality.IMAGE and (self.grid.t > 1 or self.timestamps_s):
-            raise ValueError(f"an image has one slice and no times, got {self.grid} and {len(self.timestamps_s)}")
-        if (self.modality is Modality.VIDEO) != (self.seconds_per_grid is not None):
-            raise ValueError(
-                f"a video has a time base and an image has none, got {self.modality.value}, {self.seconds_per_grid}"
-            )
-        if self.seconds_per_grid is not None and self.seconds_per_grid <= 0:
-            raise ValueError(f"seconds_per_grid must be above 0, got {self.seconds_per_grid}")
-        if 0 < self.frames < self.grid.t:
-            raise ValueError(f"{self.frames} frames do not fill {self.grid.t} temporal slices")
-        self._check_groups()
+        self._check_frames()
         self._check_times()
         if len(self.content_hash) != DIGEST_BYTES:
             raise ValueError(f"content_hash must have {DIGEST_BYTES} bytes, got {len(self.content_hash)}")
 
-    def _check_tiles(self) -> None:
-        tile = self.tile_height_px, self.tile_width_px
-        if tile != (0, 0) and (self.modality is not Modality.IMAGE or self.frames < 2):
-            raise ValueError(f"only an image of several frames has tiles of another size, got {tile}")
-        if (min(tile) < 1 and tile != (0, 0)) or max(tile) > MAX_FRAME_SIDE_PX:
-            raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile}")
-        columns, tiles = self.tile_columns, self.frames - 1 if self.modality is Modality.IMAGE else 0
-        if columns and (columns < 0 or tiles < columns or tiles % columns):
+    def _check_frames(self) -> None:
+        frames, tile_px, is_image = self.frames, self.frames.tile_px, self.modality is Modality.IMAGE
+        if not 0 <= frames.count <= MAX_PROMPT_TOKENS:
+            raise ValueError(f"frames must be between 0 and {MAX_PROMPT_TOKENS}, got {frames.count}")
+        min_px, max_px = (1, MAX_FRAME_SIDE_PX) if frames.count else (0, 0)
+        if not min_px <= min(frames.size_px) <= max(frames.size_px) <= max_px:
+            raise ValueError(f"a frame's side must be between {min_px} and {max_px} pixels, got {frames.size_px}")
+        if 0 < frames.count < self.grid.t:
+            raise ValueError(f"{frames.count} frames do not fill {self.grid.t} temporal slices")
+        if tile_px and (not is_image or frames.count < 2):
+            raise ValueError(f"only an image of several frames has tiles of another size, got {tile_px}")
+        if tile_px and not 1 <= min(tile_px) <= max(tile_px) <= MAX_FRAME_SIDE_PX:
+            raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile_px}")
+        columns, tiles = frames.tile_columns, frames.count - 1 if is_image else 0
+        if columns and not (0 < columns <= tiles and tiles % columns == 0):
             raise ValueError(f"{tiles} tiles of an image do not fill rows of {columns}")
-
-    def _check_groups(self) -> None:
-        if self.group_frames and (self.modality is not Modality.VIDEO or self.group_frames < 0):
-            raise ValueError(f"only a video has groups, of at least one frame, got {self.group_frames}")
-        if self.group_frames and -(-self.frames // self.group_frames) != self.grid.t:
-            raise ValueError(f"{self.frames} frames in groups of {self.group_frames} are not {self.grid.t} slices")
+        pixels = math.prod(frames.size_px) + (frames.count - 1) * math.prod(frames.frame_px(1))
+        if frames.count and pixels < self.grid.tokens:
+            raise ValueError(f"frames of {frames.size_px} pixels are too small for a grid of {self.grid}")
+        if group := frames.group_frames:
+            if is_image or group < 0:
+                raise ValueError(f"only a video has groups, of at least one frame, got {group}")
+            if -(-frames.count // group) != self.grid.t:
+                raise ValueError(f"{frames.count} frames in groups of {group} are not {self.grid.t} slices")
 
     def _check_times(self) -> None:
-        times = self.timestamps_s
-        if times and len(times) != self.frames:
-            raise ValueError(f"timestamps_s must hold one time for each of {self.frames} frames, got {len(times)}")
+        times, step = self.timestamps_s, self.seconds_per_grid
+        if self.modality is Modality.IMAGE and (self.grid.t > 1 or times):
+            raise ValueError(f"an image has one slice and no times, got {self.grid} and {len(times)}")
+        if (self.modality is Modality.VIDEO) != (step is not None):
+            raise ValueError(f"a video has a time base and an image has none, got {self.modality.value}, {step}")
+        if step is not None and step <= 0:
+            raise ValueError(f"seconds_per_grid must be above 0, got {step}")
+        if times and len(times) != self.frames.count:
+            raise ValueError(
+                f"timestamps_s must hold one time for each of {self.frames.count} frames, got {len(times)}"
+            )
         if not all(map(math.isfinite, times)) or any(after < before for before, after in pairwise(times)):
             raise ValueError("timestamps_s must be finite, none below the one before")
 
-    def frame_px(self, index: int) -> tuple[int, int]:
-        """Height and width of a frame."""
-        if index and self.tile_height_px:
-            return self.tile_height_px, self.tile_width_px
-        return self.frame_height_px, self.frame_width_px
-
     @property
     def slices(self) -> int:
-        """What is decoded and encoded at a time: temporal slices of a video, frames of an image."""
-        return self.grid.t if self.modality is Modality.VIDEO or self.brings_embeds else self.frames
+        """How many pieces are decoded and encoded one by one: temporal slices of a video, frames of an image."""
+        return self.grid.t if self.modality is Modality.VIDEO or self.brings_embeds else self.frames.count
 
     @property
     def slice_frames(self) -> int:
         """Frames of each of these; the last may have fewer."""
         if self.modality is Modality.IMAGE or self.brings_embeds:
             return 1
-        return self.group_frames or -(-self.frames // self.grid.t)
+        return self.frames.group_frames or -(-self.frames.count // self.grid.t)
 
     @property
     def brings_embeds(self) -> bool:
-        """Whether the prompt brought its embeddings: nothing is decoded or encoded then."""
-        return not self.frames
+        """Whether the prompt brought the item's embeddings: nothing is decoded or encoded then."""
+        return not self.frames.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

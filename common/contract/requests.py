@@ -1,4 +1,4 @@
-"""What the requests of all three services have in common: limits of a prompt, and the selection of media items.
+"""The common parts of the three services' requests: limits of a prompt, and the selection of media items.
 
 Each service checks these limits before it iterates over a prompt. The values of single fields are checked where they
 are read.
@@ -40,8 +40,8 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
     for name, item in named:
         _check_pictures(name, item)
         for field, sizes in (("data_bytes", [item.data_bytes]), ("frames.sizes_bytes", item.frames.sizes_bytes)):
-            if (least := min(sizes, default=0)) < 0:
-                raise InvalidRequest(f"{name}.{field} must be at least 1, got {least}")
+            if (min_bytes := min(sizes, default=0)) < 0:
+                raise InvalidRequest(f"{name}.{field} must be at least 1, got {min_bytes}")
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     check_tools(prompt)
     texts = [part.text for message in prompt.messages for part in message.parts]
@@ -153,7 +153,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
 
 
 def file_pieces(files: Iterable[bytes]) -> Iterator[bytes]:
-    """What the messages that bring detached files hold."""
+    """The contents of the messages that bring detached files."""
     for file in files:
         for _, piece in pieces(memoryview(file)):
             yield bytes(piece)

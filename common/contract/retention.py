@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, Modality
+import numpy as np
+
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.plan import Grid, Int32Array, Modality
 
 EVS = "evs"
 EVS_CAUSAL = "evs_causal"
@@ -54,7 +56,7 @@ def method_of(pruning: Pruning, modality: Modality) -> str:
     return pruning.method if modality is Modality.VIDEO and pruning.rate else NONE
 
 
-def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
+def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
     """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image.
 
     The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
@@ -71,6 +73,15 @@ def retained_count(grid: Grid, pruning: Pruning, modality: Modality = Modality.V
 def causal_slice_tokens(grid: Grid, rate: float) -> int:
     """How many tokens `evs_causal` keeps of each slice but the first."""
     return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
+
+
+def check_kept(kept: Int32Array, grid: Grid, num_kept: int) -> None:
+    """Raises PeerContract unless kept, int32 [K], are K = `num_kept` strictly increasing indices into the grid."""
+    if kept.shape != (num_kept,) or kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()):
+        raise PeerContract(
+            f"an item of the grid {grid} must keep {num_kept} tokens, whose indices increase strictly, from at least 0 "
+            f"to below {grid.tokens}; got kept of shape {list(kept.shape)}"
+        )
 
 
 def _share_kept(rate: float) -> Fraction:

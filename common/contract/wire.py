@@ -17,7 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
-from framesieve.common.contract.plan import MAX_PROMPT_TOKENS, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import (
+    MAX_PROMPT_TOKENS,
+    FileFacts,
+    FrameShape,
+    Grid,
+    Int32Array,
+    MediaPlan,
+    Modality,
+    PromptPlan,
+    Run,
+)
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -44,7 +54,6 @@ _MODALITY_TO_WIRE = {
     Modality.VIDEO: prompt_pb2.MODALITY_VIDEO,
 }
 _MODALITY_FROM_WIRE = {wire: modality for modality, wire in _MODALITY_TO_WIRE.items()}
-_MODALITY_OF_CONTENT = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 def dtype_of(wire: tensor_pb2.DType) -> DType:
@@ -140,13 +149,12 @@ def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
 
 
 def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prompt_pb2.Media]]:
-    """The media of a prompt, in order: the name of the field, and what the field says that they are."""
+    """The media of a prompt, in order: the path of the field, the modality that the field declares, and the item."""
     for index, message in enumerate(prompt.messages):
         for place, part in enumerate(message.parts):
             kind = part.WhichOneof("content")
-            if kind in _MODALITY_OF_CONTENT:
-                name = f"prompt.messages[{index}].parts[{place}].{kind}"
-                yield name, _MODALITY_OF_CONTENT[kind], getattr(part, kind)
+            if kind in ("image", "video"):
+                yield f"prompt.messages[{index}].parts[{place}].{kind}", Modality(kind), getattr(part, kind)
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
@@ -224,27 +232,28 @@ class PlanReceiver:
 
 
 def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
-    base = item.seconds_per_grid
+    base, frames = item.seconds_per_grid, item.frames
+    tile_px = frames.tile_px or (0, 0)
     return prompt_pb2.MediaPlan(
         modality=_MODALITY_TO_WIRE[item.modality],
         grid=grid_message(item.grid),
         runs=[prompt_pb2.Run(offset=run.offset, length=run.length) for run in item.runs],
-        frames=item.frames,
-        frame_height_px=item.frame_height_px,
-        frame_width_px=item.frame_width_px,
+        frames=frames.count,
+        frame_height_px=frames.size_px[0],
+        frame_width_px=frames.size_px[1],
         seconds_per_grid=None
         if base is None
         else prompt_pb2.Rational(numerator=base.numerator, denominator=base.denominator),
         timestamps_s=item.timestamps_s,
         content_hash=item.content_hash,
-        missing_frames=item.missing_frames,
-        dropped_frames=item.dropped_frames,
-        source_height_px=item.source_height_px,
-        source_width_px=item.source_width_px,
-        tile_height_px=item.tile_height_px,
-        tile_width_px=item.tile_width_px,
-        group_frames=item.group_frames,
-        tile_columns=item.tile_columns,
+        missing_frames=item.file.missing_frames,
+        dropped_frames=item.file.dropped_frames,
+        source_height_px=item.file.source_px[0],
+        source_width_px=item.file.source_px[1],
+        tile_height_px=tile_px[0],
+        tile_width_px=tile_px[1],
+        group_frames=frames.group_frames,
+        tile_columns=frames.tile_columns,
         fixed_tokens=item.fixed_tokens,
     )
 
@@ -259,27 +268,26 @@ def _check_counts(message: prompt_pb2.PromptPlan) -> None:
 
 
 def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
-    base = message.seconds_per_grid
+    base, tile_px = message.seconds_per_grid, (message.tile_height_px, message.tile_width_px)
     if message.HasField("seconds_per_grid") and base.denominator < 1:
         raise ValueError(f"seconds_per_grid.denominator must be at least 1, got {base.denominator}")
     return MediaPlan(
         modality=modality_of(message.modality),
         grid=Grid(message.grid.t, message.grid.h, message.grid.w),
         runs=tuple(Run(run.offset, run.length) for run in message.runs),
-        frames=message.frames,
-        frame_height_px=message.frame_height_px,
-        frame_width_px=message.frame_width_px,
+        frames=FrameShape(
+            message.frames,
+            (message.frame_height_px, message.frame_width_px),
+            tile_px if any(tile_px) else None,
+            message.tile_columns,
+            message.group_frames,
+        ),
         seconds_per_grid=Fraction(base.numerator, base.denominator) if message.HasField("seconds_per_grid") else None,
         timestamps_s=tuple(message.timestamps_s),
         content_hash=message.content_hash,
-        missing_frames=message.missing_frames,
-        dropped_frames=message.dropped_frames,
-        source_height_px=message.source_height_px,
-        source_width_px=message.source_width_px,
-        tile_height_px=message.tile_height_px,
-        tile_width_px=message.tile_width_px,
-        group_frames=message.group_frames,
-        tile_columns=message.tile_columns,
+        file=FileFacts(
+            message.missing_frames, message.dropped_frames, (message.source_height_px, message.source_width_px)
+        ),
         fixed_tokens=message.fixed_tokens,
     )
 

@@ -48,9 +48,10 @@ from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.common.channels import open_channel, upstream_errors
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.received import check_media, received_plan
 from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
 from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.common.contract.wire import add_chunk, buffer_for
 from framesieve.common.security.credentials import Credentials
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 
@@ -128,7 +129,7 @@ def inspect(
 class Inspection:
     """The frames that the model is shown of a media item, and the tokens that pruning keeps.
 
-    frames: plan.frames of them, each uint8 [height, width, 3], RGB; the tiles of an image may have another size than
+    frames: as `plan.frames` says, each uint8 [height, width, 3], RGB; the tiles of an image may have another size than
         the first.
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
@@ -170,33 +171,27 @@ async def _frames(
     first = preprocessing_pb2.PreprocessRequest()
     await asyncio.to_thread(add_messages, first.prompt, [Message("user", (media,))])
     select_all = preprocessing_pb2.PreprocessRequest(select=SELECT_ALL)
-    plans, plan, repaired = PlanReceiver(), None, 0
     buffer: TensorBuffer | None = None
     frames: list[NDArray[np.uint8]] = []
+    repaired = 0
     async with open_channel(address, credentials) as channel:
         stub = preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
         with upstream_errors("preprocessing"):
-            async for response in responses(stub.Preprocess(metadata=credentials.metadata), first, select_all):
-                if plan is None:
-                    plan = _with_one_item(plans.add(response.plan))
-                    continue
+            answers = responses(stub.Preprocess(metadata=credentials.metadata), first, select_all)
+            plan, _ = await received_plan(lambda: anext(answers, None))
+            check_media(plan, first.prompt)
+            async for response in answers:
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
-                shape = (*piece.chunk.shape[:1], *item.frame_px(len(frames)), 3)
+                shape = (*piece.chunk.shape[:1], *item.frames.frame_px(len(frames)), 3)
                 buffer = buffer or buffer_for(piece.chunk, [DType.UINT8], shape)
                 add_chunk(buffer, piece.chunk)
                 if buffer.complete:
                     frames.extend(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
                     buffer = None
-    if plan is None or len(frames) != plan.media[0].frames:
+    if len(frames) != plan.media[0].frames.count:
         raise PeerContract("preprocessing's stream ended before all frames were sent")
     return plan, frames, repaired
-
-
-def _with_one_item(plan: PromptPlan | None) -> PromptPlan | None:
-    if plan is not None and len(plan.media) != 1:
-        raise PeerContract(f"preprocessing planned {len(plan.media)} media for a prompt of one image or video")
-    return plan
 
 
 # --- output -----------------------------------------------------------------------------------------------------
@@ -210,20 +205,21 @@ def _draw(inspected: Inspection, name: str) -> Any:
         f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
         f"({kept / grid.tokens:.1%})  ·  {shown}"
     )
-    if plan.tile_columns:
-        return sliced_sheet(frames[0], np.stack(frames[1:]), plan.tile_columns, name, caption)
+    if plan.frames.tile_columns:
+        return sliced_sheet(frames[0], np.stack(frames[1:]), plan.frames.tile_columns, name, caption)
     kept_tokens = inspected.kept
     if not _has_places(plan):
         # Tokens of tiles and of a resampler are in no frame's grid, and all are kept.
         grid, kept_tokens = Grid(plan.slices, 1, 1), np.arange(plan.slices, dtype=np.int32)
-    stacked, in_groups = np.stack(frames), bool(plan.group_frames)
+    stacked, in_groups = np.stack(frames), bool(plan.frames.group_frames)
     return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
 
 
 def _has_places(plan: MediaPlan) -> bool:
     """Whether each token is a square of a frame."""
-    alone = plan.modality is Modality.VIDEO or plan.frames == 1
-    return alone and plan.frame_height_px * plan.grid.w == plan.frame_width_px * plan.grid.h
+    height, width = plan.frames.size_px
+    alone = plan.modality is Modality.VIDEO or plan.frames.count == 1
+    return alone and height * plan.grid.w == width * plan.grid.h
 
 
 def _print_counts(inspected: Sequence[Inspection], output: Path, as_json: bool) -> None:
@@ -254,11 +250,10 @@ def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
 
 def _shown(plan: MediaPlan) -> str:
     """What the tokens are of."""
-    grid, slices, group = plan.grid, plan.grid.t, plan.group_frames
-    if plan.tile_columns:
-        rows = (plan.frames - 1) // plan.tile_columns
-        each = f", {grid.w} tokens each" if grid.h == plan.frames else ""
-        return f"source and {plan.tile_columns} × {rows} slices{each}"
+    grid, slices, group, columns = plan.grid, plan.grid.t, plan.frames.group_frames, plan.frames.tile_columns
+    if columns:
+        each = f", {grid.w} tokens each" if grid.h == plan.frames.count else ""
+        return f"source and {columns} × {(plan.frames.count - 1) // columns} slices{each}"
     if group:
         frames = f"up to {group} frames" if group > 1 else "1 frame"
         return f"{slices} group{'' if slices == 1 else 's'} of {frames}, {grid.slice_tokens} tokens each"

@@ -55,7 +55,7 @@ class MediaUsage:
 
     modality: Modality
     grid: Grid
-    kept_tokens: int
+    num_kept: int
     repaired_frames: int
     first_slice_only: bool
     missing_frames: int = 0

@@ -25,9 +25,10 @@ from framesieve.client.prompt import Embeds, PartLike, user_turn
 from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.received import check_media, received_kept, received_plan
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for, int32_array, prunings_of
+from framesieve.common.contract.wire import add_chunk, buffer_for, prunings_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 
 SELECT_ALL = prompt_pb2.Select(all=True)
@@ -70,16 +71,14 @@ class Encoded:
         Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), if this item was sent as
         embeddings in the first place, or if it is an image of several tiles whose tokens are put together.
         """
-        tokens = self.plan.grid.tokens
+        tokens, frames = self.plan.grid.tokens, self.plan.frames
         if self.kept.size != tokens:
             raise InvalidRequest(
                 f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}: encode without pruning"
             )
         # Where each frame is a row of the grid, its tokens stay its own.
-        if self.plan.modality is Modality.IMAGE and self.plan.frames > 1 and self.plan.frames != self.plan.grid.h:
-            raise InvalidRequest(
-                f"an image of {self.plan.frames} tiles cannot be sent as embeddings: send the image again"
-            )
+        if self.plan.modality is Modality.IMAGE and frames.count > 1 and frames.count != self.plan.grid.h:
+            raise InvalidRequest(f"an image of {frames.count} tiles cannot be sent as embeddings: send the image again")
         if self.plan.brings_embeds:
             raise InvalidRequest("this item was sent as embeddings: pass the same Embeds again")
         seconds_per_slice, timestamps_s = _time_base(self.plan)
@@ -90,7 +89,7 @@ class Encoded:
             shape=self.tensor.shape,
             seconds_per_slice=seconds_per_slice,
             timestamps_s=timestamps_s,
-            tile_columns=self.plan.tile_columns,
+            tile_columns=frames.tile_columns,
         )
 
 
@@ -110,19 +109,17 @@ async def encode(
     first = encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(pruning=pruning_message(pruning)))
     await asyncio.to_thread(add_messages, first.prompt.prompt, [user_turn(media, "")])
     select_all = encoder_pb2.EncodeRequest(select=SELECT_ALL)
-    plans, plan = PlanReceiver(), None
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
     async with open_channel(encoder, credentials) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
         with upstream_errors("encoder"):
-            async for response in responses(stub.Encode(metadata=credentials.metadata), first, select_all):
-                if plan is None:
-                    plan = plans.add(response.plan)
-                elif response.WhichOneof("response") == "embeds":
+            answers = responses(stub.Encode(metadata=credentials.metadata), first, select_all)
+            plan, _ = await received_plan(lambda: anext(answers, None))
+            check_media(plan, first.prompt.prompt)
+            async for response in answers:
+                if response.HasField("embeds"):
                     pieces[response.embeds.media_index].append(response.embeds)
     prunings = prunings_of(first.prompt.prompt, first.prompt.pruning)
-    if plan is None or len(plan.media) != len(prunings):
-        raise PeerContract(f"the encoder's plan is incomplete or does not have {len(prunings)} images and videos")
     if sorted(pieces) != list(range(len(prunings))):
         raise PeerContract(f"the encoder sent embeddings of items {sorted(pieces)}, expected {len(prunings)} items")
     return tuple(_encoded(plan, index, pieces[index], each) for index, each in enumerate(prunings))
@@ -157,7 +154,9 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
 
 def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Pruning) -> Encoded:
     item, first = plan.media[index], pieces[0]
-    kept = _kept(first, item, pruning)
+    kept = received_kept(first, item.grid, num_kept(item.grid, pruning, item.modality))
+    if kept is None:
+        kept = np.arange(item.grid.tokens, dtype=np.int32)
     buffer = buffer_for(first.chunk, _DTYPES, (1 + plan.embed_levels, kept.size, *first.chunk.shape[-1:]))
     for piece in pieces:
         add_chunk(buffer, piece.chunk)
@@ -166,15 +165,3 @@ def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk]
             f"the stream ended after {buffer.received_bytes} of {buffer.data.nbytes} bytes of item {index}"
         )
     return Encoded(item, plan.fingerprint, kept, buffer, first.repaired_frames)
-
-
-def _kept(first: encoder_pb2.EmbedsChunk, item: MediaPlan, pruning: Pruning) -> Int32Array:
-    """The kept indices in the item's first chunk; without the field, all tokens are kept."""
-    kept = int32_array(first.kept) if first.HasField("kept") else np.arange(item.grid.tokens, dtype=np.int32)
-    expected = retained_count(item.grid, pruning, item.modality)
-    if kept.shape != (expected,) or (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= item.grid.tokens:
-        raise PeerContract(
-            f"the encoder kept {kept.size} tokens, expected {expected} strictly increasing indices "
-            f"below {item.grid.tokens}"
-        )
-    return kept

@@ -75,7 +75,7 @@ def _usage(usage: generation_pb2.Usage) -> Usage:
             MediaUsage(
                 modality=modality_of(item.modality),
                 grid=Grid(item.grid.t, item.grid.h, item.grid.w),
-                kept_tokens=item.kept_tokens,
+                num_kept=item.num_kept,
                 repaired_frames=item.repaired_frames,
                 first_slice_only=item.first_slice_only,
                 missing_frames=item.missing_frames,

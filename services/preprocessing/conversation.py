@@ -11,7 +11,8 @@ from typing import Any
 
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, Tool, Turn
+from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
+from framesieve.services.preprocessing.prompt.turns import Tool, Turn
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.pictures import PictureFrames
 from framesieve.services.preprocessing.video.sampling import FrameSampling
@@ -42,7 +43,7 @@ class MediaFile:
 class MediaRequest:
     """One media item of a prompt.
 
-    modality: what the caller takes it for. What it is, its bytes decide, see `Planner.plan`.
+    modality: as the caller declared it. The bytes decide, see `Planner.plan`.
     location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
         the source of a fetched or received file.
     frames: of a video whose file is pictures, one after the other.

@@ -5,24 +5,35 @@ It runs on a thread and knows neither grpc nor protobuf nor metrics.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
-from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.plan import (
+    MAX_FRAME_SIDE_PX,
+    MAX_PROMPT_TOKENS,
+    FileFacts,
+    FrameShape,
+    Grid,
+    MediaPlan,
+    Modality,
+    PromptPlan,
+    SizePx,
+    tagged_digest,
+)
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
-from framesieve.services.preprocessing.families import Family, load_family
+from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.prompt.embeds import Embeds
 from framesieve.services.preprocessing.prompt.layout import Expansion, lay_out
-from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.sources.digests import Digests, digests
 from framesieve.services.preprocessing.sources.source import Source, bytes_source, path_source
 from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
@@ -37,6 +48,8 @@ from framesieve.services.preprocessing.video.resize import View, shrink_to
 from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from framesieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from framesieve.services.preprocessing.video.timing import TimeBase
+
+_MEDIA_DOMAIN, _PICTURES_DOMAIN = b"framesieve media v2", b"framesieve pictures v1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,18 +78,13 @@ class _Item:
 
     modality: Modality
     planned: PlannedMedia
-    frames: int
+    frames: FrameShape
     grid: Grid
     expansion: Expansion
-    base: TimeBase | None
-    timestamps_s: tuple[float, ...]
     content: tuple[bytes, ...]
-    missing_frames: int = 0
-    dropped_frames: int = 0
-    source_px: tuple[int, int] = (0, 0)
-    tile_px: tuple[int, int] = (0, 0)
-    tile_columns: int = 0
-    group_frames: int = 0
+    base: TimeBase | None = None
+    timestamps_s: tuple[float, ...] = ()
+    file: FileFacts = field(default=FileFacts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +112,11 @@ class Planner:
     ) -> None:
         """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
         kept from one request to the next."""
-        self._family: Family = load_family(checkpoint)
+        self._family = load_family(checkpoint)
         self._tokens = ChatTokens(
             checkpoint,
             self._family.placeholders,
-            self._family.pads,
+            self._family.pad,
             self._family.joins_parts,
             self._family.template_options,
         )
@@ -162,8 +170,10 @@ class Planner:
         elif opened.picture is not None:
             make = partial(self._image, source, opened.picture, request, image_index, images)
         elif request.frames is not None:
-            source = replace(source, digest=_digest_of_pictures(source.digest, request.frames.ends))
-            make = partial(self._pictures, source, readers.pictures(source, request.frames.ends), request)
+            ends = request.frames.ends
+            parts = source.digest, struct.pack(f"<{len(ends)}q", *ends)
+            source = replace(source, digest=tagged_digest(_PICTURES_DOMAIN, parts))
+            make = partial(self._pictures, source, readers.pictures(source, ends), request)
         else:
             make = partial(self._file, source, readers.packets(source), request.sampling)
         return _named(request, make)
@@ -174,16 +184,14 @@ class Planner:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
-            case str() | FileUrl():
-                source = self._file_below_root(request.name, request.location, check_cancelled)
+            case str() | FileUrl() as path:
+                path, field = (path.path, "url") if isinstance(path, FileUrl) else (path, "path")
+                root, limit = self._media_root, self._media_max_bytes
+                source = path_source(request.name, path, root, check_cancelled, limit, self._known, field)
             case _:
                 raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)
         return source
-
-    def _file_below_root(self, name: str, location: str | FileUrl, check_cancelled: Callable[[], None]) -> Source:
-        path, field = (location.path, "url") if isinstance(location, FileUrl) else (location, "path")
-        return path_source(name, path, self._media_root, check_cancelled, self._media_max_bytes, self._known, field)
 
     def _embeds(self, request: MediaRequest, image_index: int) -> _Item:
         embeds = request.location
@@ -194,33 +202,29 @@ class Planner:
             expansion = self._family.embedded_image(embeds.grid, embeds.tile_columns, image_index)
         else:
             expansion = self._family.expansion(embeds.grid, base)
-        return _Item(embeds.modality, PlannedEmbeds(), 0, embeds.grid, expansion, base, (), content)
+        return _Item(embeds.modality, PlannedEmbeds(), FrameShape(), embeds.grid, expansion, content, base)
 
     def _image(self, source: Source, picture: Picture, request: MediaRequest, index: int, images: int) -> _Item:
         with _too_large():
             laid = self._family.image(picture.height_px, picture.width_px, request.sampling, index, images)
-        planned = PlannedPicture(source, picture, laid.height_px, laid.width_px, laid.views, laid.tile_px)
-        sizes = [planned.frame_px(number) for number in range(len(laid.views))]
+        picture_px = picture.height_px, picture.width_px
+        sizes = [laid.frames.frame_px(number) for number in range(laid.frames.count)]
         for size in sizes:
-            _check_side(*size, (picture.height_px, picture.width_px))
-        sent = (_packed_sent(*size, view) for size, view in zip(sizes, laid.views, strict=True))
+            _check_side(size, picture_px)
+        sent = (_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
-            planned=planned,
-            frames=len(laid.views),
+            planned=PlannedPicture(source, picture, laid.frames, laid.views),
+            frames=laid.frames,
             grid=laid.grid,
             expansion=laid.expansion,
-            base=None,
-            timestamps_s=(),
             content=(b"image", source.digest, *sent),
-            source_px=(picture.height_px, picture.width_px),
-            tile_px=laid.tile_px or (0, 0),
-            tile_columns=laid.tile_columns,
+            file=FileFacts(source_px=picture_px),
         )
 
     def _file(self, source: Source, index: PacketIndex, sampling: FrameSampling) -> _Item:
         item = self._video(source, index, index.times, sampling)
-        return replace(item, missing_frames=_missing(index, sampling), dropped_frames=index.dropped_frames)
+        return replace(item, file=FileFacts(_missing(index, sampling), index.dropped_frames))
 
     def _pictures(self, source: Source, index: PictureIndex, request: MediaRequest) -> _Item:
         assert request.frames is not None
@@ -234,9 +238,11 @@ class Planner:
     ) -> _Item:
         bounds = self._family.frame_bounds
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
-        size = self._family.video_size(index.height_px, index.width_px, sampled.frames, sampling)
-        height, width = self._within(size, sampling.max_pixels)
-        view = self._family.video_view(index.height_px, index.width_px, (height, width))
+        source_px = index.height_px, index.width_px
+        size = self._family.video_size(*source_px, sampled.frames, sampling)
+        if sampling.max_pixels is not None:
+            size = shrink_to(*size, self._family.token_px, sampling.max_pixels)
+        view = self._family.video_view(*source_px, size)
         frames = len(sampled.places)
         frame_s = sampled.seconds_per_grid / bounds.temporal_patch
         group = bounds.group_frames(frames, frame_s * sampled.frames) if bounds.group_frames else 0
@@ -245,19 +251,18 @@ class Planner:
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
-        _check_side(height, width, (index.height_px, index.width_px))
+        _check_side(size, source_px)
         with _too_large():
-            grid = self._family.grid(-(-frames // (group or 1)), height, width, Modality.VIDEO)
+            grid = self._family.video_grid(-(-frames // (group or 1)), *size)
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, slice_frames, height, width, view),
-            frames=frames,
+            planned=PlannedVideo(source, index, sampled.places, slice_frames, size, view),
+            frames=FrameShape(frames, size, group_frames=group),
             grid=grid,
             expansion=self._family.expansion(grid, base),
             base=base,
             timestamps_s=sampled.timestamps_s,
-            group_frames=group,
-            content=(b"video", source.digest, _packed_sent(height, width, view), places, _packed(base), in_groups),
+            content=(b"video", source.digest, _packed_sent(size, view), places, _packed(base), in_groups),
         )
 
     def _check_max_pixels(self, request: MediaRequest) -> None:
@@ -265,9 +270,6 @@ class Planner:
         if wished is not None and wished < token:
             name = f"{request.name}.frame_sampling.max_pixels"
             raise InvalidRequest(f"{name} must be at least {token}, the pixels of one token, got {wished}")
-
-    def _within(self, size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
-        return size if max_pixels is None else shrink_to(*size, self._family.token_px, max_pixels)
 
     def _lay_out(
         self, conversation: Conversation, items: Sequence[_Item], check_cancelled: Callable[[], None]
@@ -285,35 +287,19 @@ class Planner:
         layout = lay_out(pieces)
         media = tuple(
             MediaPlan(
-                modality=item.modality,
-                grid=item.grid,
-                runs=runs,
-                frames=item.frames,
-                frame_height_px=item.planned.height_px,
-                frame_width_px=item.planned.width_px,
-                seconds_per_grid=item.base.seconds_per_grid if item.base else None,
-                timestamps_s=item.timestamps_s,
-                content_hash=self._content_hash(item),
-                missing_frames=item.missing_frames,
-                dropped_frames=item.dropped_frames,
-                source_height_px=item.source_px[0],
-                source_width_px=item.source_px[1],
-                tile_height_px=item.tile_px[0],
-                tile_width_px=item.tile_px[1],
-                group_frames=item.group_frames,
-                tile_columns=item.tile_columns,
-                fixed_tokens=self._family.fixed_tokens,
+                item.modality,
+                item.grid,
+                runs,
+                item.frames,
+                item.base.seconds_per_grid if item.base else None,
+                item.timestamps_s,
+                tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)),
+                item.file,
+                self._family.fixed_tokens,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )
         return PromptPlan(layout.input_ids, layout.positions, media, self._family.embed_levels, self._fingerprint)
-
-    def _content_hash(self, item: _Item) -> bytes:
-        """sha256 of everything that an item's tokens depend on; each part is preceded by its length."""
-        digest = hashlib.sha256(b"framesieve media v1")
-        for part in (*item.content, self._fingerprint):
-            digest.update(struct.pack("<q", len(part)) + part)
-        return digest.digest()
 
 
 def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> tuple[Turn, ...]:
@@ -333,11 +319,11 @@ def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
         raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
 
-def _check_side(height_px: int, width_px: int, source_px: tuple[int, int]) -> None:
-    """source_px: height and width before resizing."""
-    if max(height_px, width_px) > MAX_FRAME_SIDE_PX:
+def _check_side(size_px: SizePx, source_px: SizePx) -> None:
+    """size_px, source_px: of frames as they are sent, and before they are resized. Raises MediaRejected."""
+    if max(size_px) > MAX_FRAME_SIDE_PX:
         raise MediaRejected(
-            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {width_px}×{height_px}; at most "
+            f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {size_px[1]}×{size_px[0]}; at most "
             f"{MAX_FRAME_SIDE_PX} are allowed on a side: lower max_pixels"
         )
 
@@ -364,14 +350,9 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
     return missing
 
 
-def _digest_of_pictures(digest: bytes, ends: Sequence[int]) -> bytes:
-    """The digest of pictures that follow one another: of all their bytes and of where each ends."""
-    return hashlib.sha256(digest + struct.pack(f"<{len(ends)}q", *ends)).digest()
-
-
-def _packed_sent(height_px: int, width_px: int, view: View | None) -> bytes:
+def _packed_sent(size_px: SizePx, view: View | None) -> bytes:
     """How frames are sent, as bytes, different for different ways."""
-    return repr((height_px, width_px, view and astuple(view))).encode()
+    return repr((size_px, view and astuple(view))).encode()
 
 
 def _packed(base: TimeBase | None) -> bytes:

@@ -13,9 +13,9 @@ import pytest
 import framesieve.services.encoder.families
 import framesieve.services.generation.families
 import framesieve.services.preprocessing.families
+from framesieve.cli.models import MODEL_FAMILIES
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.model_families import MODEL_FAMILIES
 from tests.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid, Modality
-from framesieve.common.contract.retention import METHODS, Pruning, method_of, retained_count
+from framesieve.common.contract.retention import METHODS, Pruning, method_of, num_kept
 
 GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
 
@@ -28,7 +28,7 @@ def test_counts_are_exact_in_decimal_arithmetic_above_the_floor_of_each_method(
         expected = grid.h * grid.w + (grid.t - 1) * max(1, math.floor(each))
     if modality is Modality.IMAGE or method == "none":
         expected = tokens
-    assert retained_count(grid, Pruning(ten_thousandths / 10_000, method), modality) == expected
+    assert num_kept(grid, Pruning(ten_thousandths / 10_000, method), modality) == expected
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_counts_are_exact_in_decimal_arithmetic_above_the_floor_of_each_method(
     ],
 )
 def test_a_rate_is_taken_as_its_shortest_decimal(rate: float, kept: int) -> None:
-    assert retained_count(Grid(100, 2, 5), Pruning(rate)) == kept
+    assert num_kept(Grid(100, 2, 5), Pruning(rate)) == kept
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan, math.inf])

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from framesieve.common.contract import wire
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
-from framesieve.common.contract.plan import MAX_POSITION, MAX_PROMPT_TOKENS, Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import (
+    MAX_POSITION,
+    MAX_PROMPT_TOKENS,
+    FrameShape,
+    Grid,
+    MediaPlan,
+    Modality,
+    PromptPlan,
+    Run,
+)
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import PIECE_BYTES
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -27,9 +36,7 @@ def video(offset: int, grid: Grid) -> MediaPlan:
         modality=Modality.VIDEO,
         grid=grid,
         runs=(Run(offset, grid.tokens),),
-        frames=2 * grid.t,
-        frame_height_px=28 * grid.h,
-        frame_width_px=28 * grid.w,
+        frames=FrameShape(2 * grid.t, (28 * grid.h, 28 * grid.w)),
         seconds_per_grid=Fraction(1001, 1000),
         timestamps_s=tuple(0.5 * i for i in range(2 * grid.t)),
         content_hash=bytes(range(32)),
@@ -42,15 +49,10 @@ def sliced_image(offset: int) -> MediaPlan:
         modality=Modality.IMAGE,
         grid=Grid(1, 7, 1),
         runs=(Run(offset, 7),),
-        frames=7,
-        frame_height_px=28,
-        frame_width_px=42,
+        frames=FrameShape(7, (28, 42), (14, 56), tile_columns=3),
         seconds_per_grid=None,
         timestamps_s=(),
         content_hash=bytes(range(32)),
-        tile_height_px=14,
-        tile_width_px=56,
-        tile_columns=3,
         fixed_tokens=True,
     )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from demo.comparison import Answered, Cell, paired_p, wilson
 from demo.evaluate import GRID, RATES, pruning_at, questions_of
-from framesieve.common.contract.retention import METHODS, NONE, retained_count
+from framesieve.common.contract.retention import METHODS, NONE, num_kept
 
 
 @pytest.mark.parametrize("rate", [*RATES, 0.0, 0.33])
@@ -19,7 +19,7 @@ def test_all_methods_keep_as_many_tokens_as_evs_or_the_fewest_that_they_can(rate
     slice_tokens = GRID.h * GRID.w
     budget = max(slice_tokens, math.floor(GRID.t * slice_tokens * (1 - rate) + 1e-9))
     for method in set(METHODS) - {NONE}:
-        kept = retained_count(GRID, pruning_at(rate, method))
+        kept = num_kept(GRID, pruning_at(rate, method))
         if method == "evs_causal":
             each = max(1, (budget - slice_tokens) // (GRID.t - 1))
             assert kept == slice_tokens + (GRID.t - 1) * each

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import grid_message, named_media, plan_messages, tensor_chunks
 from framesieve.common.handover import Sender, sender_to
@@ -123,9 +123,9 @@ def plan_of(media: Sequence[Media], patches: PatchShape, embed_levels: int) -> P
             modality=asked.modality,
             grid=grid,
             runs=(Run(offset, grid.tokens),),
-            frames=frames,
-            frame_height_px=grid.h * patches.token_px if frames else 0,
-            frame_width_px=grid.w * patches.token_px if frames else 0,
+            frames=FrameShape(frames, (grid.h * patches.token_px, grid.w * patches.token_px))
+            if frames
+            else FrameShape(),
             seconds_per_grid=Fraction(1) if asked.modality is Modality.VIDEO else None,
             timestamps_s=(),
             content_hash=hashlib.sha256(repr(content).encode()).digest(),

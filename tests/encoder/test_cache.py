@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, Run, tagged_digest
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run, tagged_digest
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.services.encoder.items.batcher import Batcher
@@ -47,9 +47,7 @@ def plan_of(slices: int = 2, content: int = 0) -> MediaPlan:
         modality=Modality.VIDEO,
         grid=Grid(slices, 2, 2),
         runs=(Run(5, slices * SLICE_TOKENS),),
-        frames=slices,
-        frame_height_px=2,
-        frame_width_px=2,
+        frames=FrameShape(slices, (2, 2)),
         seconds_per_grid=Fraction(1),
         timestamps_s=(),
         content_hash=bytes([content]) * 32,
@@ -78,7 +76,7 @@ def test_a_key_depends_on_everything_that_determines_the_embeddings_and_nothing_
         plan,
         plan_of(content=1),
         plan_of(4),
-        replace(plan, grid=Grid(2, 1, 4), frame_height_px=1, frame_width_px=4),
+        replace(plan, grid=Grid(2, 1, 4), frames=FrameShape(2, (1, 4))),
         plan_of(1),
         image,
     ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
 from framesieve.services.encoder.items.cache_entry import CacheEntry
 from framesieve.services.encoder.startup.rank import run_shares
 from framesieve.services.encoder.tower.graphs import Captured, with_graphs
@@ -167,7 +167,7 @@ async def test_embeddings_that_a_prompt_brings_are_converted_before_they_are_rea
         return call(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", here)
-    plan = MediaPlan(Modality.IMAGE, Grid(1, 2, 3), (Run(0, 6),), 0, 0, 0, None, (), bytes(32))
+    plan = MediaPlan(Modality.IMAGE, Grid(1, 2, 3), (Run(0, 6),), FrameShape(), None, (), bytes(32))
     batcher: Any = SimpleNamespace(budget_tokens=MOST_TOKENS, ending_on_device_errors=nullcontext)
     entry = CacheEntry(None, plan, TOWER, batcher, ByteSemaphore(2**20))
     embeds = torch.arange(18.0, dtype=torch.bfloat16).view(1, 6, 3)

@@ -11,7 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from framesieve.common.anyres import AnyRes
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import PeerContract, StartupError
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, Run
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
@@ -71,14 +70,11 @@ def plan_of_image(frames: Tensor, height: int, width: int, tokens: int) -> Media
         modality=Modality.IMAGE,
         grid=Grid(1, 1, tokens),
         runs=(Run(0, tokens),),
-        frames=len(frames),
-        frame_height_px=frames.shape[1],
-        frame_width_px=frames.shape[2],
+        frames=FrameShape(len(frames), (frames.shape[1], frames.shape[2])),
         seconds_per_grid=None,
         timestamps_s=(),
         content_hash=bytes(32),
-        source_height_px=height,
-        source_width_px=width,
+        file=FileFacts(source_px=(height, width)),
     )
 
 
@@ -156,9 +152,9 @@ TILED = {
 def test_tiles_of_an_image_become_one_picture_as_in_transformers(
     checkpoints: Callable[[str], Path], name: str, height: int, width: int
 ) -> None:
-    folder, (model_class, side_px, side, _, most_tiles) = checkpoints(name), TILED[name]
+    folder, (model_class, side_px, side, _, max_tiles) = checkpoints(name), TILED[name]
     tower = load_tower(Checkpoint(folder), "float32", CPU)
-    tiles = AnyRes.of(Checkpoint(folder).config, most_tiles).tiles(height, width)
+    tiles = AnyRes.of(Checkpoint(folder).config, max_tiles).tiles(height, width)
     count = 1 + tiles.rows * tiles.columns
     random = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8, generator=random)
@@ -174,9 +170,9 @@ def test_tiles_of_an_image_become_one_picture_as_in_transformers(
 
 @pytest.mark.parametrize("name", TILED)
 async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Callable[[str], Path], name: str) -> None:
-    (_, side_px, side, _, most_tiles), folder = TILED[name], checkpoints(name)
+    (_, side_px, side, _, max_tiles), folder = TILED[name], checkpoints(name)
     tower, forwards = load_tower(Checkpoint(folder), "float32", CPU), list[int]()
-    tiles = AnyRes.of(Checkpoint(folder).config, most_tiles).tiles(380, 400)
+    tiles = AnyRes.of(Checkpoint(folder).config, max_tiles).tiles(380, 400)
     count, tokens = 1 + tiles.rows * tiles.columns, side**2 + math.prod(tiles.shrunk)
     frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8)
     plan = plan_of_image(frames, 380, 400, tokens)
@@ -264,10 +260,8 @@ def test_a_plan_with_other_frames_or_another_grid_breaks_the_contract(
 ) -> None:
     tower = load_tower(Checkpoint(checkpoints("llava_onevision")), "float32", CPU)
     check = PlanCheck(tower.patches, 0, bytes(32), tower.arrange)
-    tokens = plan.grid.tokens
-    prompt = PromptPlan(np.zeros(tokens, np.int32), np.zeros((3, tokens), np.int32), (plan,), 0, bytes(32))
     with pytest.raises(PeerContract, match="do not make its grid"):
-        check.check(prompt, 1, {})
+        check.check_frames(plan)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, PromptPlan
+from framesieve.common.contract.plan import FrameShape, Grid, PromptPlan
 from framesieve.common.contract.tensors import DType
 from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.v1 import prompt_pb2
@@ -28,15 +29,19 @@ BENT_PLANS: dict[str, BentPlan] = {
     "another checkpoint": lambda plan: replace(plan, fingerprint=bytes(32)),
     "more levels": lambda plan: replace(plan, embed_levels=plan.embed_levels + 1),
     "no media": lambda plan: replace(plan, media=()),
-    "half a patch higher": lambda plan: other_item(plan, frame_height_px=2 * PX + 7),
-    "a token narrower": lambda plan: other_item(plan, frame_width_px=2 * PX),
-    "frames beyond": lambda plan: other_item(plan, frames=9),
-    "embeddings not brought": lambda plan: other_item(plan, frames=0, frame_height_px=0, frame_width_px=0),
+    "half a patch higher": lambda plan: other_frames(plan, size_px=(2 * PX + 7, 3 * PX)),
+    "a token narrower": lambda plan: other_frames(plan, size_px=(2 * PX, 2 * PX)),
+    "frames beyond": lambda plan: other_frames(plan, count=9),
+    "embeddings not brought": lambda plan: other_item(plan, frames=FrameShape()),
 }
 BENT_PLANS_OF_EMBEDS: dict[str, BentPlan] = {
     "another grid of as many tokens": lambda plan: other_item(plan, grid=Grid(2, 4, 3)),
-    "frames to decode": lambda plan: other_item(plan, frames=8, frame_height_px=2 * PX, frame_width_px=3 * PX),
+    "frames to decode": lambda plan: other_frames(plan, count=8, size_px=(2 * PX, 3 * PX)),
 }
+
+
+def other_frames(plan: PromptPlan, **changes: Any) -> PromptPlan:
+    return other_item(plan, frames=replace(plan.media[0].frames, **changes))
 
 
 @pytest.mark.parametrize("name", [*BENT_PLANS, *BENT_PLANS_OF_EMBEDS])

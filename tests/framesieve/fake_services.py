@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 
 from framesieve.common.contract.errors import MediaDamaged
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.common.serving.status import DETAILS_KEY, status_details
@@ -32,9 +32,7 @@ def plan_of(grid: Grid, runs: tuple[Run, ...], tokens: int, token_px: int, embed
         modality=Modality.VIDEO,
         grid=grid,
         runs=runs,
-        frames=4,
-        frame_height_px=grid.h * token_px,
-        frame_width_px=grid.w * token_px,
+        frames=FrameShape(4, (grid.h * token_px, grid.w * token_px)),
         seconds_per_grid=Fraction(1),
         timestamps_s=(0.0, 0.5, 1.0, 1.5),
         content_hash=bytes(32),
@@ -55,15 +53,10 @@ SLICED = PromptPlan(
             modality=Modality.IMAGE,
             grid=Grid(1, 7, 1),
             runs=(Run(1, 7),),
-            frames=7,
-            frame_height_px=28,
-            frame_width_px=42,
+            frames=FrameShape(7, (28, 42), (42, 28), tile_columns=3),
             seconds_per_grid=None,
             timestamps_s=(),
             content_hash=bytes(32),
-            tile_height_px=42,
-            tile_width_px=28,
-            tile_columns=3,
         ),
     ),
     embed_levels=0,
@@ -110,7 +103,7 @@ class FakeServices(
         video = generation_pb2.MediaUsage(
             modality=prompt_pb2.MODALITY_VIDEO,
             grid=prompt_pb2.Grid(t=2, h=2, w=2),
-            kept_tokens=4,
+            num_kept=4,
             repaired_frames=3,
             first_slice_only=True,
         )
@@ -155,8 +148,8 @@ class FakeServices(
             yield preprocessing_pb2.PreprocessResponse(plan=plan)
         assert next(requests).select.all
         item = self.plan.media[0]
-        for first in range(0, item.frames, item.slice_frames):
-            shape = (item.slice_frames, *item.frame_px(first), 3)
+        for first in range(0, item.frames.count, item.slice_frames):
+            shape = (item.slice_frames, *item.frames.frame_px(first), 3)
             frames = np.full(shape, 40 + 30 * first, dtype=np.uint8)
             for chunk in tensor_chunks(DType.UINT8, shape, frames.data):
                 yield preprocessing_pb2.PreprocessResponse(

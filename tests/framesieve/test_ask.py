@@ -93,7 +93,7 @@ def test_json_is_one_object_with_all_completions(framesieve: Run, address: str, 
     ]
     assert (printed["usage"]["prompt_tokens_full"], printed["usage"]["completion_tokens"]) == (12, 4)
     assert printed["usage"]["media"][0] == {
-        "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "kept_tokens": 4,
+        "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "num_kept": 4,
         "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0, "dropped_frames": 0,
     }  # fmt: skip
     assert printed["timings"]["decode_s"] == 0.5

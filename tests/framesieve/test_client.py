@@ -82,7 +82,7 @@ def finished(index: int, tokens: int, generate_s: float, reason: Any = FINISH_RE
 VIDEO = generation_pb2.MediaUsage(
     modality=prompt_pb2.MODALITY_VIDEO,
     grid=prompt_pb2.Grid(t=4, h=5, w=4),
-    kept_tokens=20,
+    num_kept=20,
     repaired_frames=1,
     first_slice_only=True,
 )
@@ -108,7 +108,7 @@ async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> 
         answer = await client.ask(Video(data=b"film"), "What moves?")
     assert [type(event) for event in events] == [Accepted, Progress, Delta, Delta, Finished]
     (media,) = events[0].usage.media  # type: ignore[union-attr]
-    assert (media.grid.t, media.grid.h, media.grid.w, media.kept_tokens) == (4, 5, 4, 20)
+    assert (media.grid.t, media.grid.h, media.grid.w, media.num_kept) == (4, 5, 4, 20)
     assert (media.modality.value, media.repaired_frames, media.first_slice_only) == ("video", 1, True)
     assert events[1] == Progress(media_index=0, decoded_slices=4, encoded_slices=3)
     assert str(answer) == answer.text == "A ball"

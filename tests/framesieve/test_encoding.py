@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from framesieve import Encoded, Image, Message, Pruning, Video, encode
 from framesieve.client.messages import generate_request
 from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.retention import RANDOM, VIDCOM2
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
@@ -25,14 +25,12 @@ from tests.common.loopback import serving
 
 MIB = 2**20
 LEVELS, WIDTH = 3, 5
-PHOTO = MediaPlan(Modality.IMAGE, Grid(1, 2, 2), (Run(1, 4),), 1, 64, 64, None, (), bytes(32))
+PHOTO = MediaPlan(Modality.IMAGE, Grid(1, 2, 2), (Run(1, 4),), FrameShape(1, (64, 64)), None, (), bytes(32))
 CLIP = MediaPlan(
     modality=Modality.VIDEO,
     grid=Grid(3, 2, 3),
     runs=(Run(8, 6), Run(18, 6), Run(28, 6)),
-    frames=6,
-    frame_height_px=64,
-    frame_width_px=96,
+    frames=FrameShape(6, (64, 96)),
     seconds_per_grid=Fraction(2, 3),
     timestamps_s=tuple(index / 3 for index in range(6)),
     content_hash=bytes(32),
@@ -94,9 +92,9 @@ async def served(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN) -> Asy
         yield address, fake
 
 
-async def ask(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN) -> tuple[Encoded, ...]:
+async def ask(tmp_path: Path, pieces: Chunks, plan: PromptPlan = PLAN, rate: float = 0.0) -> tuple[Encoded, ...]:
     async with served(tmp_path, pieces, plan) as (address, _):
-        return await encode(address, MEDIA)
+        return await encode(address, MEDIA, Pruning(rate))
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
@@ -157,7 +155,7 @@ def test_embeddings_keep_the_time_base_of_their_frames() -> None:
 
 
 def test_pruned_and_resent_embeddings_cannot_be_used_in_a_prompt() -> None:
-    resent = dataclasses.replace(CLIP, frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    resent = dataclasses.replace(CLIP, frames=FrameShape(), timestamps_s=())
     with pytest.raises(errors.InvalidRequest, match="embeddings of all 18 tokens, got 6"):
         encoded(CLIP, kept=6).as_embeds()
     with pytest.raises(errors.InvalidRequest, match="pass the same Embeds again"):
@@ -165,7 +163,8 @@ def test_pruned_and_resent_embeddings_cannot_be_used_in_a_prompt() -> None:
 
 
 def test_an_image_is_sent_again_as_embeddings_only_where_each_of_its_frames_has_a_row_of_its_own() -> None:
-    sliced = dataclasses.replace(PHOTO, grid=Grid(1, 7, 2), runs=(Run(1, 14),), frames=7, tile_columns=3)
+    frames = FrameShape(7, (64, 64), tile_columns=3)
+    sliced = dataclasses.replace(PHOTO, grid=Grid(1, 7, 2), runs=(Run(1, 14),), frames=frames)
     embeds = encoded(sliced, kept=14).as_embeds()
     assert (embeds.grid, embeds.tile_columns) == (Grid(1, 7, 2), 3)
     (part,) = generate_request([Message("user", (Image(embeds=embeds),))], {}).prompt.messages[0].parts
@@ -186,18 +185,33 @@ CLIP_CHUNKS = chunks(1, values(18, 1), None)
         (PHOTO_CHUNKS + CLIP_CHUNKS[:1], "after 720 of 1440 bytes of item 1"),
         (chunks(0, values(4, 0)[1:], None) + CLIP_CHUNKS, r"\[4, 4, 5\], got float32 \[3, 4, 5\]"),
         (chunks(0, values(4, 0), None, DType.INT32) + CLIP_CHUNKS, "expected bfloat16 or float16 or float32"),
-        (PHOTO_CHUNKS + chunks(1, values(17, 1), list(range(17))), "kept 17 tokens, expected 18 strictly increasing"),
-        (PHOTO_CHUNKS + chunks(1, values(18, 1), [0, *range(17)]), "strictly increasing"),
-        (PHOTO_CHUNKS + chunks(1, values(18, 1), list(range(1, 19))), "below 18"),
+        (PHOTO_CHUNKS + chunks(1, values(9, 1), list(range(9))), "if and only if tokens are dropped"),
     ],
-    ids=["no photo", "cut short", "levels", "integers", "fewer", "repeated", "out of range"],
+    ids=["no photo", "cut short", "levels", "integers", "pruned"],
 )
 async def test_an_encoder_that_breaks_the_contract_is_an_error(tmp_path: Path, pieces: Chunks, message: str) -> None:
     with pytest.raises(errors.PeerContract, match=message):
         await ask(tmp_path, pieces)
 
 
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (range(8), r"must keep 9 tokens, .* shape \[8\]"),
+        ([0, *range(8)], "increase strictly"),
+        (range(10, 19), "below 18"),
+    ],
+    ids=["fewer", "repeated", "out of range"],
+)
+async def test_an_encoder_that_keeps_other_tokens_is_an_error(
+    tmp_path: Path, kept: Sequence[int], message: str
+) -> None:
+    pieces = PHOTO_CHUNKS + chunks(1, values(len(kept), 1), list(kept))
+    with pytest.raises(errors.PeerContract, match=message):
+        await ask(tmp_path, pieces, rate=0.5)
+
+
 async def test_a_plan_of_other_media_is_rejected(tmp_path: Path) -> None:
     alone = dataclasses.replace(PLAN, media=(CLIP,))
-    with pytest.raises(errors.PeerContract, match="does not have 2 images and videos"):
+    with pytest.raises(errors.PeerContract, match="the prompt has 2 media, the plan 1"):
         await ask(tmp_path, PHOTO_CHUNKS + CLIP_CHUNKS, alone)

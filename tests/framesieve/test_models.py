@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from typer.testing import Result
 
-from framesieve.common.model_families import MODEL_FAMILIES
+from framesieve.cli.models import MODEL_FAMILIES
 
 
 def test_models_prints_each_family_and_what_it_can_do(framesieve: Callable[..., Result]) -> None:

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.wire import grid_message, plan_messages
 from framesieve.common.handover import Sender, sender_to
 from framesieve.common.sealed_memory import SealedMemory
@@ -32,9 +32,7 @@ def media_plan(modality: Modality, offset: int, grid: Grid) -> MediaPlan:
         modality=modality,
         grid=grid,
         runs=(Run(offset, grid.tokens),),
-        frames=2 * grid.t if video else 1,
-        frame_height_px=28 * grid.h,
-        frame_width_px=28 * grid.w,
+        frames=FrameShape(2 * grid.t if video else 1, (28 * grid.h, 28 * grid.w)),
         seconds_per_grid=Fraction(1) if video else None,
         timestamps_s=tuple(0.5 * i for i in range(2 * grid.t)) if video else (),
         content_hash=bytes(32),

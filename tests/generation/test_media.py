@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
@@ -69,7 +69,7 @@ async def test_items_arrive_in_the_models_dtype_and_the_session_holds_their_byte
     async with client_of(tmp_path, encoder, model=model) as (client, room):
         clock = StageClock()
         async with client.open(prompt_message(PLAN), PRUNING, clock) as session:
-            assert (session.plan.media, session.kept_counts, room.held_bytes) == (PLAN.media, (6, 4), 0)
+            assert (session.plan.media, session.num_kept, room.held_bytes) == (PLAN.media, (6, 4), 0)
             received = await receive_all(session, clock)
             assert room.held_bytes == SIZE_BYTES // 2
         assert room.held_bytes == 0
@@ -123,7 +123,7 @@ TURNED = prompt_plan(FINGERPRINT, 3, (Modality.VIDEO, Grid(2, 3, 2)), 2, IMAGE, 
 
 def brought(plan: PromptPlan) -> PromptPlan:
     """The same plan if the prompt had brought the embeddings of its first item."""
-    first = replace(plan.media[0], frames=0, frame_height_px=0, frame_width_px=0, timestamps_s=())
+    first = replace(plan.media[0], frames=FrameShape(), timestamps_s=())
     return replace(plan, media=(first, *plan.media[1:]))
 
 

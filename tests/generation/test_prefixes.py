@@ -60,7 +60,7 @@ class SequenceRunner:
             for rows in media_rows(window, 0):
                 embeds = window.request.embeds[rows.media_index]
                 assert embeds is not None
-                dropped = window.request.kept_counts[rows.media_index] - embeds.shape[1]
+                dropped = window.request.num_kept[rows.media_index] - embeds.shape[1]
                 assert rows.first_row >= dropped, f"{window} computes rows again that it has not received"
         # Answers alternate between two tokens, so that answers of different requests are as alike as their prompts.
         sampling = (window for window in windows if window.samples)
@@ -124,7 +124,7 @@ class Desk:
         for index in asked.request.wanted_media:
             item = self.items[asked.request][index]
             order = np.random.default_rng(seed).permutation(item.tokens)
-            self.engine.deliver(asked.request, media_item(index, item, sorted(order[: item.kept_count].tolist())))
+            self.engine.deliver(asked.request, media_item(index, item, sorted(order[: item.num_kept].tolist())))
 
     def cancel(self, asked: Asked) -> None:
         for each in (asked, *asked.others):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan, Run
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
 from framesieve.services.generation.rpc.prompt_limit import PromptLimit
 
@@ -41,9 +41,7 @@ def plan_of(
                 modality=modality,
                 grid=grid,
                 runs=runs,
-                frames=frames,
-                frame_height_px=TOKEN_SIDE_PX * grid.h if frames else 0,
-                frame_width_px=TOKEN_SIDE_PX * grid.w if frames else 0,
+                frames=FrameShape(frames, (TOKEN_SIDE_PX * grid.h, TOKEN_SIDE_PX * grid.w)) if frames else FrameShape(),
                 seconds_per_grid=Fraction(1) if video else None,
                 timestamps_s=(0.0,) * frames if video else (),
                 content_hash=bytes(32),

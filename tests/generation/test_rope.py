@@ -40,7 +40,7 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
             parts.append(video(*sides, rate, stand_alone))
             before.append(len(expected_sequence([*parts[:-1], *parts[-1].texts[:1]], kept, PAD_ID).ids))
             order = np.random.default_rng(number).permutation(parts[-1].tokens)
-            kept.append(sorted(order[: parts[-1].kept_count].tolist()))
+            kept.append(sorted(order[: parts[-1].num_kept].tolist()))
     parts.append(Text((7,)))
     expected = expected_sequence(parts, kept, PAD_ID)
     state = RopeState(make_plan(parts), [len(each) for each in kept])

@@ -65,7 +65,7 @@ async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
         assert (usage.prompt_tokens_full, usage.prompt_tokens) == (full, full - 12)
         assert usage.completion_tokens == completion
         [media] = usage.media
-        assert (media.kept_tokens, media.repaired_frames, media.first_slice_only) == (12, repaired, False)
+        assert (media.num_kept, media.repaired_frames, media.first_slice_only) == (12, repaired, False)
         assert (media.grid.t, media.grid.h, media.grid.w) == (4, 2, 3)
     assert finished.reason == generation_pb2.FINISH_REASON_LENGTH
     deltas = [response.delta for response in responses[2:-1]]

@@ -50,7 +50,7 @@ async def model_inputs(
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)
     if family.linear:
-        shapes = [(item.frame_height_px, item.frame_width_px, 3) for item in plan.media]
+        shapes = [(*item.frames.size_px, 3) for item in plan.media]
         shown = [frames[index] for index in range(len(shapes))]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **_images(shown, shapes, folder, config)}
     types = torch.zeros_like(ids)
@@ -63,7 +63,7 @@ async def model_inputs(
     ):
         items = [(index, item) for index, item in enumerate(plan.media) if item.modality is modality]
         if items:
-            sizes = [(item.frames, item.frame_height_px, item.frame_width_px, 3) for _, item in items]
+            sizes = [(item.frames.count, *item.frames.size_px, 3) for _, item in items]
             shown = [frames[index] for index, _ in items]
             inputs[pixels] = torch.cat([_patches(*each, folder, family) for each in zip(shown, sizes, strict=True)])
             sides = [(item.grid.t, item.grid.h * family.merge, item.grid.w * family.merge) for _, item in items]
@@ -84,7 +84,7 @@ def _tiled(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, conf
     mean, std = (torch.tensor(settings[name])[:, None, None] for name in ("image_mean", "image_std"))
     pixels = []
     for index, item in enumerate(plan.media):
-        shape = (item.frames, item.frame_height_px, item.frame_width_px, 3)
+        shape = (item.frames.count, *item.frames.size_px, 3)
         values = torch.from_numpy(np.frombuffer(frames[index], np.uint8).reshape(shape).copy()).permute(0, 3, 1, 2)
         pixels.append((values / 255 - mean) / std)
     images = [item.modality is Modality.IMAGE for item in plan.media]
@@ -92,7 +92,7 @@ def _tiled(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, conf
         shown = [each for each, is_image in zip(pixels, images, strict=True) if is_image]
         most = max(len(each) for each in shown)
         padded = [torch.cat([each, torch.zeros(most - len(each), *each.shape[1:])]) for each in shown]
-        sizes = [(item.source_height_px, item.source_width_px) for item in plan.media if item.source_width_px]
+        sizes = [item.file.source_px for item in plan.media if all(item.file.source_px)]
         inputs |= {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
         if config.model_type == "llava_onevision":
             inputs["batch_num_images"] = torch.tensor([len(shown)])

@@ -139,7 +139,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                 pruned = await client.ask(replace(video, pruning=pruning), QUESTION, **GREEDY)
                 (item,) = pruned.usage.media
                 expected = 4 + 2 * (item.grid.t - 1) if method == "evs_causal" else item.grid.tokens // 2
-                assert (item.grid.slice_tokens, item.kept_tokens) == (4, expected)
+                assert (item.grid.slice_tokens, item.num_kept) == (4, expected)
                 (encoded,) = await encode(addresses["encoder"], video, pruning)
                 check_pruned_answer(pruned, reference, inputs, pad_id, encoded)
         whole, kept = [
@@ -195,7 +195,7 @@ async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(client: Framesiev
     assert [item.modality for item in answer.usage.media] == expected
     for item in answer.usage.media:
         least = max(item.grid.slice_tokens, item.grid.tokens // 4)
-        assert item.kept_tokens == (item.grid.tokens if item.modality is Modality.IMAGE else least)
+        assert item.num_kept == (item.grid.tokens if item.modality is Modality.IMAGE else least)
     assert answer.usage.completion_tokens >= 1
 
 
@@ -207,7 +207,7 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
     answer = await client.ask(videos, QUESTION, pruning_rate=0.25, max_new_tokens=1, timeout_s=60)
     grid = answer.usage.media[0].grid
     twentieth = grid.tokens // 20
-    assert [item.kept_tokens for item in answer.usage.media] == [
+    assert [item.num_kept for item in answer.usage.media] == [
         *(grid.tokens * 3 // 4, grid.tokens // 2),
         *(max(grid.slice_tokens, twentieth), max(grid.t, twentieth), grid.tokens),
     ]
@@ -226,4 +226,4 @@ async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
     ]
     assert one.token_ids == other.token_ids
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    assert [item.kept_tokens for item in one.usage.media] == [item.kept_tokens for item in other.usage.media]
+    assert [item.num_kept for item in one.usage.media] == [item.num_kept for item in other.usage.media]

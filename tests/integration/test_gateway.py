@@ -158,7 +158,7 @@ def assert_same(got: Any, wanted: Any) -> None:
     assert usage["completion_tokens"] == wanted.usage.completion_tokens
     assert usage["framesieve"]["prompt_tokens_full"] == wanted.usage.prompt_tokens_full
     assert [item["kept_tokens"] for item in usage["framesieve"]["media"]] == [
-        item.kept_tokens for item in wanted.usage.media
+        item.num_kept for item in wanted.usage.media
     ]
     stages = usage["framesieve"]["stages_s"]
     assert len(stages) == 10

@@ -155,7 +155,7 @@ async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(
     # 16 s at 2 frames a second are 16 slices of two.
     (item,) = answer.usage.media
     assert item.grid.t == 16
-    assert item.kept_tokens == int(item.grid.tokens * (1 - rate))
+    assert item.num_kept == int(item.grid.tokens * (1 - rate))
 
 
 @pytest.mark.parametrize(("name", "shown"), [("alice", {"token": None}), ("mallory", {}), ("generation", {})])

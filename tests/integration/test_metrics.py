@@ -118,5 +118,5 @@ async def test_a_question_is_counted_by_each_service_in_its_stages_and_bytes(
         assert len(data) < grown["received", method] < len(data) + 2000
     frames_bytes = item.grid.t * 2 * item.grid.h * item.grid.w * 28 * 28 * 3
     assert frames_bytes < grown["sent", "Preprocess"] < frames_bytes + 8000
-    assert item.kept_tokens * 64 * 4 < grown["sent", "Encode"] < item.kept_tokens * 64 * 4 + 8000
+    assert item.num_kept * 64 * 4 < grown["sent", "Encode"] < item.num_kept * 64 * 4 + 8000
     assert 0 < grown["sent", "Generate"] < 2000

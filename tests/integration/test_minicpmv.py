@@ -99,7 +99,7 @@ async def check_cached_groups(stack: LocalStack) -> None:
     for each in (times, times, later):
         before = metric(stack, "preprocessing", "framesieve_preprocessing_frames_total")
         (made,) = await encode(stack.addresses["encoder"], Video(frames=Frames(shown, tuple(each))))
-        assert made.plan.group_frames == 3
+        assert made.plan.frames.group_frames == 3
         await idle(stack)
         decoded.append(metric(stack, "preprocessing", "framesieve_preprocessing_frames_total") - before)
         found.append(made.values)
@@ -124,7 +124,7 @@ async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[Pr
     assert plan is not None
     pictures: list[list[Tensor]] = [[] for _ in plan.media]
     for index, first in sorted(frames):
-        shape = plan.media[index].frame_px(first)
+        shape = plan.media[index].frames.frame_px(first)
         data = torch.from_numpy(np.frombuffer(frames[index, first], np.uint8).copy())
         pictures[index] += data.view(-1, *shape, 3).unbind()
     return plan, pictures
@@ -136,10 +136,10 @@ def embedded(oracle: minicpm.MiniCPM, plan: PromptPlan, pictures: Sequence[Seque
     embeds: Tensor = oracle.llm.get_input_embeddings()(torch.from_numpy(plan.input_ids.astype(np.int64)))
     for item, shown in zip(plan.media, pictures, strict=True):
         places = torch.cat([torch.arange(run.offset, run.end) for run in item.runs])
-        if item.group_frames:
+        if item.frames.group_frames:
             frames, times = torch.stack(list(shown)), [int(round(10 * time) * 0.1 / 0.1) for time in item.timestamps_s]
-            starts = range(0, len(frames), item.group_frames)
-            groups = [slice(start, start + item.group_frames) for start in starts]
+            starts = range(0, len(frames), item.frames.group_frames)
+            groups = [slice(start, start + item.frames.group_frames) for start in starts]
             embeds[places] = torch.cat([oracle.group(frames[each], times[each]) for each in groups])
         else:
             embeds[places] = torch.cat([oracle.picture(each) for each in shown])

@@ -147,9 +147,7 @@ async def test_every_item_is_answered_as_by_grpc(stack: LocalStack, http: httpx.
     assert (usage["input_tokens"], usage["output_tokens"]) == (counted.prompt_tokens, counted.completion_tokens)
     assert usage["total_tokens"] == counted.prompt_tokens + counted.completion_tokens
     assert usage["framesieve"]["prompt_tokens_full"] == counted.prompt_tokens_full
-    assert [each["kept_tokens"] for each in usage["framesieve"]["media"]] == [
-        each.kept_tokens for each in counted.media
-    ]
+    assert [each["kept_tokens"] for each in usage["framesieve"]["media"]] == [each.num_kept for each in counted.media]
 
 
 def test_an_uploaded_file_is_asked_about(http: httpx.Client) -> None:

@@ -167,7 +167,7 @@ async def frames_of(call: Any, plan: PromptPlan) -> tuple[dict[int, np.ndarray[A
         count = 1 if item.modality is Modality.IMAGE else 2
         if buffer is None:
             assert chunk.first_frame == count * len(held)
-            shape = (count, item.frame_height_px, item.frame_width_px, 3)
+            shape = (count, *item.frames.size_px, 3)
             buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
         add_chunk(buffer, chunk.chunk)
         repaired += chunk.repaired_frames

@@ -80,7 +80,7 @@ def test_frames_that_change_size_in_mid_stream_are_resized(container: str, codec
     places = (0, 8, len(index.times.ticks) - 9, len(index.times.ticks) - 1)
     sizes = {frame.pixels.shape for frame in decode_frames(source, index, places)}
     assert sizes == {(48, 64, 3), (96, 128, 3)}
-    slices = list(PlannedVideo(source, index, places, 2, 56, 84).slices())
+    slices = list(PlannedVideo(source, index, places, 2, (56, 84)).slices())
     assert [each.pixels.shape for each in slices] == [(2, 56, 84, 3), (2, 56, 84, 3)]
 
 

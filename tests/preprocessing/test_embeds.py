@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
 from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
@@ -64,7 +64,7 @@ def test_embeddings_have_a_plan_without_frames(tiny: Planner) -> None:
     assert (video.modality, video.grid, video.seconds_per_grid) == (Modality.VIDEO, Grid(3, 2, 4), Fraction(1))
     for item, media in zip(result.plan.media, result.media, strict=True):
         assert item.brings_embeds
-        assert (item.frames, item.frame_height_px, item.frame_width_px, item.timestamps_s) == (0, 0, 0, ())
+        assert (item.frames, item.timestamps_s) == (FrameShape(), ())
         assert list(media.slices()) == []
 
 

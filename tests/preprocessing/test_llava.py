@@ -27,7 +27,7 @@ from framesieve.common.contract.errors import InvalidRequest, MediaRejected, Sta
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed
@@ -111,7 +111,7 @@ def test_a_picture_is_sent_as_the_image_processor_makes_it(
     (sent,) = media.slices()
     planned.files.close()
     expected = pixels_of(kind, folder, data)
-    assert sent.pixels[0].shape == expected.shape == (item.frame_height_px, item.frame_width_px, 3)
+    assert sent.pixels[0].shape == expected.shape == (*item.frames.size_px, 3)
     apart = np.abs(sent.pixels[0].astype(int) - expected)
     assert apart.max() <= (0 if (height, width) == expected.shape[:2] else ROUNDING)
 

@@ -19,7 +19,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video import decode
 from framesieve.services.preprocessing.video.packets import read_packets
 from framesieve.services.preprocessing.video.sampling import FrameSampling
@@ -83,7 +83,7 @@ def planned(tiny_checkpoint: Path, folder: Path) -> Iterator[Callable[..., Plann
             files.enter_context(prompt.files)
             (video,) = prompt.media
             assert isinstance(video, PlannedVideo)
-            return replace(video, height_px=HEIGHT_PX, width_px=WIDTH_PX)
+            return replace(video, size_px=(HEIGHT_PX, WIDTH_PX))
 
         yield plan
 

@@ -156,9 +156,9 @@ def test_an_image_of_any_size_expands_as_published_with_any_settings(
     planned.files.close()
     source, tile, grid = expected(width, height, most if sliced else 1)
     (item,) = planned.plan.media
-    assert (item.frame_width_px, item.frame_height_px) == source
-    assert item.frame_px(1)[::-1] == (tile if grid[0] else source)
-    assert (item.frames, item.tile_columns) == (1 + grid[0] * grid[1], grid[0])
+    assert item.frames.size_px[::-1] == source
+    assert item.frames.frame_px(1)[::-1] == (tile if grid[0] else source)
+    assert (item.frames.count, item.frames.tile_columns) == (1 + grid[0] * grid[1], grid[0])
     shown = markers(grid, 0 if numbered else None, version)
     text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == tokenizer_of(folder)(text)["input_ids"]
@@ -180,7 +180,9 @@ def test_embeddings_of_an_image_are_laid_out_as_its_pixels(planner: Planner, siz
     first = image(picture(40, 30, seed=1))
     of_pixels = planner.plan(conversation(first, "and", image(picture(*size)), "What?"))
     item = of_pixels.plan.media[1]
-    of_embeds = planner.plan(conversation(first, "and", embedded(item.modality, item.grid, item.tile_columns), "What?"))
+    of_embeds = planner.plan(
+        conversation(first, "and", embedded(item.modality, item.grid, item.frames.tile_columns), "What?")
+    )
     for planned in (of_pixels, of_embeds):
         planned.files.close()
     assert of_embeds.plan.input_ids.tolist() == of_pixels.plan.input_ids.tolist()
@@ -245,7 +247,7 @@ def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: 
     planned.files.close()
     (item,) = planned.plan.media
     assert item.timestamps_s == pytest.approx((0.0, 1.0, 2.0))
-    assert (item.frame_width_px, item.frame_height_px) == sides_of(90, 60, grow=True)
+    assert item.frames.size_px[::-1] == sides_of(90, 60, grow=True)
     frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
     text = f"<|im_start|>user\n{frame}\n{frame}\n{frame}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
@@ -309,9 +311,9 @@ def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], gr
     planned.files.close()
     (item,) = planned.plan.media
     assert (item.grid.t, item.grid.h, item.grid.w) == (groups, 1, minicpm.QUERIES["4.5"])
-    assert item.group_frames == group
-    assert sent == [group] * (groups - 1) + [item.frames - group * (groups - 1)]
-    assert item.frames == sum(sent) == len(item.timestamps_s)
+    assert item.frames.group_frames == group
+    assert sent == [group] * (groups - 1) + [item.frames.count - group * (groups - 1)]
+    assert item.frames.count == sum(sent) == len(item.timestamps_s)
     one = f"<image>{'<unk>' * minicpm.QUERIES['4.5']}</image>"
     shown = "\n".join([one] * groups)
     text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
@@ -327,7 +329,7 @@ def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path
         request = MediaRequest("video", Modality.VIDEO, one * len(times_s), FrameSampling(), frames)
         planned = Planner(Checkpoint(grouping), None).plan(conversation(request, "What?"))
         planned.files.close()
-        assert planned.plan.media[0].group_frames == 3
+        assert planned.plan.media[0].frames.group_frames == 3
         return planned.plan.media[0].content_hash
 
     assert content_hash(times) == content_hash(list(times))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -20,7 +21,7 @@ from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing import planner
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video import decode
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
@@ -62,8 +63,8 @@ def test_no_frame_has_more_than_max_pixels(family: str, tiny: Planner, look: Med
     token_px = FAMILIES[family].token_px
     for max_pixels in (32 * 32, 3000, 56 * 56, 10_000, 20_000):
         (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
-        assert item.frame_height_px * item.frame_width_px <= max_pixels
-        assert (item.frame_height_px % token_px, item.frame_width_px % token_px) == (0, 0)
+        assert math.prod(item.frames.size_px) <= max_pixels
+        assert not any(side % token_px for side in item.frames.size_px)
 
 
 # Of MiniCPM-V an image without slices: fewer pixels make others fewer slices.
@@ -74,7 +75,7 @@ def test_tokens_are_fixed_where_fewer_pixels_are_refused_or_make_no_fewer(
     tiny, data = Planner(Checkpoint(checkpoints(name)), None), picture(50, 50)
     whole = planned(tiny, image(data)).plan.media[0]
     try:
-        half = planned(tiny, image(data, max_pixels=whole.frame_height_px * whole.frame_width_px // 2)).plan.media[0]
+        half = planned(tiny, image(data, max_pixels=math.prod(whole.frames.size_px) // 2)).plan.media[0]
     except InvalidRequest:
         assert whole.fixed_tokens
     else:
@@ -89,7 +90,7 @@ def test_the_sent_frames_are_the_planned_ones(family: str, tiny: Planner) -> Non
     assert [each.first_frame for each in slices] == list(range(0, len(expected), 2))
     pixels = np.concatenate([each.pixels for each in slices])
     (item,) = result.plan.media
-    assert pixels.shape == (item.frames, item.frame_height_px, item.frame_width_px, 3)
+    assert pixels.shape == (item.frames.count, *item.frames.size_px, 3)
     enlarged = [np.asarray(Image.fromarray(frame).resize((WIDTH_PX, HEIGHT_PX))) for frame in pixels]
     assert [number_of(frame) for frame in enlarged] == expected
 
@@ -176,7 +177,7 @@ def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None
     ("look", "error", "named"),
     [
         (image(b"garbage"), MediaRejected, "image cannot be read as an image or a video"),
-        (image(picture(201, 1)), MediaRejected, "image has frames of 201×1 pixels, an aspect ratio of 201, at most"),
+        (image(picture(201, 1)), MediaRejected, "image has 201×1 pixels, an aspect ratio of at most 200"),
         (
             image(picture(170, 33_000), max_pixels=10**9),
             MediaRejected,

@@ -21,7 +21,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Modality, PromptPlan
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media
 from tests.families import FAMILIES
@@ -191,17 +191,17 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: 
     assert plan.input_ids.tolist() == expected_ids(family, checkpoint, messages, expected)
     alone, token_px = FAMILIES[family].slices_stand_alone, FAMILIES[family].token_px
     for part, item, its in zip(parts, plan.media, expected, strict=True):
-        assert (item.frame_height_px, item.frame_width_px) == (its.height_px, its.width_px)
+        assert item.frames.size_px == (its.height_px, its.width_px)
         assert (item.grid.h, item.grid.w) == (its.height_px // token_px, its.width_px // token_px)
         slices = item.grid.t if alone else 1
         assert [run.length for run in item.runs] == [item.grid.tokens // slices] * slices
         if isinstance(part, Picture):
-            assert (item.grid.t, item.frames, item.seconds_per_grid, item.timestamps_s) == (1, 1, None, ())
+            assert (item.grid.t, item.frames.count, item.seconds_per_grid, item.timestamps_s) == (1, 1, None, ())
             continue
         metadata = part.metadata(family)
         shown = metadata.frames_indices / metadata.fps
         assert item.timestamps_s == (*shown, *shown[its.frames - its.frames % 2 :])
-        assert item.frames == 2 * item.grid.t == len(item.timestamps_s)
+        assert item.frames.count == 2 * item.grid.t == len(item.timestamps_s)
         assert item.seconds_per_grid == 2 * part.seconds_per_frame(its.frames)
     # Elsewhere transformers resumes text inside the video once its time exceeds the longer side of a frame.
     steps = [1 if family == "qwen2_vl" else (item.seconds_per_grid or 0) * TOKENS_PER_SECOND for item in plan.media]

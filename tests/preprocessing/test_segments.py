@@ -29,7 +29,7 @@ KEYFRAMES = clip(FRAMES, 25, "matroska", "mjpeg")
 
 @pytest.fixture(autouse=True)
 def short_videos_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_LEAST_PX", 0)
+    monkeypatch.setattr(segments, "_MIN_PX", 0)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ async def queue() -> AsyncIterator[JobQueue]:
 
 def planned(data: bytes, step: int = 2) -> PlannedVideo:
     source = bytes_source("video", data)
-    return PlannedVideo(source, read_packets(source), tuple(range(0, FRAMES, step)), 2, HEIGHT_PX, WIDTH_PX)
+    return PlannedVideo(source, read_packets(source), tuple(range(0, FRAMES, step)), 2, (HEIGHT_PX, WIDTH_PX))
 
 
 async def segmented(queue: JobQueue, video: PlannedVideo) -> list[Slice]:
@@ -103,7 +103,7 @@ async def test_damage_of_all_segments_counts_together(queue: JobQueue) -> None:
 async def test_a_segment_gives_way_to_a_job_that_waits(queue: JobQueue, jobs: list[tuple[int, int, int]]) -> None:
     """Neither segment is read meanwhile: both may be made whole, since there is room for them."""
     video = planned(clip(2000, 25, "matroska", "mpeg4", {"g": str(GOP), "bf": "0"}), step=1)
-    video = PlannedVideo(video.source, video.index, tuple(range(2000)), 2, 480, 640)
+    video = PlannedVideo(video.source, video.index, tuple(range(2000)), 2, (480, 640))
     queue.inflight.size_bytes = 2**30
     async with slices_of(queue, VideoSlices(video)) as slices, aclosing(slices):
         await anext(slices)
@@ -124,6 +124,6 @@ async def test_a_busy_pool_and_a_short_video_are_not_split(
         await anext(pieces)
         queue.inflight.size_bytes = 1  # keeps its worker until the second piece is read
         await segmented(queue, video)
-    monkeypatch.setattr(segments, "_LEAST_PX", 2**28)
+    monkeypatch.setattr(segments, "_MIN_PX", 2**28)
     await segmented(queue, video)
     assert jobs == [(0, 30, 0), (0, 30, 0)]

@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY
 
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import PlanReceiver
-from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS
+from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from framesieve.services.preprocessing.rpc.messages import frames_responses, plan_responses
 from framesieve.services.preprocessing.sources.source import bytes_source
 from framesieve.services.preprocessing.video.packets import read_packets
@@ -91,7 +91,7 @@ async def test_nothing_is_decoded_before_it_is_selected(stub: Any, decoded: list
     await call.done_writing()
     frames, _ = await frames_of(call, plan)
     assert list(frames) == [1]
-    assert len(decoded) == plan.media[1].frames
+    assert len(decoded) == plan.media[1].frames.count
 
 
 async def test_a_slow_reader_pauses_the_decoder_and_cancelling_ends_it(stub: Any, decoded: list[int]) -> None:
@@ -290,24 +290,24 @@ async def test_a_file_that_was_cut_off_is_taken_on_request_and_its_missing_frame
         call = await sent(stub, prompt_of(video(data, frame_sampling={"allow_truncated": True})))
         (media,) = (await plan_of(call)).media
         promised = {"mp4": 30, "matroska": 60}[container]
-        assert abs(media.missing_frames - (promised - there)) <= 1, container
+        assert abs(media.file.missing_frames - (promised - there)) <= 1, container
         assert there < promised * 0.8
         call.cancel()
     refusal = await refused(await sent(stub, prompt_of(video(CUT_OFF))))
     assert refusal[1] == "MEDIA_DAMAGED"
     assert re.search(r"video is cut off: 1\d of its 3\d frames are missing.*allow_truncated accepts", refusal[2])
     whole = await sent(stub, prompt_of(video(FASTSTART), video(matroska)))
-    assert [media.missing_frames for media in (await plan_of(whole)).media] == [0, 0]
+    assert [media.file.missing_frames for media in (await plan_of(whole)).media] == [0, 0]
     early = {"start_s": 0.0, "end_s": 0.2}  # all of it is there
     call = await sent(stub, prompt_of(video(CUT_OFF, frame_sampling=early)))
-    assert [media.missing_frames for media in (await plan_of(call)).media] == [0]
+    assert [media.file.missing_frames for media in (await plan_of(call)).media] == [0]
 
 
 async def test_joined_recordings_follow_one_another_and_frames_without_a_keyframe_are_counted(stub: Any) -> None:
     first = clip(50, 25, "mpegts", options=B_FRAMES)
     cut = first[len(first) // 3 // 188 * 188 :]  # begins between two keyframes, 24 frames in
     (media,) = (await plan_of(await sent(stub, prompt_of(video(cut + first, frame_sampling={"fps": 25}))))).media
-    assert (media.frames, media.dropped_frames) == (26 + 50, 10)
+    assert (media.frames.count, media.file.dropped_frames) == (26 + 50, 10)
 
 
 async def test_a_fetched_file_that_is_no_media_is_refused_with_its_field(service: Service) -> None:

@@ -19,10 +19,12 @@ from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.families.qwen_vl import QwenVL
+from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from framesieve.services.preprocessing.prompt.layout import MediaTokens
+from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.prompt.tokens import LARGE_TEXT_CHARS, ChatTokens, Tool, ToolCall, Turn
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens
+from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
 from framesieve.services.preprocessing.rpc.messages import conversation_of
 from framesieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
 from framesieve.v1.prompt_pb2 import Tool as ToolMessage
@@ -30,7 +32,6 @@ from framesieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
 from tests.conftest import FAMILY_PARAMS
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-PLACEHOLDERS = QwenVL.placeholders
 # As MiniCPM-V 2.5: texts without blanks around them.
 TRIMS = (
     "{% set ends = '<|im_end|>' %}{% for turn in messages %}{{ '<|im_start|>' ~ turn['role'] }}\n\n"
@@ -247,7 +248,7 @@ def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
     """Our tokens of each family in turn, transformers' tokenizer, and the family's settings."""
     checkpoint = Checkpoint(checkpoints(request.param))
     family = load_family(checkpoint)
-    ours = ChatTokens(checkpoint, family.placeholders, family.pads, family.joins_parts, family.template_options)
+    ours = ChatTokens(checkpoint, family.placeholders, family.pad, family.joins_parts, family.template_options)
     return ours, PreTrainedTokenizerFast.from_pretrained(checkpoint.folder), family
 
 

@@ -19,13 +19,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError, Unavailable
 from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.families.qwen_vl import QwenVL
+from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
 from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
-from framesieve.services.preprocessing.prompt.tokens import ChatTokens, Turn
+from framesieve.services.preprocessing.prompt.tokens import ChatTokens
+from framesieve.services.preprocessing.prompt.turns import Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
-PLACEHOLDERS = QwenVL.placeholders
 ONE, THREE = GridSpan(Grid(1, 1, 1), Fraction(0)), GridSpan(Grid(1, 1, 3), Fraction(0))
 
 
@@ -121,7 +121,7 @@ def test_large_texts_take_turns_until_cancelled_and_small_ones_run_beside_them(o
         if next(asked) > 10:  # more often than once for each piece of the conversation
             raise Unavailable("the request was cancelled", "preprocessing")
 
-    with ThreadPoolExecutor(2) as threads, ours._large:
+    with ThreadPoolExecutor(2) as threads, ours._text._large:
         waiting = threads.submit(ours.conversation, [Turn("user", ("x" * 2**17,))], [], check_cancelled)
         assert threads.submit(ids_of, ours, [Turn("user", ("x",))]).result(20)
         with pytest.raises(Unavailable, match="was cancelled"):

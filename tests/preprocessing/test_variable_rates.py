@@ -21,7 +21,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.prompt.tokens import Turn
+from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.pictures import PictureFrames
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media, minicpm

@@ -12,11 +12,13 @@ import pytest
 from PIL import Image
 
 from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
+from framesieve.common.contract.plan import FrameShape
 from framesieve.services.preprocessing.sources.source import Source, bytes_source
 from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
 from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
 from framesieve.services.preprocessing.video.resize import UInt8Array, resize_into
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from framesieve.services.preprocessing.workers.indexes import index_facts, index_of
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import (
     IndexPicture,
@@ -24,8 +26,6 @@ from framesieve.services.preprocessing.workers.jobs import (
     Order,
     PictureSlices,
     VideoSlices,
-    index_facts,
-    index_of,
 )
 from framesieve.services.preprocessing.workers.limits import Limits
 from framesieve.services.preprocessing.workers.process import Fault
@@ -40,7 +40,7 @@ LIMITS = Limits(stall_s=20, frame_s=1, memory_bytes=1024 * MIB, file_bytes=16 * 
 
 
 def planned(source: Source, index: PacketIndex, places: tuple[int, ...]) -> PlannedVideo:
-    return PlannedVideo(source, index, places, 2, HEIGHT_PX, WIDTH_PX)
+    return PlannedVideo(source, index, places, 2, (HEIGHT_PX, WIDTH_PX))
 
 
 def numbers_of(slices: list[Slice]) -> list[int]:
@@ -76,7 +76,7 @@ async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: s
     header = await queue.call(IndexPicture(source))
     assert header == read_picture(source)
     assert (header.height_px, header.width_px) == ((45, 31) if turned else (31, 45))
-    (ours,) = await read(queue, PictureSlices(PlannedPicture(source, header, 56, 28)))
+    (ours,) = await read(queue, PictureSlices(PlannedPicture(source, header, FrameShape(1, (56, 28)))))
     resized = np.empty((56, 28, 3), np.uint8)
     resize_into(decode_picture(source, header), resized)
     assert np.array_equal(ours.pixels[0], resized)
@@ -140,7 +140,7 @@ async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, rep
         try:
             if name.startswith("picture"):
                 header = await queue.call(IndexPicture(source))
-                job: Any = PictureSlices(PlannedPicture(source, header, 28, 28))
+                job: Any = PictureSlices(PlannedPicture(source, header, FrameShape(1, (28, 28))))
             else:
                 index = await queue.call(IndexVideo(source))
                 places = tuple(range(min(len(index.times.ticks), 12) // 2 * 2))

@@ -37,7 +37,6 @@ class Ask:
     pieces: int = 1
     piece_bytes: int = MIB
     frames: int = 0
-    gives_way: bool = False
     source: Source = SOURCE
 
     def order(self, done: int) -> Order:

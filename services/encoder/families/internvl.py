@@ -55,11 +55,12 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)
 
     def arrange(plan: MediaPlan) -> Arrangement:
-        tokens = tower.patches.tokens((1, plan.frame_height_px, plan.frame_width_px))
-        if tower.forward.shape.fixed != tower.patches.side((1, plan.frame_height_px, plan.frame_width_px)):  # type: ignore[attr-defined]
-            raise ValueError(f"they have {plan.frame_height_px}×{plan.frame_width_px} pixels")
-        if plan.grid.tokens != plan.frames * tokens:
-            raise ValueError(f"{plan.frames} frames have {tokens} tokens each, the grid {plan.grid}")
+        height, width = plan.frames.size_px
+        tokens = tower.patches.tokens((1, height, width))
+        if tower.forward.shape.fixed != tower.patches.side((1, height, width)):  # type: ignore[attr-defined]
+            raise ValueError(f"they have {height}×{width} pixels")
+        if plan.grid.tokens != plan.frames.count * tokens:
+            raise ValueError(f"{plan.frames.count} frames have {tokens} tokens each, the grid {plan.grid}")
         return Arrangement(tokens)
 
     return replace(tower, arrange=arrange)

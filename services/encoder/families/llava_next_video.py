@@ -55,7 +55,7 @@ class _Arranging:
         if plan.modality is Modality.IMAGE:
             return replace(tiled(self.anyres, plan), of_slice=self.projector)
         pooled = self.anyres.tile_tokens // self.stride
-        check_plan(plan, (plan.frames, pooled, pooled), plan.frames)
+        check_plan(plan, (plan.frames.count, pooled, pooled), plan.frames.count)
         return Arrangement(pooled**2, of_slice=self._pooled)
 
     def _pooled(self, rows: Tensor) -> Tensor:

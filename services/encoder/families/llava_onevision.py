@@ -44,8 +44,8 @@ class _Arranging:
         check_frames(plan, self.anyres)
         if plan.modality is Modality.VIDEO:
             pooled = math.ceil(side / 2)
-            check_plan(plan, (plan.frames, pooled, pooled), plan.frames)
+            check_plan(plan, (plan.frames.count, pooled, pooled), plan.frames.count)
             return Arrangement(pooled**2, of_slice=partial(interpolated, side=(side, side), to=(pooled, pooled)))
-        if plan.frames == 1 and (grid.h, grid.w) == (side, side):
+        if plan.frames.count == 1 and (grid.h, grid.w) == (side, side):
             return Arrangement(side**2)
         return tiled(self.anyres, plan)

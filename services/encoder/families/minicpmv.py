@@ -90,16 +90,13 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     shape = TowerShape(1, queries=queries, cell_side=cell_side, cells_in_a_row=in_a_row, timed=timed)
 
     def arrange(plan: MediaPlan) -> Arrangement:
-        if plan.modality is Modality.IMAGE:
-            check_plan(plan, (1, plan.frames, queries), plan.frames)
-        else:
-            check_plan(plan, (-(-plan.frames // (plan.group_frames or 1)), 1, queries), plan.frames)
-        if bool(plan.group_frames) != (timed and plan.modality is Modality.VIDEO):
-            raise ValueError(f"groups of {plan.group_frames} frames are not this version's")
-        if any(side % patch_px for index in (0, 1) for side in plan.frame_px(index)):
-            raise ValueError(
-                f"sides of {plan.frame_px(0)} and {plan.frame_px(1)} pixels are no multiples of {patch_px}"
-            )
+        frames, is_video = plan.frames, plan.modality is Modality.VIDEO
+        pictures = (-(-frames.count // (frames.group_frames or 1)), 1) if is_video else (1, frames.count)
+        check_plan(plan, (*pictures, queries), frames.count)
+        if bool(frames.group_frames) != (timed and is_video):
+            raise ValueError(f"groups of {frames.group_frames} frames are not this version's")
+        if any(side % patch_px for index in (0, 1) for side in frames.frame_px(index)):
+            raise ValueError(f"sides of {frames.frame_px(0)} and {frames.frame_px(1)} are no multiples of {patch_px}")
         return Arrangement(queries, times=tuple(map(time_number, plan.timestamps_s)) if timed else ())
 
     return Tower(

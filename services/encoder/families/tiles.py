@@ -19,23 +19,24 @@ from framesieve.services.encoder.tower.tower import Arrangement
 
 def tiled(anyres: AnyRes, plan: MediaPlan) -> Arrangement:
     """The arrangement of an image that is sent as tiles. Raises ValueError for a plan that these tiles do not make."""
-    if not plan.source_height_px or not plan.source_width_px:
+    if not all(plan.file.source_px):
         raise ValueError("the size of the picture is not known")
     side = anyres.tile_tokens
-    tiles = anyres.tiles(plan.source_height_px, plan.source_width_px)
+    tiles = anyres.tiles(*plan.file.source_px)
     check_plan(plan, (1, 1, side**2 + math.prod(tiles.shrunk)), 1 + tiles.rows * tiles.columns)
     return Arrangement(side**2, of_item=partial(_one_picture, tiles=tiles, side=side))
 
 
 def check_frames(plan: MediaPlan, anyres: AnyRes) -> None:
     """Raises ValueError for frames of another size than tiles have."""
-    if (plan.frame_height_px, plan.frame_width_px) != (anyres.tile_px,) * 2:
-        raise ValueError(f"they have {plan.frame_height_px}×{plan.frame_width_px} pixels")
+    height, width = plan.frames.size_px
+    if height != anyres.tile_px or width != anyres.tile_px:
+        raise ValueError(f"they have {height}×{width} pixels")
 
 
 def check_plan(plan: MediaPlan, grid: tuple[int, int, int], frames: int) -> None:
-    if (plan.grid.t, plan.grid.h, plan.grid.w) != grid or plan.frames != frames:
-        raise ValueError(f"{plan.frames} frames and {plan.grid} are not {frames} and {grid}")
+    if (plan.grid.t, plan.grid.h, plan.grid.w) != grid or plan.frames.count != frames:
+        raise ValueError(f"{plan.frames.count} frames and {plan.grid} are not {frames} and {grid}")
 
 
 def interpolated(rows: Tensor, side: tuple[int, int], to: tuple[int, int]) -> Tensor:

@@ -115,7 +115,7 @@ class CacheEntry:
         plan = self.plan
         if plan.brings_embeds:
             return self._arrangement.slice_tokens
-        sizes = {plan.frame_px(0), plan.frame_px(1)}
+        sizes = {plan.frames.frame_px(0), plan.frames.frame_px(1)}
         return max(1, *(self._tower.patches.load((plan.slice_frames, *size, 3)) for size in sizes))
 
     @property

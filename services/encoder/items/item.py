@@ -23,7 +23,7 @@ from torch import Tensor
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import NONE, Pruning, retained_count
+from framesieve.common.contract.retention import NONE, Pruning, num_kept
 from framesieve.common.contract.tensors import DType
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.common.telemetry.logs import add_request_stats
@@ -77,7 +77,7 @@ class Item:
         self._cache = cache
         self._output_bytes = output_bytes
         self._shares = shares
-        self._count = retained_count(plan.grid, pruning, plan.modality)
+        self._count = num_kept(plan.grid, pruning, plan.modality)
         self._size_bytes = embeds_bytes(cache.tower, self._count)
         self._reserved = False
         self._joined = False  # whether the cache counts it as a waiter of its entry
@@ -256,8 +256,9 @@ def _remedy(plan: MediaPlan) -> str:
     """Which request fields make the item smaller, and their effect so far."""
     if plan.brings_embeds:
         return f"send fewer tokens than the {plan.grid} of embeds.grid"
-    pixels = f"max_pixels (now {plan.frame_height_px}×{plan.frame_width_px} a frame)"
+    height, width = plan.frames.size_px
+    pixels = f"max_pixels (now {height}×{width} a frame)"
     if plan.modality is Modality.IMAGE:
         return "send a smaller picture" if plan.fixed_tokens else f"lower {pixels}"
-    frames = f"lower fps or max_frames (now {plan.frames} frames)"
+    frames = f"lower fps or max_frames (now {plan.frames.count} frames)"
     return frames if plan.fixed_tokens else f"{frames}, or {pixels}"

@@ -23,9 +23,10 @@ import grpc
 
 from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
-from framesieve.common.contract.plan import Grid, MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.plan import MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.received import check_plan, received_plan
 from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for, from_ago_s, named_media
+from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s
 from framesieve.common.handover import Receiver
 from framesieve.services.encoder.items.cache_entry import CacheEntry, FrameSlice
 from framesieve.services.encoder.tower.patches import PatchShape
@@ -50,42 +51,28 @@ class PlanCheck:
     fingerprint: bytes
     arrange: Callable[[MediaPlan], object] | None = None
 
-    def check(self, plan: PromptPlan, media: int, brought: Mapping[int, Grid]) -> None:
-        """Raises PeerContract unless the plan was made with this checkpoint, for a prompt with so many media.
-
-        brought: the grids of the media that brought their embeddings, by media index.
-        """
-        if plan.fingerprint != self.fingerprint:
-            raise PeerContract(
-                f"preprocessing serves the checkpoint {plan.fingerprint.hex()}, this encoder {self.fingerprint.hex()}"
-            )
-        if plan.embed_levels != self.embed_levels:
-            raise PeerContract(f"the plan has {plan.embed_levels} embed levels, the tower {self.embed_levels}")
-        if len(plan.media) != media:
-            raise PeerContract(f"the plan is for {len(plan.media)} media, the prompt has {media}")
-        for index, item in enumerate(plan.media):
-            if brought.get(index) != (item.grid if item.brings_embeds else None):
-                raise PeerContract(
-                    f"media {index} is planned with {item.frames} frames and the grid {item.grid}, the prompt brings "
-                    f"{brought.get(index, 'pixels')}"
-                )
+    def check(self, plan: PromptPlan, prompt: prompt_pb2.Prompt) -> None:
+        """Raises PeerContract unless the plan is one of this prompt, made with this checkpoint for this tower."""
+        check_plan(plan, prompt, self.fingerprint, self.embed_levels)
+        for item in plan.media:
             if not item.brings_embeds:
-                self._check_frames(item)
+                self.check_frames(item)
 
-    def _check_frames(self, item: MediaPlan) -> None:
+    def check_frames(self, item: MediaPlan) -> None:
+        """Raises PeerContract unless the tower makes the item's grid of its frames."""
         if self.arrange is not None:
             try:
                 self.arrange(item)
             except ValueError as error:
                 raise PeerContract(f"the frames of an {item.modality.value} do not make its grid: {error}") from error
             return
-        if (item.grid.h, item.grid.w) != self.patches.grid(item.frame_height_px, item.frame_width_px):
-            raise PeerContract(
-                f"frames of {item.frame_height_px}×{item.frame_width_px} pixels do not make the grid {item.grid}"
-            )
-        slices = 1 if item.modality is Modality.IMAGE else -(-item.frames // self.patches.temporal_patch)
-        if slices != item.grid.t or item.group_frames or (item.modality is Modality.IMAGE and item.frames != 1):
-            raise PeerContract(f"{item.frames} frames of an {item.modality.value} do not make the grid {item.grid}")
+        if (item.grid.h, item.grid.w) != self.patches.grid(*item.frames.size_px):
+            height, width = item.frames.size_px
+            raise PeerContract(f"frames of {height}×{width} pixels do not make the grid {item.grid}")
+        frames, is_image = item.frames, item.modality is Modality.IMAGE
+        slices = 1 if is_image else -(-frames.count // self.patches.temporal_patch)
+        if slices != item.grid.t or frames.group_frames or (is_image and frames.count != 1):
+            raise PeerContract(f"{frames.count} frames of an {item.modality.value} do not make the grid {item.grid}")
 
 
 class PreprocessStream:
@@ -113,16 +100,13 @@ class PreprocessStream:
         self._writing = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
 
-    async def plan(
-        self, prompt: prompt_pb2.Prompt, files: AsyncIterator[tuple[str, bytes]], brought: Mapping[int, Grid]
-    ) -> PromptPlan:
+    async def plan(self, prompt: prompt_pb2.Prompt, files: AsyncIterator[tuple[str, bytes]]) -> PromptPlan:
         """Sends the prompt and its files, returns its plan, checked, and starts reading frames.
 
-        files: from `received_pieces`, passed on piece by piece. brought: see `PlanCheck.check`.
-        Raises what `files` raises.
+        files: from `received_pieces`, passed on piece by piece. Raises what `files` raises.
         """
         writing = asyncio.create_task(self._write_prompt(prompt, files))
-        reading = asyncio.create_task(self._read_plan(len(list(named_media(prompt))), brought))
+        reading = asyncio.create_task(self._read_plan(prompt))
         try:
             await asyncio.wait([writing, reading], return_when=asyncio.FIRST_EXCEPTION)
             if writing.done():
@@ -139,20 +123,12 @@ class PreprocessStream:
         async for _, piece in files:
             await write_to(self._call, PreprocessRequest(file={"data": piece}))
 
-    async def _read_plan(self, media: int, brought: Mapping[int, Grid]) -> PromptPlan:
-        receiver = PlanReceiver()
-        while (message := await self._read_message()) is not None:
-            if not message.HasField("plan"):
-                raise PeerContract("preprocessing sent frames before its plan was complete")
-            if self.fetched_ns is None and message.HasField("fetched_ago_s"):
-                self.fetched_ns = from_ago_s(message.fetched_ago_s, monotonic_ns())
-            plan = receiver.add(message.plan)
-            if plan is not None:
-                self._plan_check.check(plan, media, brought)
-                self._reading = asyncio.create_task(self._read())
-                self._reading.add_done_callback(self._end_reading)
-                return plan
-        raise PeerContract("preprocessing ended before its plan was complete")
+    async def _read_plan(self, prompt: prompt_pb2.Prompt) -> PromptPlan:
+        plan, self.fetched_ns = await received_plan(self._read_message)
+        self._plan_check.check(plan, prompt)
+        self._reading = asyncio.create_task(self._read())
+        self._reading.add_done_callback(self._end_reading)
+        return plan
 
     async def lead(self, media_index: int, entry: CacheEntry) -> None:
         """Reserves bytes for the entry, then selects the item, whose slices go to the entry from then on.
@@ -244,7 +220,7 @@ class PreprocessStream:
             if not self._selected:
                 raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
             media_index, item = self._selected[0]
-            for start in range(0, item.frames, item.slice_frames):
+            for start in range(0, item.frames.count, item.slice_frames):
                 chunk = first if start == 0 else await self._read_frames()
                 yield await self._read_slice(media_index, item, start, chunk)
             self._selected.pop(0)
@@ -254,14 +230,14 @@ class PreprocessStream:
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first piece."""
-        frames = min(item.slice_frames, item.frames - start)
-        shape = (frames, *item.frame_px(start), 3)
+        frames = min(item.slice_frames, item.frames.count - start)
+        shape = (frames, *item.frames.frame_px(start), 3)
         buffer: TensorBuffer | None = None
         repaired = decoded_ns = resized_ns = 0
         while buffer is None or not buffer.complete:
             if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
                 came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
-                raise PeerContract(f"expected frame {start} of {item.frames} of media {media_index}, got {came}")
+                raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")
             if buffer is None:
                 take = self._receiver.take if self._receiver else None
                 buffer = buffer_for(chunk.chunk, [DType.UINT8], shape, take)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning, causal_slice_tokens, retained_count
+from framesieve.common.contract.retention import Pruning, causal_slice_tokens, num_kept
 from framesieve.services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
 
 
@@ -34,7 +34,7 @@ def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:
 
 def evs_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
     """Indices of the best tokens of the whole video: int32 (K,), strictly increasing."""
-    return keep_best(scores[0], retained_count(grid, pruning))
+    return keep_best(scores[0], num_kept(grid, pruning))
 
 
 def evs_causal_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
@@ -42,4 +42,4 @@ def evs_causal_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> T
     each = causal_slice_tokens(grid, pruning.rate)
     budgets = torch.full((grid.t,), each, device=scores[0].device)
     budgets[0] = grid.slice_tokens
-    return keep_best_of_slices(scores[0].view(grid.t, -1), budgets, retained_count(grid, pruning))
+    return keep_best_of_slices(scores[0].view(grid.t, -1), budgets, num_kept(grid, pruning))

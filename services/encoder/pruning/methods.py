@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, retained_count
+from framesieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, num_kept
 from framesieve.services.encoder.pruning.evs import evs_causal_kept, evs_kept, evs_scores
 from framesieve.services.encoder.pruning.ranking import keep_best
 from framesieve.services.encoder.pruning.vcast import vcast_kept, vcast_scores
@@ -44,7 +44,7 @@ def _random_kept(_: Scores, grid: Grid, pruning: Pruning) -> Tensor:
     """The same tokens for the same grid, rate and seed."""
     generator = torch.Generator().manual_seed(pruning.seed or 0)
     order = torch.randperm(grid.tokens, generator=generator).float()
-    return keep_best(order, retained_count(grid, pruning))
+    return keep_best(order, num_kept(grid, pruning))
 
 
 # Without `none`, which keeps everything: `keep_tokens` returns before it looks here.
@@ -61,9 +61,9 @@ def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning, known: dict[str, S
     """Indices of the tokens of one video that `pruning` keeps.
 
     embeds: (t·h·w, D), any float dtype. known: scores of these embeddings by method, to which new ones are added.
-    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), on the device of `embeds`.
+    Returns int32 (K,), strictly increasing, K = num_kept(grid, pruning), on the device of `embeds`.
     """
-    if retained_count(grid, pruning) == grid.tokens:
+    if num_kept(grid, pruning) == grid.tokens:
         return torch.arange(grid.tokens, dtype=torch.int32, device=embeds.device)
     method = _METHODS[pruning.method]
     known = {} if known is None else known

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _TEMPERATURE = 0.7
@@ -51,10 +51,10 @@ def vcast_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor
     """Indices of the tokens that V-CAST keeps.
 
     scores: from `vcast_scores`.
-    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one token per slice.
+    Returns int32 (K,), strictly increasing, K = num_kept(grid, pruning), at least one token per slice.
     """
     distinct, curvature = scores
-    count = retained_count(grid, pruning)
+    count = num_kept(grid, pruning)
     shares = torch.softmax(curvature.double() / _TEMPERATURE, dim=0)
     quotas = 1 + _poured(shares, count - grid.t, grid.slice_tokens - 1)
     return keep_best_of_slices(distinct, slice_budgets(quotas, grid.slice_tokens, count), count)

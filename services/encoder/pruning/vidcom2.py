@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
@@ -56,10 +56,10 @@ def vidcom2_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tens
     """Indices of the tokens that VidCom2 keeps.
 
     scores: from `vidcom2_scores`.
-    Returns int32 (K,), strictly increasing, K = retained_count(grid, pruning), at least one token per slice.
+    Returns int32 (K,), strictly increasing, K = num_kept(grid, pruning), at least one token per slice.
     """
     to_video, to_both = scores
-    count = retained_count(grid, pruning)
+    count = num_kept(grid, pruning)
     quotas = _quotas(to_video.mean(1, dtype=torch.float64), pruning.rate, grid.slice_tokens)
     budgets = slice_budgets(quotas, grid.slice_tokens, count)
     return keep_best_of_slices(-to_both, budgets, count)

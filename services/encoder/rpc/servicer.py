@@ -97,8 +97,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         stream = PreprocessStream(self._preprocessing, options, self._plan_check, self._receiver())
         try:
-            grids = {index: embeds.grid for index, embeds in brought.items()}
-            plan = await stream.plan(first.prompt.prompt, received_pieces(requests, first.prompt.prompt), grids)
+            plan = await stream.plan(first.prompt.prompt, received_pieces(requests, first.prompt.prompt))
             handover = first.handover
             del first  # its media may be large
             await responses.put_plan(plan, stream.fetched_ns)

@@ -118,7 +118,7 @@ def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
             {
                 "modality": item.modality.value,
                 "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
-                "kept_tokens": item.kept_tokens,
+                "kept_tokens": item.num_kept,
                 "repaired_frames": item.repaired_frames,
                 "missing_frames": item.missing_frames,
                 "dropped_frames": item.dropped_frames,

@@ -20,15 +20,15 @@ from framesieve.services.generation.request.encoded_media import EncodedMedia, M
 _DOMAIN = b"framesieve answers v1"
 
 
-def encoded_media_key(item: MediaPlan, pruning: Pruning, kept_count: int, fingerprint: bytes) -> bytes:
+def encoded_media_key(item: MediaPlan, pruning: Pruning, num_kept: int, fingerprint: bytes) -> bytes:
     """32 bytes that differ wherever media, sampling, grid, pruning or checkpoint differ.
 
     All prunings that keep every token have the same key.
     """
     how = b""
-    if kept_count < item.grid.tokens:
+    if num_kept < item.grid.tokens:
         how = struct.pack("<dq", pruning.rate, pruning.seed or 0) + pruning.method.encode()
-    grid = struct.pack("<4q", item.grid.t, item.grid.h, item.grid.w, kept_count)
+    grid = struct.pack("<4q", item.grid.t, item.grid.h, item.grid.w, num_kept)
     return tagged_digest(_DOMAIN, (item.content_hash, item.modality.value.encode(), grid, how, fingerprint))
 
 

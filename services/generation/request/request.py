@@ -154,7 +154,7 @@ class Request:
     Other threads may read `encoded_media` and `wanted_media` until media are delivered, and `cached_tokens` after the
     first event: these do not change meanwhile.
 
-    kept_counts: how many tokens of each media item of the plan are kept.
+    num_kept: how many tokens of each media item of the plan are kept.
     media_keys: key of each media item in the cache of encoded media.
     on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
     detokenizer: finds stop strings; None without any: then the reader of the events makes text of tokens, many at once
@@ -168,7 +168,7 @@ class Request:
         self,
         id: str,  # noqa: A002  (the usual name)
         plan: PromptPlan,
-        kept_counts: Sequence[int],
+        num_kept: Sequence[int],
         media_keys: Sequence[bytes],
         sampling: SamplingParams,
         detokenizer: Detokenizer | None,
@@ -181,9 +181,9 @@ class Request:
         self.id = id
         self.adapter = adapter
         self.plan = plan
-        self.kept_counts = tuple(kept_counts)
+        self.num_kept = tuple(num_kept)
         self.media_keys = tuple(media_keys)
-        self.rope = rope or RopeState(plan, kept_counts, vocab_size, compact=compact)
+        self.rope = rope or RopeState(plan, num_kept, vocab_size, compact=compact)
         # The most tokens it can have in the KV cache: the last token of an answer is never computed.
         self.max_tokens = self.rope.tokens + sampling.max_new_tokens - 1
         self.sampling = sampling
@@ -246,7 +246,7 @@ class Request:
     ) -> Request:
         """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
         sibling = Request(
-            id, self.plan, self.kept_counts, self.media_keys, sampling, detokenizer, on_event, self.rope, self.adapter
+            id, self.plan, self.num_kept, self.media_keys, sampling, detokenizer, on_event, self.rope, self.adapter
         )
         self.siblings.append(sibling)
         return sibling

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan
+from framesieve.common.contract.retention import check_kept
 
 MAX_VOCABULARY = 2**31 - 1
 
@@ -50,7 +51,7 @@ class RopeState:
     def __init__(
         self,
         plan: PromptPlan,
-        kept_counts: Sequence[int],
+        num_kept: Sequence[int],
         vocab_size: int = MAX_VOCABULARY,
         *,
         compact: bool = False,
@@ -63,13 +64,13 @@ class RopeState:
         self._plan = plan
         self.vocab_size = vocab_size
         self._compact = compact
-        self._kept_counts = tuple(kept_counts)
+        self._num_kept = tuple(num_kept)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
         self._encoded_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
-        dropped = sum(item.grid.tokens for item in plan.media) - sum(self._kept_counts)
+        dropped = sum(item.grid.tokens for item in plan.media) - sum(self._num_kept)
         self.tokens = plan.tokens - dropped
         self.delta = 0 if compact else int(plan.positions.max()) + 1 - self.tokens
         self.ids = np.empty(self.tokens, np.int32)
@@ -81,7 +82,7 @@ class RopeState:
 
     def undelivered(self) -> RopeState:
         """The state of the same prompt before any item arrived."""
-        return RopeState(self._plan, self._kept_counts, self.vocab_size, compact=self._compact)
+        return RopeState(self._plan, self._num_kept, self.vocab_size, compact=self._compact)
 
     @property
     def complete(self) -> bool:
@@ -95,11 +96,10 @@ class RopeState:
         """
         if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
             raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
-        item, count = self._plan.media[media_index], self._kept_counts[media_index]
+        item, count = self._plan.media[media_index], self._num_kept[media_index]
         if kept is None:
             kept = np.arange(item.grid.tokens, dtype=np.int32)
-        if kept.shape != (count,) or kept[0] < 0 or kept[-1] >= item.grid.tokens or (np.diff(kept) <= 0).any():
-            raise PeerContract(f"media item {media_index} of grid {item.grid} must keep {count} tokens in order")
+        check_kept(kept, item.grid, count)
         at = _full_indices(item)
         self._mask[at] = False
         self._mask[at[kept]] = True

@@ -12,13 +12,13 @@ import math
 import secrets
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
+from framesieve.common.contract.received import received_kept
 from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s, int32_array
+from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s
 from framesieve.common.telemetry.metrics import busy
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.rpc.timing import Stage
@@ -97,10 +97,10 @@ class ArrivingItem:
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None:
-            self._kept = self._checked_kept(message)
-            if not 0 <= message.repaired_frames <= self._plan.frames:
+            self._kept = received_kept(message, self._plan.grid, self._shape[1])
+            if not 0 <= message.repaired_frames <= self._plan.frames.count:
                 raise PeerContract(
-                    f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames}, "
+                    f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames.count}, "
                     f"got {message.repaired_frames}"
                 )
             self._repaired_frames = message.repaired_frames
@@ -139,19 +139,3 @@ class ArrivingItem:
         if ages.HasField("resized_s"):
             reported[Stage.RESIZE] = ages.resized_s
         self.left_ns = {stage: from_ago_s(ago_s, received_ns) for stage, ago_s in reported.items()}
-
-    def _checked_kept(self, message: encoder_pb2.EmbedsChunk) -> Int32Array | None:
-        count, tokens = self._shape[1], self._plan.grid.tokens
-        if message.HasField("kept") != (count < tokens):
-            raise PeerContract(
-                f"item {self._index} keeps {count} of {tokens} tokens: kept must be sent if and only if tokens are "
-                f"dropped"
-            )
-        if count == tokens:
-            return None
-        kept = int32_array(message.kept)
-        if kept.shape != (count,):
-            raise PeerContract(f"item {self._index} must keep {count} tokens, got kept of shape {list(kept.shape)}")
-        if kept[0] < 0 or kept[-1] >= tokens or bool((np.diff(kept) <= 0).any()):
-            raise PeerContract(f"item {self._index}: kept must increase strictly, from at least 0 to below {tokens}")
-        return kept

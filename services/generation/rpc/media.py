@@ -21,9 +21,10 @@ from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.received import check_plan
 from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
-from framesieve.common.contract.retention import Pruning, retained_count
-from framesieve.common.contract.wire import grid_message, named_media, prunings_of
+from framesieve.common.contract.retention import Pruning, num_kept
+from framesieve.common.contract.wire import prunings_of
 from framesieve.common.handover import Receiver
 from framesieve.common.serving.retries import Retries
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
@@ -80,7 +81,11 @@ class MediaClient:
         del files
         try:
             plan = await upstream.plan()
-            _check_plan(plan, prompt, self._model)
+            check_plan(plan, prompt, self._model.fingerprint, self._model.embed_levels)
+            if (largest := int(plan.input_ids.max())) >= self._model.vocab_size:
+                raise PeerContract(
+                    f"the plan holds token id {largest}, the model's vocabulary has {self._model.vocab_size} tokens"
+                )
             del prompt, pruning
             if upstream.fetched_ns is None:
                 clock.skip(Stage.FETCH)
@@ -113,7 +118,7 @@ class MediaClient:
 class MediaSession:
     """Plan and media of one request.
 
-    prunings, kept_counts, media_keys: one for each item of the plan; the keys look up encoded media in the cache.
+    prunings, num_kept, media_keys: one for each item of the plan; the keys look up encoded media in the cache.
     Raises PromptTooLong if the embeddings of all items together exceed the whole buffer.
     """
 
@@ -128,19 +133,19 @@ class MediaSession:
     ) -> None:
         self.plan = plan
         self.prunings = prunings
-        self.kept_counts = tuple(
-            retained_count(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
+        self.num_kept = tuple(
+            num_kept(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
         )
         self.media_keys = tuple(
             encoded_media_key(item, how, count, plan.fingerprint)
-            for item, how, count in zip(plan.media, prunings, self.kept_counts, strict=True)
+            for item, how, count in zip(plan.media, prunings, self.num_kept, strict=True)
         )
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
-        size_bytes = sum(self.kept_counts) * self._row_bytes
+        size_bytes = sum(self.num_kept) * self._row_bytes
         if size_bytes > media_buffer.size_bytes:
             fits = advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)])
             raise PromptTooLong(
-                f"the prompt's {len(plan.media)} media keep {sum(self.kept_counts)} tokens, whose embeddings take "
+                f"the prompt's {len(plan.media)} media keep {sum(self.num_kept)} tokens, whose embeddings take "
                 f"{size_bytes} bytes; --media-buffer-bytes holds {media_buffer.size_bytes}{fits}"
             )
         self._upstream = upstream
@@ -158,7 +163,7 @@ class MediaSession:
         The session holds the bytes. The progress of an item restarts if its encoder was lost.
         Raises PeerContract for messages that contradict the plan, and upstream errors.
         """
-        size_bytes = sum(self.kept_counts[index] for index in wanted) * self._row_bytes
+        size_bytes = sum(self.num_kept[index] for index in wanted) * self._row_bytes
         await self._held.enter_async_context(self._media_buffer.reserved(size_bytes))
         self._upstream.select(wanted)
         arriving = self._arriving(wanted)
@@ -190,7 +195,7 @@ class MediaSession:
 
     def _arriving(self, wanted: Sequence[int]) -> dict[int, ArrivingItem]:
         return {
-            index: ArrivingItem(index, self.plan.media[index], self.kept_counts[index], self._model) for index in wanted
+            index: ArrivingItem(index, self.plan.media[index], self.num_kept[index], self._model) for index in wanted
         }
 
     def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:
@@ -228,27 +233,3 @@ def _selected(arriving: Mapping[int, ArrivingItem], index: int) -> ArrivingItem:
     if index not in arriving:
         raise PeerContract(f"the encoder sent item {index}, selected are {sorted(arriving)}")
     return arriving[index]
-
-
-def _check_plan(plan: PromptPlan, prompt: prompt_pb2.Prompt, model: ModelInput) -> None:
-    if plan.fingerprint != model.fingerprint:
-        raise PeerContract(
-            f"the plan was made with checkpoint {plan.fingerprint.hex()[:12]}, this is {model.fingerprint.hex()[:12]}: "
-            f"all three services need the same --model"
-        )
-    asked = list(named_media(prompt))
-    if len(plan.media) != len(asked):
-        raise PeerContract(f"the prompt has {len(asked)} media, the plan {len(plan.media)}")
-    for (name, modality, media), item in zip(asked, plan.media, strict=True):
-        source = media.WhichOneof("source")
-        if item.brings_embeds != (source == "embeds"):
-            raise PeerContract(f"the source of {name} is {source}, the plan has {item.frames} frames for it")
-        planned = (item.modality, grid_message(item.grid))
-        if item.brings_embeds and planned != (modality, media.embeds.grid):
-            raise PeerContract(
-                f"the embeddings of {name} are not the {item.modality.value} of the grid {item.grid} that is planned"
-            )
-    if plan.embed_levels != model.embed_levels:
-        raise PeerContract(f"the plan has embed_levels {plan.embed_levels}, the model {model.embed_levels}")
-    if (largest := int(plan.input_ids.max())) >= model.vocab_size:
-        raise PeerContract(f"the plan holds token id {largest}, the model's vocabulary has {model.vocab_size} tokens")

@@ -91,19 +91,19 @@ def _json_schema(message: generation_pb2.Sampling) -> str | None:
     return None
 
 
-def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int]) -> generation_pb2.Usage:
-    """Usage of a prompt before generation. prunings, kept_counts: one for each media item."""
+def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Sequence[int]) -> generation_pb2.Usage:
+    """Usage of a prompt before generation. prunings, num_kept: one for each media item."""
     full = sum(item.grid.tokens for item in plan.media)
     usage = generation_pb2.Usage(
-        prompt_tokens_full=plan.tokens, prompt_tokens=plan.tokens - full + sum(kept_counts), completion_tokens=0
+        prompt_tokens_full=plan.tokens, prompt_tokens=plan.tokens - full + sum(num_kept), completion_tokens=0
     )
-    for item, pruning, kept in zip(plan.media, prunings, kept_counts, strict=True):
+    for item, pruning, kept in zip(plan.media, prunings, num_kept, strict=True):
         usage.media.add(
             modality=modality_message(item.modality),
             grid=grid_message(item.grid),
-            kept_tokens=kept,
-            missing_frames=item.missing_frames,
-            dropped_frames=item.dropped_frames,
+            num_kept=kept,
+            missing_frames=item.file.missing_frames,
+            dropped_frames=item.file.dropped_frames,
             # EVS ranks slice 0 first, so if exactly one slice's tokens are kept, they are those of slice 0.
             first_slice_only=item.modality is Modality.VIDEO
             and pruning.method == EVS

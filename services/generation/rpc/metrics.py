@@ -131,12 +131,12 @@ def count_prompt(
     prompt_tokens: int,
     media: Sequence[MediaPlan],
     prunings: Sequence[Pruning],
-    kept_counts: Sequence[int],
+    num_kept: Sequence[int],
 ) -> None:
-    """Counts an accepted prompt. media, prunings, kept_counts: one for each media item."""
+    """Counts an accepted prompt. media, prunings, num_kept: one for each media item."""
     PROMPT_TOKENS.labels("before").inc(prompt_tokens_full)
     PROMPT_TOKENS.labels("after").inc(prompt_tokens)
-    for item, pruning, kept in zip(media, prunings, kept_counts, strict=True):
+    for item, pruning, kept in zip(media, prunings, num_kept, strict=True):
         method = method_of(pruning, item.modality)
         MEDIA_TOKENS.labels(method, "before").inc(item.grid.tokens)
         MEDIA_TOKENS.labels(method, "after").inc(kept)

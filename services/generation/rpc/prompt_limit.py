@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from framesieve.common.contract.errors import PromptTooLong
 from framesieve.common.contract.plan import Grid, MediaPlan, PromptPlan
-from framesieve.common.contract.retention import Pruning, retained_count
+from framesieve.common.contract.retention import Pruning, num_kept
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4
@@ -30,18 +30,18 @@ class PromptLimit:
     context_tokens: int | None = None
 
     def answer_tokens(
-        self, plan: PromptPlan, prunings: Sequence[Pruning], kept_counts: Sequence[int], max_new_tokens: int | None
+        self, plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Sequence[int], max_new_tokens: int | None
     ) -> int:
         """The maximum number of tokens of the answer, at least 1.
 
-        prunings, kept_counts: one for each item. max_new_tokens: of the request; None if it sets none.
+        prunings, num_kept: one for each item. max_new_tokens: of the request; None if it sets none.
         Raises PromptTooLong if prompt and answer do not fit, with a frame_sampling that would fit.
         """
         answer = max_new_tokens or 1
         # Text between the slices of a video (timestamps) scales with their number, so it is not the caller's text.
         between = sum(_between(item, item.grid.t) for item in plan.media)
         text = plan.tokens - between - sum(item.grid.tokens for item in plan.media)
-        prompt = text + between + sum(kept_counts)
+        prompt = text + between + sum(num_kept)
         spare = self.tokens - prompt
         if self.context_tokens is not None:
             spare = min(spare, self.context_tokens - plan.tokens)
@@ -85,14 +85,14 @@ def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str:
     if pixels := _max_pixels(media, limits):
         ways.append(f"max_pixels={pixels}")
     if fps := _fps(media, limits):
-        present = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+        present = max((math.prod(item.frames.size_px) for item in sized), default=0)
         ways.append(f"fps={fps} and max_pixels={present}" if present else f"fps={fps}")
     return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
 
 
 def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -> int:
     """Prompt tokens of an item after pruning, if it had `slices` slices of `slice_tokens` tokens."""
-    return retained_count(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
+    return num_kept(Grid(slices, 1, slice_tokens), pruning, item.modality) + _between(item, slices)
 
 
 def _between(item: MediaPlan, slices: int) -> int:
@@ -113,7 +113,7 @@ def _max_pixels(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> int | No
     # A frame never has less than one token.
     sized = [item for item in media if not item.fixed_tokens]
     least = max((_token_px(item) for item in sized), default=1)
-    most = max((item.frame_height_px * item.frame_width_px for item in sized), default=0)
+    most = max((math.prod(item.frames.size_px) for item in sized), default=0)
     return _largest(least, most, fit)
 
 
@@ -125,7 +125,7 @@ def _slice_tokens(item: MediaPlan, pixels: int) -> int:
 
 def _token_px(item: MediaPlan) -> int:
     """Pixels of a frame per token, rounded down; 0 without frames."""
-    return item.frame_height_px * item.frame_width_px // item.grid.slice_tokens
+    return math.prod(item.frames.size_px) // item.grid.slice_tokens
 
 
 def _fps(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> float | None:
@@ -151,7 +151,7 @@ def _slices(item: MediaPlan, hundredths: int) -> int:
 
 def _frames_per_slice(item: MediaPlan) -> int:
     """Groups of frames get smaller with fewer frames, at least to one each."""
-    return 1 if item.group_frames else item.slice_frames
+    return 1 if item.frames.group_frames else item.slice_frames
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int | None:

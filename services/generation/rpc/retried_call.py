@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from time import monotonic_ns
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
 
 from framesieve.common.channels import end_writing, read_from, write_to
-from framesieve.common.contract.errors import DeadlinePassed, PeerContract, Unavailable
+from framesieve.common.contract.errors import DeadlinePassed, Unavailable
 from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.wire import PlanReceiver, Take, from_ago_s
+from framesieve.common.contract.received import received_plan
+from framesieve.common.contract.wire import Take
 from framesieve.common.handover import Receiver
 from framesieve.common.serving.retries import Retries
 
@@ -66,9 +66,12 @@ class RetriedCall:
         """
         while True:
             try:
-                return await self._receive_plan()
+                plan, fetched_ns = await received_plan(self.read)
             except Unavailable as lost:
                 await self._restart(lost)
+                continue
+            self.fetched_ns = self.fetched_ns or fetched_ns
+            return plan
 
     def select(self, wanted: Sequence[int]) -> None:
         if not self._selected.done():  # cancelled together with a lost call; the next read raises its error
@@ -127,19 +130,6 @@ class RetriedCall:
         await self._retries.wait(self._attempt + 1, lost)
         log.warning("retrying", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
         self._start()
-
-    async def _receive_plan(self) -> PromptPlan:
-        receiver = PlanReceiver()
-        while True:
-            response = await self.read()
-            if response is None:
-                raise PeerContract("the stream ended before its plan was complete")
-            if not response.HasField("plan"):
-                raise PeerContract("the stream did not begin with a plan")
-            if self.fetched_ns is None and response.HasField("fetched_ago_s"):
-                self.fetched_ns = from_ago_s(response.fetched_ago_s, monotonic_ns())
-            if plan := receiver.add(response.plan):
-                return plan
 
 
 async def _write_all(call: Any, requests: AsyncIterator[Any]) -> None:

@@ -122,16 +122,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         opening = self._media.open(request.prompt, request.pruning, clock, **call)
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
-            plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
-            answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
-            usage = usage_message(plan, prunings, kept_counts)
+            plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
+            answer_tokens = self._limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
+            usage = usage_message(plan, prunings, num_kept)
             first, *others = wanted.resolve(self._defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             keys, listener = session.media_keys, events.listener
             question = Request(
                 request_id,
                 plan,
-                kept_counts,
+                num_kept,
                 keys,
                 first,
                 self._detokenizer(first),
@@ -150,7 +150,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 clock.skip(Stage.TRANSFER)
             fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
             try:
-                count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, kept_counts)
+                count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, num_kept)
                 add_request_stats(
                     media=len(plan.media),
                     prompt_tokens_full=usage.prompt_tokens_full,

@@ -1,4 +1,4 @@
-"""InternVL: an image as tiles of its own shape, behind them the whole; videos of one frame after the other.
+"""InternVL: an image as tiles of its own shape, then the whole picture; videos of one frame after the other.
 
     an image    <img>, 16 × 16 tokens of each tile, row by row, and of the whole where there are several, </img>
     a video     Frame1: <img>, 16 × 16 tokens, </img>, newline, Frame2: …
@@ -14,42 +14,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.families.tiles import check_aspect, check_fixed, check_processors, check_untiled
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.services.preprocessing.layouts.family import Family
+from framesieve.services.preprocessing.layouts.processors import check_processors
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.resize import View, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
 _MIN_TILES, _MAX_TILES = 1, 12
 
 
-@dataclass(frozen=True, slots=True)
-class InternVL:
-    """The settings of one checkpoint.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternVL(Family):
+    """side_px: of every frame. start, end: the tokens around those of a frame or an image. tiles: the fewest and the
+    most of an image."""
 
-    side_px: of every frame. token_px: of a token. start, end: the tokens around those of a frame or an image. tiles:
-        the fewest and the most of an image.
-    """
-
-    placeholders: Mapping[Modality, str]
-    pads: Mapping[Modality, str]
     side_px: int
-    token_px: int
     start: str
     end: str
     tiles: tuple[int, int]
-
-    embed_levels: ClassVar[int] = 0
-    joins_parts: ClassVar[str | None] = None
-    fixed_tokens: ClassVar[bool] = True
-    template_options: ClassVar[Mapping[str, object]] = {}
-    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> InternVL:
@@ -66,9 +55,11 @@ class InternVL:
         context = str(names.get("context_image_token", "<IMG_CONTEXT>"))
         return cls(
             placeholders={Modality.IMAGE: context, Modality.VIDEO: str(names.get("video_token", "<video>"))},
-            pads=dict.fromkeys(Modality, context),
-            side_px=side_px,
+            pad=context,
             token_px=round(patch_px / config.get("downsample_ratio", 0.5)),
+            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
+            fixed_tokens=True,
+            side_px=side_px,
             start=str(names.get("start_image_token", "<img>")),
             end=str(names.get("end_image_token", "</img>")),
             tiles=(int(image.get("min_patches", _MIN_TILES)), int(image.get("max_patches", _MAX_TILES))),
@@ -82,9 +73,9 @@ class InternVL:
         return tuple(int((index + 0.5) * total_frames / frames) for index in range(frames))
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
-        """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
+        """Its tiles, and the whole picture if they are several."""
         check_aspect(height_px, width_px)
-        check_fixed(self.side_px, wish)
+        size = self.video_size(height_px, width_px, 1, wish)
         side, tokens = self.side_px, self.side_px // self.token_px
         columns, rows = self._tiles(height_px, width_px)
         tiles = tuple(
@@ -94,18 +85,13 @@ class InternVL:
         )
         views = (*tiles, None) if len(tiles) > 1 else (None,)
         grid = Grid(1, tokens, tokens) if len(views) == 1 else Grid(1, 1, len(views) * tokens**2)
-        return ImageLayout(side, side, views, grid, (self.start, LinearSpan(grid.tokens), self.end))
+        return ImageLayout(FrameShape(len(views), size), views, grid, self.expansion(grid, None))
 
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
-        """The size of every frame. Raises InvalidRequest for fewer pixels than it has."""
-        check_fixed(self.side_px, wish)
-        return self.side_px, self.side_px
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """The size of every frame."""
+        return self.fixed_size((self.side_px, self.side_px), wish)
 
-    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        """Frames are stretched."""
-        return None
-
-    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+    def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """The grid of a video."""
         side = self.side_px // self.token_px
         return Grid(frames, side, side)
@@ -121,19 +107,14 @@ class InternVL:
             for part in (f"{chr(10) if number > 1 else ''}Frame{number}: {self.start}", one, self.end)
         )
 
-    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
-        """Its tokens. Raises InvalidRequest for tiles."""
-        check_untiled(tile_columns)
-        return self.expansion(grid, None)
-
     def _tiles(self, height_px: int, width_px: int) -> tuple[int, int]:
         """Columns and rows nearest to the picture's shape; of several as near, the most of which it fills half."""
-        least, most = self.tiles
+        min_tiles, max_tiles = self.tiles
         shapes = [
             (columns, rows)
-            for columns in range(1, most + 1)
-            for rows in range(1, most + 1)
-            if least <= columns * rows <= most
+            for columns in range(1, max_tiles + 1)
+            for rows in range(1, max_tiles + 1)
+            if min_tiles <= columns * rows <= max_tiles
         ]
         best, best_apart = (1, 1), float("inf")
         for columns, rows in sorted(shapes, key=lambda shape: shape[0] * shape[1]):

@@ -18,21 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.families.tiles import (
-    background_of,
-    check_aspect,
-    check_processors,
-    check_untiled,
-)
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.services.preprocessing.layouts.family import Family
+from framesieve.services.preprocessing.layouts.processors import background_of, check_processors
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View, centre_view, shrink_to
+from framesieve.services.preprocessing.video.resize import View, centre_view, check_aspect, shrink_to
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
@@ -52,30 +47,21 @@ _PADS_TO_SQUARES = ("LlavaImageProcessor", "LlavaImageProcessorFast", "LlavaImag
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 
 
-@dataclass(frozen=True, slots=True)
-class Llava:
-    """The settings of one checkpoint.
-
-    sent_px: height and width of every frame; None: Pixtral's, which follow the picture. shortest_px: of a picture
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llava(Family):
+    """sent_px: height and width of every frame; None: Pixtral's, which follow the picture. shortest_px: of a picture
     before its centre is cut out. stretched_px: height and width to which a picture is stretched before that; None: it
     keeps its shape. longest_px: Pixtral's limit. background: the colour, RGB, around a picture that is padded to a
     square first; None: it is not. more_tokens: tokens of an image besides one for each patch: 1 for a class token, −1
     where the first patch is left out.
     """
 
-    image_token: str
-    token_px: int
-    sent_px: tuple[int, int] | None
+    sent_px: SizePx | None
     shortest_px: int | None
-    stretched_px: tuple[int, int] | None
+    stretched_px: SizePx | None
     longest_px: int
     background: tuple[int, int, int] | None
     more_tokens: int
-
-    embed_levels: ClassVar[int] = 0
-    joins_parts: ClassVar[str | None] = None
-    template_options: ClassVar[Mapping[str, object]] = {}
-    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Llava:
@@ -91,10 +77,13 @@ class Llava:
         size = _size(image, tower)
         crops = image.get("do_center_crop", tower == CLIP)
         shortest, stretched = size.get("shortest_edge") if crops else None, _stretched(size)
+        sent = _square(image.get("crop_size")) if crops and (shortest or stretched) else stretched
         family = cls(
-            image_token=_image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>"),
+            placeholders={Modality.IMAGE: _image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>")},
             token_px=merge * int(vision.get("patch_size", _PATCHES_PX[tower])),
-            sent_px=_square(image.get("crop_size")) if crops and (shortest or stretched) else stretched,
+            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1),
+            fixed_tokens=sent is not None,
+            sent_px=sent,
             shortest_px=shortest,
             stretched_px=stretched,
             longest_px=size.get("longest_edge", 0),
@@ -117,36 +106,11 @@ class Llava:
                 f"the image processor makes {self.sent_px} pixels, vision_config.image_size is {image_px}"
             )
 
-    @property
-    def fixed_tokens(self) -> bool:
-        return self.sent_px is not None
-
-    @property
-    def placeholders(self) -> Mapping[Modality, str]:
-        return {Modality.IMAGE: self.image_token}
-
-    @property
-    def pads(self) -> Mapping[Modality, str]:
-        return self.placeholders
-
-    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
-        raise NotImplementedError
-
-    def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> tuple[int, int]:
-        """Height and width of the frame that is sent. Raises InvalidRequest for fewer pixels than it has, and
-        MediaRejected for an aspect ratio above 200."""
+    def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> SizePx:
+        """Height and width of the frame that is sent. Raises as `image`."""
         check_aspect(height_px, width_px)
         if self.sent_px is not None:
-            least = self.sent_px[0] * self.sent_px[1]
-            if wish.max_pixels is not None and wish.max_pixels < least:
-                raise InvalidRequest(
-                    f"frame_sampling.max_pixels must be at least {least}, which this model's images always have, got "
-                    f"{wish.max_pixels}"
-                )
-            return self.sent_px
+            return self.fixed_size(self.sent_px, wish)
         ratio = max(height_px, width_px) / self.longest_px
         if ratio > 1:
             height_px, width_px = math.floor(height_px / ratio), math.floor(width_px / ratio)
@@ -154,28 +118,27 @@ class Llava:
         return rows * self.token_px, columns * self.token_px
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
-        """One frame. Raises InvalidRequest and MediaRejected."""
+        """One frame."""
         size = self.image_size(height_px, width_px, wish)
         if wish.max_pixels is not None and self.sent_px is None:
             size = shrink_to(*size, self.token_px, wish.max_pixels)
-        grid = self.grid(1, *size, Modality.IMAGE)
-        return ImageLayout(*size, (self._view(height_px, width_px, size),), grid, self.expansion(grid, None))
+        grid = self._grid(*size)
+        return ImageLayout(
+            FrameShape(1, size), (self._view(height_px, width_px, size),), grid, self.expansion(grid, None)
+        )
 
-    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        raise NotImplementedError
-
-    def _view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
+    def _view(self, height_px: int, width_px: int, sent_px: SizePx) -> View | None:
         squared = self.background if height_px != width_px else None
         if squared:
             height_px = width_px = max(height_px, width_px)
         if self.shortest_px is not None:
-            return replace(centre_view(height_px, width_px, self.shortest_px, sent), squared=squared)
-        if self.stretched_px is None or (squared is None and self.stretched_px == sent):
+            return replace(centre_view(height_px, width_px, self.shortest_px, sent_px), squared=squared)
+        if self.stretched_px is None or (squared is None and self.stretched_px == sent_px):
             return None
         height, width = self.stretched_px
-        return View(height, width, (height - sent[0]) // 2, (width - sent[1]) // 2, squared)
+        return View(height, width, (height - sent_px[0]) // 2, (width - sent_px[1]) // 2, squared)
 
-    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+    def _grid(self, height_px: int, width_px: int) -> Grid:
         """The grid of patches; a row of all tokens where these are not the patches."""
         rows, columns = height_px // self.token_px, width_px // self.token_px
         return Grid(1, 1, rows * columns + self.more_tokens) if self.more_tokens else Grid(1, rows, columns)
@@ -187,11 +150,6 @@ class Llava:
         row = (LinearSpan(grid.w), _BREAK)
         return (*row * (grid.h - 1), LinearSpan(grid.w), _END)
 
-    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
-        """One span, or Pixtral's rows. Raises InvalidRequest for tiles."""
-        check_untiled(tile_columns)
-        return self.expansion(grid, None)
-
 
 def _size(image: Mapping[str, Any], tower: str) -> Mapping[str, int]:
     """The size of an image processor, which older files give as one number."""
@@ -199,14 +157,14 @@ def _size(image: Mapping[str, Any], tower: str) -> Mapping[str, int]:
     return {next(iter(_SIZES[tower])): size} if isinstance(size, int) else size
 
 
-def _square(size: Any) -> tuple[int, int]:
+def _square(size: Any) -> SizePx:
     if isinstance(size, Mapping):
         return int(size["height"]), int(size["width"])
     side = int(size or _CROP_PX)
     return side, side
 
 
-def _stretched(size: Mapping[str, int]) -> tuple[int, int] | None:
+def _stretched(size: Mapping[str, int]) -> SizePx | None:
     return (size["height"], size["width"]) if "height" in size and "width" in size else None
 
 

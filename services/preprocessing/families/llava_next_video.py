@@ -1,6 +1,6 @@
 """LLaVA-NeXT-Video: images as tiles of any resolution, videos of pooled frames.
 
-    an image    24 × 24 tokens of the whole picture, then those of its tiles, a newline behind each of their rows
+    an image    24 × 24 tokens of the whole picture, then those of its tiles, a newline after each of their rows
     a video     12 × 12 tokens of each frame
 
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. A video's frame is resized until its
@@ -11,46 +11,26 @@ Source: `LlavaNextVideoProcessor` and its image and video processors in transfor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import ClassVar
 
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint, field_of
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.families.tiles import (
-    check_aspect,
-    check_fixed,
-    check_processors,
-    check_untiled,
-    evenly,
-    placeholders_of,
-    tiled,
-)
+from framesieve.common.contract.plan import Grid, SizePx
+from framesieve.services.preprocessing.layouts.processors import check_processors, placeholders_of
+from framesieve.services.preprocessing.layouts.tiles import TiledFamily
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View, centre_view
+from framesieve.services.preprocessing.video.resize import View, centre_view, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
 
-@dataclass(frozen=True, slots=True)
-class LlavaNextVideo:
-    """The settings of one checkpoint. newline: id of the stored vector. stride: patches per side of a pooled token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaNextVideo(TiledFamily):
+    """stride: patches per side of a pooled token."""
 
-    placeholders: Mapping[Modality, str]
-    patch_px: int
-    anyres: AnyRes
-    newline: int
     stride: int
-
-    embed_levels: ClassVar[int] = 0
-    joins_parts: ClassVar[str | None] = None
-    fixed_tokens: ClassVar[bool] = True
-    template_options: ClassVar[Mapping[str, object]] = {}
-    frame_bounds: ClassVar[FrameBounds] = FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
@@ -68,50 +48,33 @@ class LlavaNextVideo:
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
         return cls(
             placeholders=placeholders_of(checkpoint),
-            patch_px=int(field_of(config, "vision_config", "patch_size")),
+            token_px=int(field_of(config, "vision_config", "patch_size")),
+            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1),
+            fixed_tokens=True,
             anyres=AnyRes.of(config, None),
             newline=int(field_of(config, "text_config", "vocab_size")),
             stride=int(config.get("spatial_pool_stride", 2)),
         )
 
-    @property
-    def pads(self) -> Mapping[Modality, str]:
-        return self.placeholders
-
-    @property
-    def token_px(self) -> int:
-        return self.patch_px
-
-    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
-        """Evenly spaced indices from the first frame on."""
-        return evenly(total_frames, average_rate, bounds)
-
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
-        """Raises InvalidRequest for fewer pixels than a frame has, and MediaRejected for an aspect ratio above 200."""
+        """The whole picture and its tiles."""
+        self.video_size(height_px, width_px, 1, wish)  # raises
+        return self.tiled(height_px, width_px)
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """The size of every frame."""
         check_aspect(height_px, width_px)
-        check_fixed(self.anyres.tile_px, wish)
-        return tiled(self.anyres, self.newline, height_px, width_px)
+        return self.fixed_size((self.anyres.tile_px, self.anyres.tile_px), wish)
 
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
-        """The size of every frame. Raises as `image`."""
-        check_aspect(height_px, width_px)
-        check_fixed(self.anyres.tile_px, wish)
-        return self.anyres.tile_px, self.anyres.tile_px
+    def video_view(self, height_px: int, width_px: int, sent_px: SizePx) -> View | None:
+        """The centre of the frame, whose shorter side is resized to the sent one."""
+        return centre_view(height_px, width_px, sent_px[0], sent_px)
 
-    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        """The centre of a frame whose shorter side is that of what is sent."""
-        return centre_view(height_px, width_px, sent[0], sent)
-
-    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+    def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """The grid of pooled tokens of a video."""
         side = self.anyres.tile_tokens // self.stride
         return Grid(frames, side, side)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """One span; behind embeddings of an image a newline."""
+        """One span, and after embeddings of an image a newline."""
         return (LinearSpan(grid.tokens), *(() if base else (self.newline,)))
-
-    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
-        """One span and a newline. Raises InvalidRequest for tiles."""
-        check_untiled(tile_columns)
-        return self.expansion(grid, None)

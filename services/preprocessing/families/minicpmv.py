@@ -1,7 +1,7 @@
 """MiniCPM-V 2.5 to 4.5: an image as a source picture and slices of its own resolution; videos of one picture a frame,
 or of one a group of frames (4.5).
 
-    an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline behind each row
+    an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline after each row
     2.5         <image>96 queries</image><slice><image>96 queries</image>… newline … </slice>
     a video     <image>64 queries</image>, newline, <image>64 queries</image> …
     4.5         the same for each group of up to three consecutive frames, or more where a request asks for more frames
@@ -19,24 +19,23 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from framesieve.common.minicpmv import queries_of, version_of
-from framesieve.services.preprocessing.families.tiles import check_aspect
+from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.resize import View, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
 # Of media in the rendered conversation: control tokens that no expansion holds.
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}
 # 4.5 samples so many frames a second, of a longer video in so many groups of so many frames.
-_FPS, _MOST_GROUPS, _MOST_IN_GROUP = 3, 180, 3
-# What the published `chat` of 4.5 passes to the template by default.
+_FPS, _MAX_GROUPS, _MAX_IN_GROUP = 3, 180, 3
+# The published `chat` of 4.5 passes these to the template by default.
 _WITHOUT_THINKING = {"enable_thinking": False}
 
 
@@ -46,40 +45,29 @@ def group_frames(frames: int, length_s: Fraction) -> int:
     Of other numbers of frames, as many as 180 groups need.
     """
     group = 1
-    if _FPS * int(length_s) > _MOST_GROUPS:
-        group = min(math.ceil(length_s * _FPS / _MOST_GROUPS), _MOST_IN_GROUP)
-    as_published = frames == min(round(length_s * _FPS), _MOST_GROUPS * _MOST_IN_GROUP)
-    return group if as_published else -(-frames // _MOST_GROUPS)
+    if _FPS * int(length_s) > _MAX_GROUPS:
+        group = min(math.ceil(length_s * _FPS / _MAX_GROUPS), _MAX_IN_GROUP)
+    as_published = frames == min(round(length_s * _FPS), _MAX_GROUPS * _MAX_IN_GROUP)
+    return group if as_published else -(-frames // _MAX_GROUPS)
 
 
 _ONE_BY_ONE = FrameBounds(fps=1.0, min_frames=1, max_frames=64, temporal_patch=1)
-_IN_GROUPS = FrameBounds(_FPS, 1, _MOST_GROUPS * _MOST_IN_GROUP, temporal_patch=1, group_frames=group_frames)
+_IN_GROUPS = FrameBounds(_FPS, 1, _MAX_GROUPS * _MAX_IN_GROUP, temporal_patch=1, group_frames=group_frames)
 
 
-@dataclass(frozen=True, slots=True)
-class MiniCPMV:
-    """The settings of one checkpoint.
-
-    queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. most_slices: of an
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniCPMV(Family):
+    """queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. max_slices: of an
     image. numbers_images: whether each has its number before it. wraps_slices: all slices are between one pair of
     markers, each as a picture of its own (2.5). names: of the markers.
     """
 
-    token_px: int
     queries: int
     scale_px: int
-    most_slices: int
+    max_slices: int
     numbers_images: bool
     wraps_slices: bool
-    frame_bounds: FrameBounds
     names: Mapping[str, str]
-    placeholders: Mapping[Modality, str]
-    template_options: Mapping[str, object]
-
-    embed_levels: ClassVar[int] = 0
-    joins_parts: ClassVar[str | None] = "\n"
-    # A picture of any size becomes as many tokens; fewer pixels make an image fewer slices.
-    fixed_tokens: ClassVar[bool] = True
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV:
@@ -108,20 +96,20 @@ class MiniCPMV:
             token_px=int(slices.get("patch_size", 14)),
             queries=queries,
             scale_px=int(slices.get("scale_resolution", 448)),
-            most_slices=int(slices.get("max_slice_nums", 9))
+            max_slices=int(slices.get("max_slice_nums", 9))
             if slices.get("slice_mode", config.get("slice_mode", True))
             else 1,
             numbers_images=takes_videos and bool(image.get("use_image_id", config.get("use_image_id", True))),
             wraps_slices=not takes_videos,
             frame_bounds=_IN_GROUPS if version == "4.5" else _ONE_BY_ONE,
             names=names,
+            # A picture of any size becomes as many tokens; fewer pixels make an image fewer slices.
+            fixed_tokens=True,
+            joins_parts="\n",
+            pad=names["unk"],
             placeholders=_STAND_INS if takes_videos else {Modality.IMAGE: _STAND_INS[Modality.IMAGE]},
             template_options=_WITHOUT_THINKING if version == "4.5" else {},
         )
-
-    @property
-    def pads(self) -> Mapping[Modality, str]:
-        return dict.fromkeys(self.placeholders, self.names["unk"])
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """A frame of each so many; the middles of even shares where that would be too many, and in groups always.
@@ -150,29 +138,25 @@ class MiniCPMV:
         columns, rows = self._slices(height_px, width_px)
         source = self._sides(height_px, width_px, grows=columns * rows == 1)
         if columns * rows == 1:
-            return ImageLayout(*source, (None,), Grid(1, 1, self.queries), tuple(self._picture(index)))
+            return ImageLayout(FrameShape(1, source), (None,), Grid(1, 1, self.queries), tuple(self._picture(index)))
         height, width = _refined(height_px, rows), _refined(width_px, columns)
         tile = self._sides(height / rows, width / columns, grows=True)
-        views = (
+        tiles = (
             View(rows * tile[0], columns * tile[1], row * tile[0], column * tile[1])
             for row in range(rows)
             for column in range(columns)
         )
         expansion = (*self._picture(index), *self._rows(columns, rows))
         grid = Grid(1, 1 + columns * rows, self.queries)
-        tile_px = tile if tile != source else None
-        return ImageLayout(*source, (None, *views), grid, expansion, tile_px, tile_columns=columns)
+        frames = FrameShape(grid.h, source, tile if tile != source else None, tile_columns=columns)
+        return ImageLayout(frames, (None, *tiles), grid, expansion)
 
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """As of an image without slices."""
         check_aspect(height_px, width_px)
         return self._sides(height_px, width_px, grows=True)
 
-    def video_view(self, height_px: int, width_px: int, sent: tuple[int, int]) -> View | None:
-        """Frames are stretched by less than a patch."""
-        return None
-
-    def grid(self, frames: int, height_px: int, width_px: int, modality: Modality) -> Grid:
+    def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """The grid of a video: a row of queries for each frame, or group of frames."""
         return Grid(frames, 1, self.queries)
 
@@ -188,9 +172,9 @@ class MiniCPMV:
         """As of pixels: a row of queries for each picture. Raises InvalidRequest for other grids and slices."""
         self._check_queries(grid)
         slices = grid.h - 1
-        if slices > self.most_slices:
+        if slices > self.max_slices:
             raise InvalidRequest(
-                f"embeds.grid.h must be at most {1 + self.most_slices}, the source picture and its slices, got {grid.h}"
+                f"embeds.grid.h must be at most {1 + self.max_slices}, the source picture and its slices, got {grid.h}"
             )
         if not slices and tile_columns:
             raise InvalidRequest(f"embeds.tile_columns of an image without slices must be 0, got {tile_columns}")
@@ -227,12 +211,12 @@ class MiniCPMV:
 
     def _slices(self, height_px: int, width_px: int) -> tuple[int, int]:
         """Columns and rows: of about as many slices as its pixels need, the grid whose shape is nearest to its own."""
-        wanted = min(math.ceil(width_px * height_px / self.scale_px**2), self.most_slices)
+        wanted = min(math.ceil(width_px * height_px / self.scale_px**2), self.max_slices)
         if wanted <= 1:
             return 1, 1
         shape, best, best_error = math.log(width_px / height_px), (1, 1), math.inf
         for count in (wanted - 1, wanted, wanted + 1):
-            if count == 1 or count > self.most_slices:
+            if count == 1 or count > self.max_slices:
                 continue
             for columns in range(1, count + 1):
                 error = abs(shape - math.log(columns / (count // columns)))

@@ -19,9 +19,9 @@ from framesieve.services.preprocessing.video.timing import TimeBase
 _TOKENS_PER_SECOND = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25VL(Qwen2VL):
-    """The settings of one checkpoint. tokens_per_second: positions for each second of video."""
+    """tokens_per_second: positions for each second of video."""
 
     tokens_per_second: Fraction
 

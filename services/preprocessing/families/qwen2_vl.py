@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
+from framesieve.common.contract.plan import Grid, SizePx
+from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_most
 from framesieve.services.preprocessing.prompt.layout import Expansion
 from framesieve.services.preprocessing.prompt.positions import GridSpan
 from framesieve.services.preprocessing.video.resize import smart_resize
@@ -30,11 +30,9 @@ DEFAULTS = VideoDefaults(
 _LANES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2VL(QwenVL):
     """The settings of one checkpoint."""
-
-    embed_levels: ClassVar[int] = 0
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
@@ -45,21 +43,21 @@ class Qwen2VL(QwenVL):
         """The indices of transformers, sometimes an odd number of them.
 
         Two deviations: a video too short for one temporal patch yields its first frame (transformers divides by zero),
-        and an index that rounding puts behind the last frame is left out (transformers fails).
+        and an index that rounding puts after the last frame is left out (transformers fails).
         """
         patch = bounds.temporal_patch
         if bounds.num_frames is not None:
             frames = round(bounds.num_frames / patch) * patch
         else:
-            most = min(bounds.max_frames, total_frames) // patch * patch
+            max_frames = min(bounds.max_frames, total_frames) // patch * patch
             wanted = total_frames / float(average_rate) * bounds.fps
-            frames = math.floor(min(max(wanted, bounds.min_frames), most, total_frames) / patch) * patch
+            frames = math.floor(min(max(wanted, bounds.min_frames), max_frames, total_frames) / patch) * patch
         if frames == 0:
             return (0,)
         step = total_frames / frames
         return tuple(index for index in _torch_arange(total_frames, step) if index < total_frames)
 
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """Height and width of each of a video's `frames` after resizing. Raises MediaRejected."""
         budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
         if self.max_video_tokens is not None:

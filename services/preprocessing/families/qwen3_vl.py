@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own behind its timestamp.
+"""Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own, after its timestamp.
 
 A video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat template's
 own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions dropped them.
@@ -14,8 +14,8 @@ from fractions import Fraction
 import numpy as np
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.services.preprocessing.families.qwen_vl import QwenVL, VideoDefaults, at_most
+from framesieve.common.contract.plan import Grid, SizePx
+from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_most
 from framesieve.services.preprocessing.prompt.layout import Expansion
 from framesieve.services.preprocessing.prompt.positions import GridSpan
 from framesieve.services.preprocessing.video.resize import smart_resize
@@ -31,11 +31,9 @@ _DEFAULTS = VideoDefaults(
 _DEEPSTACK_INDEXES = (8, 16, 24)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VL(QwenVL):
-    """The settings of one checkpoint. embed_levels: the number of tower layers that feed deepstack."""
-
-    embed_levels: int
+    """embed_levels: the number of tower layers that feed deepstack."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3VL:
@@ -49,7 +47,7 @@ class Qwen3VL(QwenVL):
         frames = bounds.num_frames or min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
         return tuple(np.linspace(0, total_frames - 1, frames).round().astype(int).tolist())
 
-    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> tuple[int, int]:
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """Height and width of each of a video's `frames` after resizing. Raises MediaRejected.
 
         Fewer frames than a temporal patch count as a whole patch (transformers fails).

@@ -51,7 +51,7 @@ _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "ide
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is told about fetches. fetched: bytes from a server. kept: whether a URL's kept body was used."""
+    """Callbacks for metrics. fetched: bytes from a server. kept: whether a URL's kept body was used."""
 
     fetched: Callable[[int], None] = lambda _: None
     kept: Callable[[bool], None] = lambda _: None

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from framesieve.common.contract.plan import Grid, Int32Array, Run
+from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, Run
 from framesieve.services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
 from framesieve.services.preprocessing.video.resize import View
 
@@ -26,17 +26,12 @@ Expansion: TypeAlias = tuple[str | int | MediaSpan, ...]
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """How an image is sent and laid out: the size of its frames, what each of them shows (None: all), its grid and its
-    expansion. tile_px: height and width of the frames behind the first; None: as the first. tile_columns: of the frames
-    behind the first, where these are its tiles, row by row."""
+    """How an image is sent and laid out: its frames, what each of them shows (None: all), its grid and expansion."""
 
-    height_px: int
-    width_px: int
+    frames: FrameShape
     views: tuple[View | None, ...]
     grid: Grid
     expansion: Expansion
-    tile_px: tuple[int, int] | None = None
-    tile_columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

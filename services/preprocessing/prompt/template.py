@@ -4,9 +4,10 @@
     compiled:  ⟨5f0c….0⟩{{ message.role }}\\n{{ message.content }}⟨5f0c….1⟩
     rendered:  ⟨5f0c….0⟩user\\nis <|im_end|> a token?⟨5f0c….1⟩       the caller's <|im_end|> is text
 
-What the template itself writes is marked with a random number; the text of callers is rendered as it is, so templates
-may trim it, split it at `</think>` or look into it, as in transformers. Constants that a template compares with, or
-that its methods and filters look for, keep their spelling. This module knows neither tokenizers nor families.
+Control tokens in the template's own text are replaced by marks with a random number. The text of callers is rendered as
+it is, so templates may trim it, split it at `</think>` or look into it, as in transformers. Constants that a template
+compares with, or that its methods and filters look for, keep their spelling. This module knows neither tokenizers nor
+families.
 Source: `apply_chat_template` of transformers 5.24, whose environment it rebuilds.
 """
 
@@ -27,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-# Errors of what a template does with values that it does not expect, such as tool arguments that are no object.
+# Errors of templates that get values they do not expect, such as tool arguments that are no object.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 # Methods that look for their first argument.
 _LOOKING = re.compile(
@@ -147,7 +148,7 @@ def _present(*each: nodes.Node | None) -> Iterable[nodes.Node]:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which templates mark for training what the model says: shown as it is."""
+    """`{% generation %}`, with which templates mark the model's text for training: its content is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 

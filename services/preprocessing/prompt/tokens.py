@@ -6,76 +6,36 @@
     text between marks:       tokenised by a tokenizer without control tokens
 
 Text that the template or a family puts directly beside a caller's text is tokenised together with it, so text gets the
-same ids as in transformers, unless it spells a control token. It knows no model family, and needs only `tokenizers` and
-jinja2.
+same ids as in transformers, unless it spells a control token. It knows no model family.
 Source: `apply_chat_template` and `get_text_with_replacements` of transformers 5.24.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Int32Array, Modality
-from framesieve.common.process import give_back_freed_memory
 from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from framesieve.services.preprocessing.prompt.plain_text import PlainText
 from framesieve.services.preprocessing.prompt.positions import MediaSpan
 from framesieve.services.preprocessing.prompt.template import ChatTemplate, Marks
+from framesieve.services.preprocessing.prompt.turns import Tool, Turn
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-LARGE_TEXT_CHARS = 2**16
-# How often a text that waits for the lock checks whether its request was cancelled.
-_CHECK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call in an earlier turn of the model. arguments: of the function, by name."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any] = field(hash=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message: its role as chat templates name it, and its text and media in order.
-
-    tool_calls: of the model. tool_call_id, tool_name: of the call whose result it is.
-    """
-
-    role: str
-    parts: tuple[str | Modality, ...]
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    tool_name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call. description: None: it has none. parameters: the JSON schema of arguments."""
-
-    name: str
-    description: str | None
-    parameters: Mapping[str, Any] = field(hash=False)
 
 
 class ChatTokens:
     """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
-    placeholders: the control token of a media item, by modality. pads: that of each of its tokens; None: the same.
-    joins_parts: what is between the parts of a message, for a template that takes text alone; None: it takes parts.
+    placeholders: the control token of a media item, by modality. pad: that of each of its tokens; None: the same.
+    joins_parts: the text between the parts of a message, for a template that takes text only; None: it takes parts.
     options: variables of the template besides the messages and the tokenizer's special tokens.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
@@ -84,35 +44,23 @@ class ChatTokens:
         self,
         checkpoint: Checkpoint,
         placeholders: Mapping[Modality, str],
-        pads: Mapping[Modality, str] | None = None,
+        pad: str | None = None,
         joins_parts: str | None = None,
         options: Mapping[str, object] = {},
     ) -> None:
-        path = checkpoint.folder / "tokenizer.json"
-        contents = checkpoint.read_json(path.name)
-        if not contents:
-            raise StartupError(f"{path} does not exist")
-        self._control = _control_tokens(contents, str(path))
-        pads = pads or placeholders
-        missing = [token for token in (*placeholders.values(), *pads.values()) if token not in self._control]
+        self._text = PlainText(checkpoint)
+        self._control = self._text.control
+        wanted = (*placeholders.values(), *([pad] if pad else []))
+        missing = [token for token in wanted if token not in self._control]
         if missing:
-            raise StartupError(f"{path} has no token {', '.join(missing)}")
+            raise StartupError(f"{self._text.path} has no token {', '.join(missing)}")
         self._joins_parts = joins_parts
         self._media = {token: modality for modality, token in placeholders.items()}
-        self._pad_ids = {token: self._control[pads[modality]] for token, modality in self._media.items()}
-        plain = contents | {"added_tokens": [], "post_processor": None}
-        self._plain_first = Tokenizer.from_str(json.dumps(plain))
-        self._plain = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
-        # Serialises large texts: tokenising takes some 300 times the text's size, more than 1 GiB for 4 MiB.
-        self._large = threading.Lock()
-        spellable = [token for token, token_id in self._control.items() if token_id in _encoded(token, self._plain)]
-        if spellable:
-            raise StartupError(f"{path}: ordinary text can spell the control tokens {', '.join(spellable)}")
+        self._pad_ids = {token: self._control[pad or token] for token in self._media}
         config = checkpoint.read_json("tokenizer_config.json")
         names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
         self._begin = names.get("bos_token")
         self._options = options
-        self._prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(path))
         self._marks = Marks(self._control)
         templates = [
             ChatTemplate(
@@ -203,7 +151,7 @@ class ChatTokens:
         return message
 
     def _spelt(self, modality: Modality) -> str:
-        """What the template of parts writes for a media item, such as markers around its placeholder."""
+        """The text that the template of parts writes for a media item, such as markers around its placeholder."""
         before, after = secrets.token_hex(16), secrets.token_hex(16)
         parts = ({"type": "text", "text": before}, {"type": modality.value}, {"type": "text", "text": after})
         rendered = self._template.render([{"role": "user", "content": list(parts)}], (), self._options)
@@ -212,8 +160,11 @@ class ChatTokens:
     def _check_texts(
         self, template: ChatTemplate, turns: Sequence[Turn], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> None:
-        """Raises InvalidRequest if the template leaves out a text, whatever it is, such as that of a second system
-        message. What it leaves out because of what the text says is left out in transformers, too."""
+        """Raises InvalidRequest if the template leaves out a text wherever it stands, such as a second system message.
+
+        Random stand-ins take the place of the texts: a template may also drop a text because of its content, as in
+        transformers, and that is allowed.
+        """
         stand_ins = [text and secrets.token_hex(16) for text in _texts(turns)]
         rendered = self._rendered(template, turns, tools, options, stand_ins)
         places = (place for place, turn in enumerate(turns) for part in turn.parts if not isinstance(part, Modality))
@@ -250,11 +201,10 @@ class ChatTokens:
         following = iter(spans)
         made: list[Int32Array | MediaTokens] = []
         begins = self._begin is not None and [*pieces[:2]] == ["", self._begin]
-        ids: list[int] = [] if begins else list(self._prefix)
+        ids: list[int] = [] if begins else list(self._text.prefix)
         for index, piece in enumerate(pieces):
             if index % 2 == 0:
-                tokenizer = self._plain_first if index == 0 else self._plain
-                ids += self._ids(piece, check_cancelled, tokenizer)
+                ids += self._text.ids(piece, first=index == 0, check_cancelled=check_cancelled)
             elif piece in self._media:
                 item, span = next(following)
                 if isinstance(span, int):
@@ -266,27 +216,6 @@ class ChatTokens:
                 ids.append(self._control[piece])
         made.append(np.array(ids, np.int32))
         return [piece for piece in made if piece.size]
-
-    def _ids(self, text: str, check_cancelled: Callable[[], None], tokenizer: Tokenizer) -> list[int]:
-        """Ids of text in which nothing is a control token. Large texts take turns, and leave no memory behind."""
-        if not text:
-            return []
-        check_cancelled()
-        if len(text) <= LARGE_TEXT_CHARS:
-            return _encoded(text, tokenizer)
-        with self._turn(check_cancelled):
-            ids = _encoded(text, tokenizer)
-            give_back_freed_memory()
-            return ids
-
-    @contextmanager
-    def _turn(self, check_cancelled: Callable[[], None]) -> Iterator[None]:
-        while not self._large.acquire(timeout=_CHECK_S):
-            check_cancelled()
-        try:
-            yield
-        finally:
-            self._large.release()
 
 
 def _texts(turns: Sequence[Turn]) -> list[str]:
@@ -307,43 +236,6 @@ def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
             raise InvalidRequest(
                 f"prompt.template_options.{name} is not a variable of the checkpoint's chat template; it has {known}"
             )
-
-
-def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
-    # Not `encode`: it holds the interpreter lock, for seconds with a large text.
-    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    ids: list[int] = encoded.ids
-    return ids
-
-
-def _prefix(tokenizer: Tokenizer, path: str) -> list[int]:
-    """What the tokenizer puts before each text, such as Llama's beginning of a sequence. Its processor adds it to a
-    prompt that does not begin with it. Raises StartupError for what it puts behind."""
-    bare = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a", add_special_tokens=True).ids
-    if whole[len(whole) - len(bare) :] != bare:
-        raise StartupError(f"{path}: a post_processor that puts tokens behind a text is not supported")
-    ids: list[int] = whole[: len(whole) - len(bare)]
-    return ids
-
-
-def _of_later_text(pre_tokenizer: Any) -> Any:
-    """A pre-tokenizer for text behind a control token: some mark the beginning of the first text alone."""
-    if not isinstance(pre_tokenizer, dict):
-        return pre_tokenizer
-    if pre_tokenizer.get("type") == "Sequence":
-        return pre_tokenizer | {"pretokenizers": [_of_later_text(each) for each in pre_tokenizer["pretokenizers"]]}
-    if pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("prepend_scheme") == "first":
-        return pre_tokenizer | {"prepend_scheme": "never"}
-    return pre_tokenizer
-
-
-def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
-    added = contents.get("added_tokens") or []
-    for token in added:
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise StartupError(f"{path}: the token {token['content']!r} strips or needs whole words: not supported")
-    return {token["content"]: token["id"] for token in added}
 
 
 def _text_of(token: Any) -> str:

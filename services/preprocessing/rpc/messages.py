@@ -21,7 +21,7 @@ from framesieve.common.contract.wire import ago_s, fill_chunk, plan_messages, te
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
 from framesieve.services.preprocessing.fetch.urls import file_path
 from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.tokens import Tool, ToolCall, Turn
+from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
 from framesieve.services.preprocessing.video.pictures import PictureFrames
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from framesieve.services.preprocessing.video.slices import Slice
@@ -39,7 +39,6 @@ _ROLES = {
     prompt_pb2.ROLE_ASSISTANT: "assistant",
     prompt_pb2.ROLE_TOOL: "tool",
 }
-_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> Conversation:
@@ -123,7 +122,7 @@ def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
         raise InvalidRequest(f"{name} must hold text, image or video, it holds none")
     if kind == "text":
         return part.text
-    return _media(getattr(part, kind), _MODALITIES[kind], f"{name}.{kind}")
+    return _media(getattr(part, kind), Modality(kind), f"{name}.{kind}")
 
 
 def _check_sums(media: Sequence[MediaRequest], max_inline_bytes: int) -> None:

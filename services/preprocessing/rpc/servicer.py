@@ -43,7 +43,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessRespo
 
 
 class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer):
-    """Plans prompts on threads and decodes frames in a queue of its own, so that no plan waits behind decoding.
+    """Plans prompts on threads and decodes frames in a queue of its own, so that no plan waits for decoding.
 
     quick: threads that check prompts, and plan short ones without media. slow: threads that plan the others; all of
     them may be waiting for reading workers, or hashing files. known: what was read of media before.

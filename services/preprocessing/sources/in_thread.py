@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 async def in_thread(function: Callable[[], None]) -> None:
-    """Runs a function on a thread. A cancelled call waits for its end: it uses what the caller then closes."""
+    """Runs a function on a thread. A cancelled call waits until it ends, because the caller then closes its files."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         await asyncio.shield(running)

@@ -86,7 +86,7 @@ class PictureFrames:
 
 @dataclass(frozen=True, slots=True)
 class PictureIndex:
-    """What the headers of a video's pictures say: the size of all once upright, and the orientation of each.
+    """The headers of a video's pictures: the size that all have once upright, and the orientation of each.
 
     ends: as in PictureFrames.
     """

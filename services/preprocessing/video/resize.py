@@ -48,7 +48,7 @@ class PixelBudget:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is sent of a frame: it is resized to height_px × width_px, and what begins at (top, left) is cut out.
+    """The part of a frame that is sent: it is resized to height_px × width_px, and a window at (top, left) is cut out.
 
     Pixels outside of the resized frame are black. squared: the frame is padded to a square with this colour, RGB,
     before it is resized; None: it is not.
@@ -62,7 +62,7 @@ class View:
 
 
 def centre_view(height_px: int, width_px: int, shorter_px: int, sent: tuple[int, int]) -> View:
-    """The centre of a frame whose shorter side is resized to `shorter_px`. An odd row or column is left out behind.
+    """The centre of a frame whose shorter side is resized to `shorter_px`. An odd row or column is left out at the end.
 
     Source: `get_resize_output_image_size` and `center_crop` of transformers 5.24.
     """
@@ -71,20 +71,23 @@ def centre_view(height_px: int, width_px: int, shorter_px: int, sent: tuple[int,
     return View(height, width, (height - sent[0]) // 2, (width - sent[1]) // 2)
 
 
+def check_aspect(height_px: int, width_px: int) -> None:
+    """Raises MediaRejected for an aspect ratio above 200; its text continues the item's name."""
+    if max(height_px, width_px) > MAX_ASPECT_RATIO * min(height_px, width_px):
+        raise MediaRejected(
+            f"has {width_px}×{height_px} pixels, an aspect ratio of at most {MAX_ASPECT_RATIO} is allowed"
+        )
+
+
 def smart_resize(
     height_px: int, width_px: int, budget: PixelBudget, frames: int = 1, rounded_frames: int = 1
 ) -> tuple[int, int]:
     """Height and width within the budget that keep the aspect ratio as closely as possible.
 
     frames: number of frames that share the budget. rounded_frames: their number as transformers counts it when it
-    checks the budget. Raises MediaRejected for an aspect ratio above 200; its text continues the item's name.
+    checks the budget. Raises MediaRejected for an aspect ratio above 200.
     """
-    ratio = max(height_px, width_px) / min(height_px, width_px)
-    if ratio > MAX_ASPECT_RATIO:
-        raise MediaRejected(
-            f"has frames of {width_px}×{height_px} pixels, an aspect ratio of {ratio:.0f}, "
-            f"at most {MAX_ASPECT_RATIO} is allowed"
-        )
+    check_aspect(height_px, width_px)
     factor = budget.factor_px
     height, width = round(height_px / factor) * factor, round(width_px / factor) * factor
     if rounded_frames * height * width > budget.max_px:

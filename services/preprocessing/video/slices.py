@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic_ns
-from typing import ClassVar
 
 import numpy as np
 
+from framesieve.common.contract.plan import FrameShape, SizePx
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
@@ -29,7 +29,7 @@ class Slice:
 
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
-    memory: what the frames are in, if another process made them.
+    memory: holds the frames, if another process made them.
     """
 
     first_frame: int
@@ -44,56 +44,40 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPicture:
-    """A picture, and the size of the frames in which it is sent.
-
-    views: what each of them shows; None: all. tile_px: height and width of those behind the first; None: as the first.
-    """
+    """A picture, the frames in which it is sent, and what each of them shows (None: all)."""
 
     source: Source
     picture: Picture
-    height_px: int
-    width_px: int
+    frames: FrameShape
     views: tuple[View | None, ...] = (None,)
-    tile_px: tuple[int, int] | None = None
 
-    def frame_px(self, number: int) -> tuple[int, int]:
-        """Height and width of a frame."""
-        return self.tile_px if number and self.tile_px else (self.height_px, self.width_px)
-
-    def after(self, done: int) -> PlannedPicture:
-        """Without the first `done` frames."""
-        height, width = self.frame_px(done)
-        return replace(self, height_px=height, width_px=width, views=self.views[done:])
-
-    def slices(self) -> Generator[Slice, None, None]:
-        """Yields a slice for each frame. Raises MediaDamaged if the picture cannot be decoded."""
+    def slices(self, first: int = 0) -> Generator[Slice, None, None]:
+        """Yields a slice for each frame from `first` on. Raises MediaDamaged if the picture cannot be decoded."""
         start_ns = monotonic_ns()
         pixels = decode_picture(self.source, self.picture)
         decoded_ns = monotonic_ns()
-        for number, view in enumerate(self.views):
+        for number, view in enumerate(self.views[first:], first):
             begun_ns = monotonic_ns()
-            resized = np.empty((1, *self.frame_px(number), 3), np.uint8)
+            resized = np.empty((1, *self.frames.frame_px(number), 3), np.uint8)
             view_into(pixels, view, resized[0])
             resized_ns = monotonic_ns()
-            decode_s = 0.0 if number else (decoded_ns - start_ns) * _NS
+            decode_s = 0.0 if number > first else (decoded_ns - start_ns) * _NS
             yield Slice(number, resized, 0, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedVideo:
-    """A video, the places of its selected frames, which are sent in slices of `slice_frames`, and their sent size.
+    """A video, the places of its selected frames, and their height and width as they are sent.
 
-    The last slice may have fewer frames.
-
-    index: where the frames are in its file, which may be one of pictures. view: what is sent of each; None: all.
+    index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
+        the last may have fewer. view: what each frame shows; None: all.
     """
 
     source: Source
     index: PacketIndex | PictureIndex
     places: tuple[int, ...]
     slice_frames: int
-    height_px: int
-    width_px: int
+    size_px: SizePx
     view: View | None = None
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
@@ -111,7 +95,7 @@ class PlannedVideo:
 
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
         frames_left = len(self.places) - first
-        pixels = np.empty((min(self.slice_frames, frames_left), self.height_px, self.width_px, 3), np.uint8)
+        pixels = np.empty((min(self.slice_frames, frames_left), *self.size_px, 3), np.uint8)
         repaired, decode_ns, resize_ns = 0, 0, 0
         resized_ns = monotonic_ns()
         for row in pixels:
@@ -129,9 +113,6 @@ class PlannedVideo:
 @dataclass(frozen=True, slots=True)
 class PlannedEmbeds:
     """Media whose embeddings came with the prompt: no frames are sent."""
-
-    height_px: ClassVar[int] = 0
-    width_px: ClassVar[int] = 0
 
     def slices(self) -> Generator[Slice, None, None]:
         """Yields nothing."""

@@ -36,7 +36,7 @@ Made: TypeAlias = asyncio.Queue[T | BaseException | None]
 _GRANTS = 2
 _REFUSALS = {each.reason: each for each in (InvalidRequest, MediaRejected, MediaDamaged)}
 # Each unread piece holds a descriptor and a mapping, however small it is.
-_LEAST_PIECE_BYTES = 2**20
+_MIN_PIECE_BYTES = 2**20
 
 
 class InFlightBudget:
@@ -51,7 +51,7 @@ class InFlightBudget:
     def share(self, piece_bytes: int) -> Share:
         """A new job's share of the budget. The job closes it."""
         self.shares += 1
-        return Share(self, max(piece_bytes, _LEAST_PIECE_BYTES))
+        return Share(self, max(piece_bytes, _MIN_PIECE_BYTES))
 
     async def changed(self) -> None:
         """Returns when bytes are released or `wake` is called."""
@@ -102,9 +102,13 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class _Run(Generic[T]):
-    """A running job: how many pieces are done, how long a worker may still work on it, and say that it does."""
+    """A running job: how many pieces are done, how long a worker may still work on it, and say that it does.
+
+    gives_way: it gives its worker to another job that waits for one.
+    """
 
     job: Job[T]
+    gives_way: bool
     share: Share
     left_s: float
     progress: int
@@ -158,23 +162,26 @@ class JobQueue:
             return await anext(pieces)
 
     @asynccontextmanager
-    async def stream(self, job: Job[T]) -> AsyncIterator[AsyncGenerator[T, None]]:
+    async def stream(self, job: Job[T], gives_way: bool = False) -> AsyncIterator[AsyncGenerator[T, None]]:
         """The job's pieces in order, made as far ahead of the reader as the in-flight budget allows.
 
         A piece counts as read when the next one is asked for. Leaving the block stops the job.
+        gives_way: whether it gives its worker to another job that waits for one.
         Raises MediaRejected if the media exceed the limits or crash their worker, Overloaded where the machine is out
         of descriptors or memory, Unavailable if the service is stopping, PeerContract if the worker breaks the
         protocol.
         """
-        async with self._running(job, job.piece_bytes) as pieces:
+        async with self._running(job, job.piece_bytes, gives_way) as pieces:
             yield pieces
 
     @asynccontextmanager
-    async def _running(self, job: Job[T], piece_bytes: int) -> AsyncIterator[AsyncGenerator[T, None]]:
+    async def _running(
+        self, job: Job[T], piece_bytes: int, gives_way: bool = False
+    ) -> AsyncIterator[AsyncGenerator[T, None]]:
         if not self._open:
             raise _stopping()
         work_s = self._limits.work_s(job.frames)
-        run = _Run(job, self.inflight.share(piece_bytes), work_s, round(work_s / PROGRESS_S) + job.pieces)
+        run = _Run(job, gives_way, self.inflight.share(piece_bytes), work_s, round(work_s / PROGRESS_S) + job.pieces)
         task = self._making.start(self._make(run))
         # A callback rather than `finally` in the task: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda made: run.made.put_nowait(_stopping()) if made.cancelled() else None)
@@ -195,7 +202,7 @@ class JobQueue:
             with resource_errors_as_overloaded(name):
                 while run.done < run.job.pieces:
                     await run.share.acquire()
-                    async with self.workers.borrow(name, self.inflight.wake, run.job.gives_way) as worker:
+                    async with self.workers.borrow(name, self.inflight.wake, run.gives_way) as worker:
                         await self._make_some(run, worker)
             run.made.put_nowait(None)
         except Exception as error:
@@ -211,7 +218,7 @@ class JobQueue:
         worker.send(Kind.NEXT)
         granted = run.done + 1
         while run.done < job.pieces:
-            grants = 0 if job.gives_way and self.workers.pressing else _GRANTS
+            grants = 0 if run.gives_way and self.workers.pressing else _GRANTS
             while granted < min(run.done + grants, job.pieces) and run.share.try_acquire():
                 worker.send(Kind.NEXT)
                 granted += 1

@@ -7,24 +7,20 @@ each is checked like a message of a remote peer, and an impossible value raises 
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.completeness import MAX_MISSING
-from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
-from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
+from framesieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex
 from framesieve.services.preprocessing.video.resize import UInt8Array, View
-from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
 from framesieve.services.preprocessing.video.slices import (
     PlannedEmbeds,
     PlannedMedia,
@@ -32,19 +28,21 @@ from framesieve.services.preprocessing.video.slices import (
     PlannedVideo,
     Slice,
 )
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.workers.protocol import Facts
+from framesieve.services.preprocessing.workers.indexes import (
+    frame_size_of,
+    index_facts,
+    index_of,
+    picture_index_facts,
+    picture_index_of,
+)
+from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts
 
 T_co = TypeVar("T_co", covariant=True)
-
-_INT64 = 2**62
-_MAX_RATES = 3
-_MAX_SIDE_PX = 2**17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """What is sent to a worker: a name in its table, fields, and an array of numbers, int64 [N]."""
+    """A job as it is sent to a worker: a name in its table, fields, and an array of numbers, int64 [N]."""
 
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -65,17 +63,12 @@ class Job(Protocol[T_co]):
         """The frames that it makes."""
         ...
 
-    @property
-    def gives_way(self) -> bool:
-        """Whether it gives its worker to another job that waits for one."""
-        ...
-
     def order(self, done: int) -> Order:
         """What to send to a worker that continues after `done` pieces."""
         ...
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> T_co:
-        """Piece `number` from what a worker sent. memory: what `data` is in.
+        """Piece `number`, from the fields and the array that a worker sent. memory: holds `data`.
 
         Raises PeerContract for impossible values.
         """
@@ -90,7 +83,6 @@ class IndexVideo:
     pieces: int = 1
     piece_bytes: int = 2 * MAX_PACKETS * 8
     frames: int = 0
-    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_video")
@@ -109,13 +101,12 @@ class IndexPicture:
     pieces: int = 1
     piece_bytes: int = 0
     frames: int = 0
-    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_picture")
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Picture:
-        height, width = _frame_size(facts)
+        height, width = frame_size_of(facts)
         return Picture(height, width, facts.integer("orientation", 1, 8), bool(facts.integer("moves", 0, 1)))
 
 
@@ -128,7 +119,6 @@ class IndexPictures:
     pieces: int = 1
     piece_bytes: int = 0
     frames: int = 0
-    gives_way: bool = False
 
     def order(self, done: int) -> Order:
         return Order("index_pictures", numbers=np.array(self.ends, np.int64))
@@ -176,15 +166,11 @@ class VideoSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return self.video.slice_frames * self.video.height_px * self.video.width_px * 3
+        return 3 * self.video.slice_frames * math.prod(self.video.size_px)
 
     @property
     def frames(self) -> int:
         return self.pieces * self.video.slice_frames
-
-    @property
-    def gives_way(self) -> bool:
-        return self.begin > 0
 
     def order(self, done: int) -> Order:
         video, known = self.video, self._known_from
@@ -204,13 +190,13 @@ class VideoSlices:
             "again": following - begin,
             "slice_frames": video.slice_frames,
         }
-        return Order(name, facts | sent | _sent_facts(video, [video.view]), np.concatenate([places, numbers]))
+        return Order(name, facts | sent | _sent_facts(video.size_px, [video.view]), np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
         video = self.video
         first = (self.begin + number) * video.slice_frames
         frames = min(video.slice_frames, len(video.places) - first)
-        made = _slice(first, (frames, video.height_px, video.width_px, 3), facts, data, memory)
+        made = _slice(first, (frames, *video.size_px, 3), facts, data, memory)
         self._repaired.append(made.repaired_frames)
         return made
 
@@ -220,7 +206,6 @@ class PictureSlices:
     """Decodes and resizes a picture: one slice for each frame."""
 
     picture: PlannedPicture
-    gives_way: bool = False
 
     @property
     def source(self) -> Source:
@@ -228,7 +213,7 @@ class PictureSlices:
 
     @property
     def pieces(self) -> int:
-        return len(self.picture.views)
+        return self.picture.frames.count
 
     @property
     def frames(self) -> int:
@@ -236,26 +221,31 @@ class PictureSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return 3 * max(math.prod(self.picture.frame_px(number)) for number in (0, 1))
+        return 3 * max(math.prod(self.picture.frames.frame_px(number)) for number in (0, 1))
 
     def order(self, done: int) -> Order:
-        picture, header = self.picture.after(done), self.picture.picture
-        facts = {"height_px": header.height_px, "width_px": header.width_px, "orientation": header.orientation}
-        return Order("picture_slices", facts | _sent_facts(picture, picture.views) | {"tile_px": picture.tile_px or ()})
+        header, frames = self.picture.picture, self.picture.frames
+        facts = {
+            "height_px": header.height_px,
+            "width_px": header.width_px,
+            "orientation": header.orientation,
+            "tile_px": frames.tile_px or (),
+            "first": done,
+        }
+        return Order("picture_slices", facts | _sent_facts(frames.size_px, self.picture.views))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
-        return _slice(number, (1, *self.picture.frame_px(number), 3), facts, data, memory)
+        return _slice(number, (1, *self.picture.frames.frame_px(number), 3), facts, data, memory)
 
 
-def _sent_facts(media: PlannedVideo | PlannedPicture, views: Sequence[View | None]) -> dict[str, Any]:
-    shown = [view and asdict(view) for view in views]
-    return {"sent_height_px": media.height_px, "sent_width_px": media.width_px, "views": shown}
+def _sent_facts(size_px: SizePx, views: Sequence[View | None]) -> dict[str, Any]:
+    return {"size_px": size_px, "views": [view and asdict(view) for view in views]}
 
 
-def sent_of(facts: Facts) -> tuple[int, int, tuple[View | None, ...]]:
-    """Height and width of the frames that are sent, and what they show, from the fields of an order."""
-    height, width = (facts.integer(f"sent_{name}", 1, _MAX_SIDE_PX) for name in ("height_px", "width_px"))
-    return height, width, tuple(None if view is None else _view(**view) for view in facts.values["views"])
+def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...]]:
+    """Height and width of the frames that are sent, and their views, from the fields of an order."""
+    height, width = facts.integers("size_px", 2, 1, MAX_FRAME_SIDE_PX)
+    return (height, width), tuple(None if view is None else _view(**view) for view in facts.values["views"])
 
 
 def _view(squared: Sequence[int] | None, **places: int) -> View:
@@ -273,84 +263,6 @@ def slices_job(media: PlannedMedia) -> Job[Slice] | None:
             return None
 
 
-def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """A packet index as fields and int64 [pts | keyframes]. The receiver derives the frame times from these."""
-    times = index.times
-    pts = index.pts or ()
-    facts = {
-        "frames": len(times.ticks),
-        "stored_pts": len(pts),
-        "tail_ticks": times.tail_ticks,
-        "time_base": _pairs(times.time_base),
-        "rates": _pairs(*times.rates[:_MAX_RATES]),
-        "height_px": index.height_px,
-        "width_px": index.width_px,
-        "orientation": index.orientation,
-        "missing_frames": index.missing_frames,
-        "dropped_frames": index.dropped_frames,
-        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift)],
-    }
-    return facts, np.concatenate([np.asarray(each, np.int64) for each in (pts, index.keyframes)])
-
-
-def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
-    """The inverse of `index_facts`. Raises PeerContract for an index that `read_packets` cannot have made."""
-    frames = facts.integer("frames", 1, MAX_PACKETS)
-    stored = facts.integer("stored_pts", 0, frames)
-    pts, keyframes = numbers[:stored], numbers[stored:]
-    within = -MAX_PTS < numbers.min(initial=0) <= numbers.max(initial=0) < MAX_PTS
-    in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
-    if stored not in (0, frames) or keyframes.size > MAX_PACKETS or not (within and in_order):
-        raise PeerContract("a worker's index is out of order or out of range")
-    time_base = _fractions(facts, "time_base", 1)
-    if len(time_base) != 1:
-        raise PeerContract("a worker's index has no time base")
-    times = FrameTimes(
-        ticks=array("q", (pts - pts[0]).tobytes()) if stored else range(frames),
-        tail_ticks=facts.integer("tail_ticks", 1, _INT64),
-        time_base=time_base[0],
-        rates=_fractions(facts, "rates", _MAX_RATES),
-    )
-    if times.length_s > MAX_LENGTH_S:
-        raise PeerContract("a worker's index is longer than the longest video")
-    height, width = _frame_size(facts)
-    return PacketIndex(
-        times=times,
-        pts=array("q", pts.tobytes()) if stored else None,
-        keyframes=array("q", keyframes.tobytes()),
-        height_px=height,
-        width_px=width,
-        orientation=facts.integer("orientation", 1, 8),
-        missing_frames=facts.integer("missing_frames", 0, MAX_MISSING),
-        dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
-        epochs=_epochs(facts),
-    )
-
-
-def picture_index_facts(index: PictureIndex) -> dict[str, Any]:
-    """An index of pictures as fields, without the ends of the pictures."""
-    return {
-        "height_px": index.height_px,
-        "width_px": index.width_px,
-        "orientations": list(index.orientations),
-    }
-
-
-def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
-    """The inverse of `picture_index_facts`. Raises PeerContract for an index that `read_pictures` cannot have made."""
-    orientations = facts.integers("orientations", MAX_FRAMES, 1, 8)
-    if len(orientations) != len(ends):
-        raise PeerContract("a worker's index has another number of pictures than the request")
-    return PictureIndex(ends, orientations, *_frame_size(facts))
-
-
-def _epochs(facts: Facts) -> tuple[Epoch, ...]:
-    parts = facts.integers("epochs", 2 * MAX_EPOCHS, -_INT64, _INT64)
-    if len(parts) % 2 or not parts:
-        raise PeerContract("a worker's epochs must be pairs of integers")
-    return tuple(Epoch(*parts[at : at + 2]) for at in range(0, len(parts), 2))
-
-
 def _slice(
     first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array, memory: SealedMemory | None
 ) -> Slice:
@@ -363,24 +275,7 @@ def _slice(
         repaired_frames=repaired,
         decode_s=facts.seconds("decode_s"),
         resize_s=facts.seconds("resize_s"),
-        decoded_ns=facts.integer("decoded_ns", 0, _INT64),
-        resized_ns=facts.integer("resized_ns", 0, _INT64),
+        decoded_ns=facts.integer("decoded_ns", 0, MAX_INT),
+        resized_ns=facts.integer("resized_ns", 0, MAX_INT),
         memory=memory,
     )
-
-
-def _frame_size(facts: Facts) -> tuple[int, int]:
-    height = facts.integer("height_px", 1, MAX_FRAME_PX)
-    return height, facts.integer("width_px", 1, MAX_FRAME_PX // height)
-
-
-def _pairs(*fractions: Fraction) -> list[int]:
-    return [part for each in fractions for part in (each.numerator, each.denominator)]
-
-
-def _fractions(facts: Facts, name: str, most: int) -> tuple[Fraction, ...]:
-    """Fractions above 0, sent as pairs of integers: parsing text could build a number with a billion digits."""
-    parts = facts.integers(name, 2 * most, 1, _INT64)
-    if len(parts) % 2:
-        raise PeerContract(f"a worker's {name} must be pairs of integers")
-    return tuple(Fraction(*parts[at : at + 2]) for at in range(0, len(parts), 2))

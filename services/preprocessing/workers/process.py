@@ -46,22 +46,29 @@ class WorkerFault(Exception):
 
 
 class WorkerProcess:
-    """One worker process. The caller must call `end`."""
+    """One worker process, which `start` makes. The caller must call `end`."""
 
-    def __init__(self, entry: str, limits: Limits) -> None:
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes], handle: int) -> None:
+        """handle: the process's descriptor (pidfd)."""
+        self.working = False  # a JOB was sent, and no DONE has come yet
+        self._connection, self._process, self._handle = connection, process, handle
+        self._loop = asyncio.get_running_loop()
+        self._exited: asyncio.Future[None] = self._loop.create_future()
+
+    @classmethod
+    def start(cls, entry: str, limits: Limits) -> WorkerProcess:
         """entry: the module whose `main` it runs, found on this process's module path.
 
         The calling thread must outlive the worker: the kernel kills a worker when the thread that started it ends.
         Raises OSError where the machine is out of processes, descriptors or memory.
         """
-        self.working = False  # a JOB was sent, and no DONE has come yet
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(theirs.fileno()), json.dumps(asdict(limits)), str(os.getpid()), entry)
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
         path = json.dumps([os.path.abspath(each) for each in sys.path])  # noqa: PTH100  Path resolves links
         try:
             with theirs:
-                self._process = subprocess.Popen(  # noqa: S603
+                process = subprocess.Popen(  # noqa: S603
                     [sys.executable, "-I", "-c", _START, *arguments, path],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -70,14 +77,14 @@ class WorkerProcess:
                     env={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **environment},
                     start_new_session=True,
                 )
-            self._handle = os.pidfd_open(self._process.pid)
+            handle = os.pidfd_open(process.pid)
         except OSError:
-            self._connection.close()  # a process that has started ends when its connection closes
+            connection.close()  # a process that has started ends when its connection closes
             raise
-        self._connection.setblocking(False)
-        self._loop = asyncio.get_running_loop()
-        self._exited: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self._handle, self._note_exit)
+        connection.setblocking(False)
+        worker = cls(connection, process, handle)
+        worker._loop.add_reader(handle, worker._note_exit)
+        return worker
 
     @property
     def pid(self) -> int:

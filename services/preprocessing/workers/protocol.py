@@ -24,6 +24,8 @@ from typing import Any
 from framesieve.common.contract.errors import PeerContract
 
 MAX_TEXT_CHARACTERS = 4096
+# Of an integer whose range is not known better.
+MAX_INT = 2**62
 
 # Seconds from one PROGRESS to the next.
 PROGRESS_S = 0.25
@@ -79,11 +81,11 @@ class Facts:
             raise PeerContract(f"a worker's {name} must be some of {', '.join(known)}")
         return frozenset(values)
 
-    def integers(self, name: str, most: int, low: int, high: int) -> tuple[int, ...]:
-        """At most `most` integers, each in [low, high]."""
+    def integers(self, name: str, max_count: int, low: int, high: int) -> tuple[int, ...]:
+        """At most `max_count` integers, each in [low, high]."""
         values = self.values.get(name)
-        if not isinstance(values, list) or len(values) > most:
-            raise PeerContract(f"a worker's {name} must be at most {most} integers")
+        if not isinstance(values, list) or len(values) > max_count:
+            raise PeerContract(f"a worker's {name} must be at most {max_count} integers")
         return tuple(Facts({name: value}).integer(name, low, high) for value in values)
 
 

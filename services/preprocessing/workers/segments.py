@@ -22,7 +22,7 @@ from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import Job, VideoSlices
 
 # Pixels between the first and the last selected frame. Less is not worth another worker: about a second of decoding.
-_LEAST_PX = 2**28
+_MIN_PX = 2**28
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def _joined(queue: JobQueue, segments: Sequence[VideoSlices]) -> AsyncGene
     video = segments[0].video
     repaired: list[int] = []
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(queue.stream(each)) for each in segments]
+        streams = [await stack.enter_async_context(queue.stream(each, gives_way=each.begin > 0)) for each in segments]
         for segment, slices in zip(segments, streams, strict=True):
             async for made in slices:
                 if made.repaired_frames and segment.begin and len(repaired) == segment.begin:
@@ -54,7 +54,7 @@ async def _joined(queue: JobQueue, segments: Sequence[VideoSlices]) -> AsyncGene
                 break
     if len(repaired) < segments[-1].end:
         rest = VideoSlices(video, len(repaired), segments[-1].end, made_before=list(repaired))
-        async with queue.stream(rest) as slices:
+        async with queue.stream(rest, gives_way=True) as slices:
             async for made in slices:
                 yield made
 
@@ -74,7 +74,7 @@ def _segments(job: VideoSlices, workers: int) -> list[VideoSlices]:
         workers < 2
         or isinstance(index, PictureIndex)
         or index.pts is None
-        or frames * index.height_px * index.width_px < _LEAST_PX
+        or frames * index.height_px * index.width_px < _MIN_PX
     ):
         return [job]
     slices = job.end

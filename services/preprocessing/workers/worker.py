@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first stream, when no more files may be read
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import FramesieveError, MediaRejected
-from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX
+from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape
 from framesieve.common.process import give_back_freed_memory
 from framesieve.common.sealed_memory import sealed
 from framesieve.services.preprocessing.sources.source import Source, check_file_size
@@ -32,13 +32,13 @@ from framesieve.services.preprocessing.video.decode import RemainingPlaces
 from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from framesieve.services.preprocessing.workers.jobs import (
+from framesieve.services.preprocessing.workers.indexes import (
     index_facts,
     index_of,
     picture_index_facts,
     picture_index_of,
-    sent_of,
 )
+from framesieve.services.preprocessing.workers.jobs import sent_of
 from framesieve.services.preprocessing.workers.limits import Limits, confine
 from framesieve.services.preprocessing.workers.protocol import (
     MAX_TEXT_CHARACTERS,
@@ -108,18 +108,17 @@ def picture_frames(task: Task) -> Generator[Piece, None, None]:
 def _slices(
     task: Task, index: Callable[[NDArray[np.int64]], PacketIndex | PictureIndex]
 ) -> Generator[Piece, None, None]:
-    """The slices of a video. index: makes its index from the numbers behind the places."""
+    """The slices of a video. index: makes its index from the numbers after the places."""
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
-    height_px, width_px, (view,) = sent_of(task.facts)
+    size_px, (view,) = sent_of(task.facts)
     video = PlannedVideo(
         source=task.source,
         index=index(task.numbers[places:]),
         places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
-        height_px=height_px,
-        width_px=width_px,
+        size_px=size_px,
         view=view,
     )
     slices = video.slices(task.progress)
@@ -133,8 +132,10 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
         task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation")
     )
     tile_px = task.facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
-    picture = PlannedPicture(task.source, Picture(height, width, orientation), *sent_of(task.facts))
-    return _pieces((replace(picture, tile_px=(tile_px[0], tile_px[1])) if tile_px else picture).slices())
+    size_px, views = sent_of(task.facts)
+    frames = FrameShape(len(views), size_px, (tile_px[0], tile_px[1]) if tile_px else None)
+    picture = PlannedPicture(task.source, Picture(height, width, orientation), frames, views)
+    return _pieces(picture.slices(task.facts.integer("first", 0, len(views))))
 
 
 JOBS: JobTable = {

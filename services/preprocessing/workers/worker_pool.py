@@ -181,7 +181,7 @@ class WorkerPool:
         return True
 
     async def _start(self) -> None:
-        worker = WorkerProcess(self._entry, self._limits)
+        worker = WorkerProcess.start(self._entry, self._limits)
         self._workers.add(worker)
         try:
             self.confined_by &= await worker.ready()

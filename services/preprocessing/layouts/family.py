@@ -1,0 +1,94 @@
+"""The interface of a model family: the parts of planning a prompt that differ between models."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, Modality, SizePx
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.video.resize import View
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(ABC):
+    """The settings of one checkpoint.
+
+    placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
+    pad: the token of each of an item's tokens; None: its placeholder.
+    token_px: side in pixels of the square that becomes one token; sides of resized frames are multiples of it.
+    frame_bounds: the checkpoint's defaults for sampling frames.
+    embed_levels: tensors that each media token has besides its embedding.
+    fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
+    joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
+        that take parts.
+    template_options: variables of the chat template besides the messages.
+    """
+
+    placeholders: Mapping[Modality, str]
+    pad: str | None = None
+    token_px: int
+    frame_bounds: FrameBounds
+    embed_levels: int = 0
+    fixed_tokens: bool = False
+    joins_parts: str | None = None
+    template_options: Mapping[str, object] = field(default_factory=dict)
+
+    @abstractmethod
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
+        """The layout of a picture of this size, the image `index` of so many `images` in the prompt.
+
+        Raises MediaRejected for an aspect ratio above 200, InvalidRequest for a wish that the family cannot fulfil.
+        """
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """The sampled frames of a video: indices below `total_frames`, not decreasing, at least one.
+
+        Where the rate of a video varies, it is called again for as many frames of a video that has many more: they
+        then say how frames are spread over time.
+        """
+        raise NotImplementedError
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """Height and width of each of a video's `frames` after resizing. Raises as `image`."""
+        raise NotImplementedError
+
+    def video_view(self, height_px: int, width_px: int, sent_px: SizePx) -> View | None:
+        """The part of a video's frames that is sent, and how it is resized to `sent_px`; None: the whole frame."""
+        return None
+
+    def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
+        """The grid of merged tokens of a video whose `frames`, or groups of frames, are sent at this size."""
+        raise NotImplementedError
+
+    @staticmethod
+    def fixed_size(size_px: SizePx, wish: FrameSampling) -> SizePx:
+        """`size_px`, for families whose frames all have this size. Raises InvalidRequest if fewer pixels are wished."""
+        if wish.max_pixels is not None and wish.max_pixels < (pixels := math.prod(size_px)):
+            raise InvalidRequest(
+                f"frame_sampling.max_pixels must be at least {pixels}, which this model's frames always have, got "
+                f"{wish.max_pixels}"
+            )
+        return size_px
+
+    @abstractmethod
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """The expansion of the placeholder of a video, or of its embeddings. base: of a video; None for an image.
+
+        Raises InvalidRequest for a grid that no video has.
+        """
+
+    def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
+        """The expansion of the embeddings of an image, the image `index` of the prompt.
+
+        tile_columns: of its tiles; 0 without. Raises InvalidRequest for a grid or tiles that no image has.
+        """
+        if tile_columns:
+            raise InvalidRequest(f"embeds.tile_columns must be 0 for this model, got {tile_columns}")
+        return self.expansion(grid, None)

@@ -1,0 +1,107 @@
+"""A checkpoint's tokenizer without its control tokens: whatever a text spells, it becomes ordinary tokens.
+
+Large texts take turns, because tokenising takes some 300 times the text's size, more than 1 GiB for 4 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import give_back_freed_memory
+
+LARGE_TEXT_CHARS = 2**16
+# How often a text that waits for its turn checks whether its request was cancelled.
+_CHECK_S = 0.1
+
+
+class PlainText:
+    """Tokenises plain text.
+
+    path: of the tokenizer. control: the ids of its control tokens. prefix: the ids that it puts before each text, such
+    as Llama's beginning of a sequence; its processor in transformers adds it to a prompt that does not begin with it.
+    Raises StartupError if the checkpoint has no tokenizer, or one whose control tokens plain text can spell.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.folder / "tokenizer.json"
+        contents = checkpoint.read_json(self.path.name)
+        if not contents:
+            raise StartupError(f"{self.path} does not exist")
+        self.control = _control_tokens(contents, str(self.path))
+        plain = contents | {"added_tokens": [], "post_processor": None}
+        self._first = Tokenizer.from_str(json.dumps(plain))
+        self._later = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
+        self._large = threading.Lock()
+        spellable = [token for token, token_id in self.control.items() if token_id in _encoded(token, self._later)]
+        if spellable:
+            raise StartupError(f"{self.path}: ordinary text can spell the control tokens {', '.join(spellable)}")
+        self.prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(self.path))
+
+    def ids(self, text: str, *, first: bool, check_cancelled: Callable[[], None]) -> list[int]:
+        """The ids of a text. first: nothing comes before it.
+
+        check_cancelled: called before it is tokenised and while it waits for its turn; its exception ends the call.
+        """
+        if not text:
+            return []
+        check_cancelled()
+        tokenizer = self._first if first else self._later
+        if len(text) <= LARGE_TEXT_CHARS:
+            return _encoded(text, tokenizer)
+        with self._turn(check_cancelled):
+            ids = _encoded(text, tokenizer)
+            give_back_freed_memory()
+            return ids
+
+    @contextmanager
+    def _turn(self, check_cancelled: Callable[[], None]) -> Iterator[None]:
+        while not self._large.acquire(timeout=_CHECK_S):
+            check_cancelled()
+        try:
+            yield
+        finally:
+            self._large.release()
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    # Not `encode`: it holds the interpreter lock, for seconds with a large text.
+    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoded.ids
+    return ids
+
+
+def _prefix(tokenizer: Tokenizer, path: str) -> list[int]:
+    """Raises StartupError for a tokenizer that puts tokens after a text."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    if whole[len(whole) - len(bare) :] != bare:
+        raise StartupError(f"{path}: a post_processor that puts tokens after a text is not supported")
+    ids: list[int] = whole[: len(whole) - len(bare)]
+    return ids
+
+
+def _of_later_text(pre_tokenizer: Any) -> Any:
+    """A pre-tokenizer for text after a control token: some mark the beginning of the first text alone."""
+    if not isinstance(pre_tokenizer, dict):
+        return pre_tokenizer
+    if pre_tokenizer.get("type") == "Sequence":
+        return pre_tokenizer | {"pretokenizers": [_of_later_text(each) for each in pre_tokenizer["pretokenizers"]]}
+    if pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("prepend_scheme") == "first":
+        return pre_tokenizer | {"prepend_scheme": "never"}
+    return pre_tokenizer
+
+
+def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
+    added = contents.get("added_tokens") or []
+    for token in added:
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+            raise StartupError(f"{path}: the token {token['content']!r} strips or needs whole words: not supported")
+    return {token["content"]: token["id"] for token in added}

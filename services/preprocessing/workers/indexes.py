@@ -1,0 +1,116 @@
+"""Indexes of media as fields and numbers of a message, and back, checked: a malicious file may have made them up."""
+
+from __future__ import annotations
+
+from array import array
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from framesieve.common.contract.errors import PeerContract
+from framesieve.services.preprocessing.video.completeness import MAX_MISSING
+from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
+from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
+from framesieve.services.preprocessing.video.pictures import PictureIndex
+from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
+from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts
+
+_MAX_RATES = 3
+
+
+def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """A packet index as fields and int64 [pts | keyframes]. The receiver derives the frame times from these."""
+    times = index.times
+    pts = index.pts or ()
+    facts = {
+        "frames": len(times.ticks),
+        "stored_pts": len(pts),
+        "tail_ticks": times.tail_ticks,
+        "time_base": _pairs(times.time_base),
+        "rates": _pairs(*times.rates[:_MAX_RATES]),
+        "height_px": index.height_px,
+        "width_px": index.width_px,
+        "orientation": index.orientation,
+        "missing_frames": index.missing_frames,
+        "dropped_frames": index.dropped_frames,
+        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift)],
+    }
+    return facts, np.concatenate([np.asarray(each, np.int64) for each in (pts, index.keyframes)])
+
+
+def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
+    """The inverse of `index_facts`. Raises PeerContract for an index that `read_packets` cannot have made."""
+    frames = facts.integer("frames", 1, MAX_PACKETS)
+    stored = facts.integer("stored_pts", 0, frames)
+    pts, keyframes = numbers[:stored], numbers[stored:]
+    within = -MAX_PTS < numbers.min(initial=0) <= numbers.max(initial=0) < MAX_PTS
+    in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
+    if stored not in (0, frames) or keyframes.size > MAX_PACKETS or not (within and in_order):
+        raise PeerContract("a worker's index is out of order or out of range")
+    time_base = _fractions(facts, "time_base", 1)
+    if len(time_base) != 1:
+        raise PeerContract("a worker's index has no time base")
+    times = FrameTimes(
+        ticks=array("q", (pts - pts[0]).tobytes()) if stored else range(frames),
+        tail_ticks=facts.integer("tail_ticks", 1, MAX_INT),
+        time_base=time_base[0],
+        rates=_fractions(facts, "rates", _MAX_RATES),
+    )
+    if times.length_s > MAX_LENGTH_S:
+        raise PeerContract("a worker's index is longer than the longest video")
+    height, width = frame_size_of(facts)
+    return PacketIndex(
+        times=times,
+        pts=array("q", pts.tobytes()) if stored else None,
+        keyframes=array("q", keyframes.tobytes()),
+        height_px=height,
+        width_px=width,
+        orientation=facts.integer("orientation", 1, 8),
+        missing_frames=facts.integer("missing_frames", 0, MAX_MISSING),
+        dropped_frames=facts.integer("dropped_frames", 0, MAX_PACKETS),
+        epochs=_epochs(facts),
+    )
+
+
+def picture_index_facts(index: PictureIndex) -> dict[str, Any]:
+    """An index of pictures as fields, without the ends of the pictures."""
+    return {
+        "height_px": index.height_px,
+        "width_px": index.width_px,
+        "orientations": list(index.orientations),
+    }
+
+
+def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
+    """The inverse of `picture_index_facts`. Raises PeerContract for an index that `read_pictures` cannot have made."""
+    orientations = facts.integers("orientations", MAX_FRAMES, 1, 8)
+    if len(orientations) != len(ends):
+        raise PeerContract("a worker's index has another number of pictures than the request")
+    return PictureIndex(ends, orientations, *frame_size_of(facts))
+
+
+def _epochs(facts: Facts) -> tuple[Epoch, ...]:
+    parts = facts.integers("epochs", 2 * MAX_EPOCHS, -MAX_INT, MAX_INT)
+    if len(parts) % 2 or not parts:
+        raise PeerContract("a worker's epochs must be pairs of integers")
+    return tuple(Epoch(*parts[at : at + 2]) for at in range(0, len(parts), 2))
+
+
+def frame_size_of(facts: Facts) -> tuple[int, int]:
+    height = facts.integer("height_px", 1, MAX_FRAME_PX)
+    return height, facts.integer("width_px", 1, MAX_FRAME_PX // height)
+
+
+def _pairs(*fractions: Fraction) -> list[int]:
+    return [part for each in fractions for part in (each.numerator, each.denominator)]
+
+
+def _fractions(facts: Facts, name: str, max_count: int) -> tuple[Fraction, ...]:
+    """Fractions above 0, sent as pairs of integers: parsing text could build a number with a billion digits."""
+    parts = facts.integers(name, 2 * max_count, 1, MAX_INT)
+    if len(parts) % 2:
+        raise PeerContract(f"a worker's {name} must be pairs of integers")
+    return tuple(Fraction(*parts[at : at + 2]) for at in range(0, len(parts), 2))
