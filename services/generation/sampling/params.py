@@ -119,7 +119,7 @@ class SamplingRequest:
         eos_ids = (*(() if self.ignore_eos else defaults.eos_ids), *self.stop_token_ids)
         unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, limit_tokens)
         max_new_tokens = unset if self.max_new_tokens is None else self.max_new_tokens
-        limit = f"at most {max_new_tokens} (sampling.max_new_tokens)"
+        limit = f"at most {max_new_tokens}, the longest answer"
         self._check("min_new_tokens", limit, lambda value: value <= max_new_tokens)
         repetition_penalty = self.repetition_penalty
         first = SamplingParams(
@@ -158,4 +158,4 @@ def check_counts(strings: int, tokens: int, biased: int, words: int) -> None:
 
 def _check(name: str, value: object, limit: str, fits: bool) -> None:
     if not fits:
-        raise InvalidRequest(f"sampling.{name} must be {limit}, got {value}")
+        raise InvalidRequest(field=f"sampling.{name}", limit=limit, value=value)

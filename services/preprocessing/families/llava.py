@@ -142,10 +142,8 @@ class Llava:
         if self.sent_px is not None:
             least = self.sent_px[0] * self.sent_px[1]
             if wish.max_pixels is not None and wish.max_pixels < least:
-                raise InvalidRequest(
-                    f"frame_sampling.max_pixels must be at least {least}, which this model's images always have, got "
-                    f"{wish.max_pixels}"
-                )
+                limit = f"at least {least}, which this model's images always have"
+                raise InvalidRequest(field="frame_sampling.max_pixels", limit=limit, value=wish.max_pixels)
             return self.sent_px
         ratio = max(height_px, width_px) / self.longest_px
         if ratio > 1:

@@ -53,16 +53,14 @@ def check_aspect(height_px: int, width_px: int) -> None:
 def check_fixed(side_px: int, wish: FrameSampling) -> None:
     """Raises InvalidRequest for fewer pixels than every frame has."""
     if wish.max_pixels is not None and wish.max_pixels < side_px**2:
-        raise InvalidRequest(
-            f"frame_sampling.max_pixels must be at least {side_px**2}, which this model's frames always have, got "
-            f"{wish.max_pixels}"
-        )
+        limit = f"at least {side_px**2}, which this model's frames always have"
+        raise InvalidRequest(field="frame_sampling.max_pixels", limit=limit, value=wish.max_pixels)
 
 
 def check_untiled(tile_columns: int) -> None:
     """Raises InvalidRequest for embeddings of an image whose tokens are not those of one picture after the other."""
     if tile_columns:
-        raise InvalidRequest(f"embeds.tile_columns must be 0 for this model, got {tile_columns}")
+        raise InvalidRequest(field="embeds.tile_columns", limit="0 for this model", value=tile_columns)
 
 
 def check_processors(checkpoint: Checkpoint) -> None:
