@@ -12,7 +12,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "framesieve"
 
 # A status carries the text twice, once percent-encoded. A receiver rejects headers above 8 KiB with RESOURCE_EXHAUSTED.
-MAX_MESSAGE_BYTES = 1200
+MAX_MESSAGE_BYTES = 1400
 _MAX_DETAIL_BYTES = 256
 
 
