@@ -143,7 +143,10 @@ def test_an_unknown_option_is_refused_by_name() -> None:
             "video.frame_sampling.frame_indices must be a 32-bit integer, got (2147483648,)",
         ),
         (Video(server_path="\udcff"), "video.path must be text in Unicode"),
-        (Video(embeds=Embeds(b"", Grid(1, 1, 1), dtype="float32", shape=(2**70, 1))), "embeds.tensor.shape must be a"),
+        (
+            Video(embeds=Embeds(b"", Grid(1, 1, 1), dtype="float32", shape=(2**70, 1))),
+            "video.embeds.tensor.shape must be a",
+        ),
     ],
 )
 def test_a_part_that_its_field_cannot_hold_is_rejected_by_name(part: Any, message: str) -> None:

@@ -104,7 +104,7 @@ def test_no_max_pixels_is_advised_where_tokens_do_not_follow_it() -> None:
     with pytest.raises(PromptTooLong) as info:
         room(TEXT + 72 + 5 * 8 + 1, plan, Pruning(), 1)
     # Five slices of two frames, one slice a second: at 0.51 frames a second the video has 11.
-    assert str(info.value).endswith("; a frame_sampling of fps=0.5, would fit")
+    assert str(info.value).endswith("; frame_sampling.fps 0.5 would fit")
     with pytest.raises(PromptTooLong, match=r"tokens$"):  # without advice: the image can have no fewer
         room(TEXT + 72, plan, Pruning())
 

@@ -87,7 +87,7 @@ def _tensor(message: tensor_pb2.Tensor, data: bytearray, shape: tuple[int, ...],
     dtype = _DTYPES[message.dtype]
     size_bytes = math.prod(shape) * dtype.itemsize
     if len(data) != size_bytes:
-        raise InvalidRequest(field=f"{name}.data", limit=f"{size_bytes} bytes", value=len(data))
+        raise InvalidRequest(f"must have {size_bytes} bytes, got {len(data)}", field=f"{name}.data")
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 

@@ -180,7 +180,7 @@ class MiniCPMV:
         """Each frame or group between its markers. Raises InvalidRequest for a grid of anything else."""
         self._check_queries(grid)
         if grid.h != 1:
-            raise InvalidRequest(field="embeds.grid.h", limit="1 for a video with this model", value=grid.h)
+            raise InvalidRequest(f"of a video must be 1 for this model, got {grid.h}", field="embeds.grid.h")
         one = (self.names["im_start"], LinearSpan(self.queries), self.names["im_end"])
         return (*one, *("\n", *one) * (grid.t - 1))
 
@@ -192,10 +192,11 @@ class MiniCPMV:
             limit = f"at most {1 + self.most_slices}, the source picture and its slices"
             raise InvalidRequest(field="embeds.grid.h", limit=limit, value=grid.h)
         if not slices and tile_columns:
-            raise InvalidRequest(field="embeds.tile_columns", limit="0 for an image without slices", value=tile_columns)
+            text = f"of an image without slices must be 0, got {tile_columns}"
+            raise InvalidRequest(text, field="embeds.tile_columns")
         if slices and (tile_columns < 1 or slices % tile_columns):
-            limit = f"a divisor of the image's slices, {slices} by embeds.grid.h"
-            raise InvalidRequest(field="embeds.tile_columns", limit=limit, value=tile_columns)
+            text = f"must divide the image's slices, {slices} by embeds.grid.h, got {tile_columns}"
+            raise InvalidRequest(text, field="embeds.tile_columns")
         rows = self._rows(tile_columns, slices // tile_columns) if slices else ()
         return (*self._picture(index), *rows)
 

@@ -35,22 +35,22 @@ class Embeds:
 
     def __post_init__(self) -> None:
         if len(self.digest) != DIGEST_BYTES:
-            raise InvalidRequest(field="embeds.digest", limit=f"{DIGEST_BYTES} bytes", value=len(self.digest))
+            raise InvalidRequest(f"must have {DIGEST_BYTES} bytes, got {len(self.digest)}", field="embeds.digest")
         given = (self.seconds_per_grid is not None) + bool(self.timestamps_s)
         step = "embeds.seconds_per_grid"
         if self.modality is Modality.IMAGE:
             if self.grid.t != 1:
-                raise InvalidRequest(field="embeds.grid.t", limit="1 for an image", value=self.grid.t)
+                raise InvalidRequest(f"of an image must be 1, got {self.grid.t}", field="embeds.grid.t")
             if given:
                 text = "and timestamps_s are for videos, an image has no time base"
                 raise InvalidRequest(text, field=step)
             return
         if self.tile_columns:
-            raise InvalidRequest(field="embeds.tile_columns", limit="0 for a video", value=self.tile_columns)
+            raise InvalidRequest(f"is for images, got {self.tile_columns} for a video", field="embeds.tile_columns")
         if not given:
             raise InvalidRequest("or timestamps_s must be set: a video needs a time base", field=step)
         if given == 2:
-            raise InvalidRequest("must not be set with timestamps_s, another time base", field=step)
+            raise InvalidRequest("and timestamps_s are two time bases, only one may be set", field=step)
         if self.seconds_per_grid is not None:
             _check_step(self.seconds_per_grid, self.grid.t)
         else:
@@ -73,11 +73,11 @@ def _check_step(seconds: Fraction, slices: int) -> None:
 
 def _check_times(times_s: tuple[float, ...], slices: int) -> None:
     if len(times_s) != slices:
-        limit = f"one time for each of {slices} slices"
-        raise InvalidRequest(field="embeds.timestamps_s", limit=limit, value=len(times_s))
+        text = f"must hold one time for each of {slices} slices, got {len(times_s)}"
+        raise InvalidRequest(text, field="embeds.timestamps_s")
     for place, time in enumerate(times_s):
         name = f"embeds.timestamps_s[{place}]"
         if not (math.isfinite(time) and 0 <= time <= MAX_LENGTH_S):
             raise InvalidRequest(field=name, limit=f"between 0 and {MAX_LENGTH_S}", value=time)
         if place and time < times_s[place - 1]:
-            raise InvalidRequest(field=name, limit=f"at least the one before, {times_s[place - 1]}", value=time)
+            raise InvalidRequest(f"must not be below the one before, {times_s[place - 1]}, got {time}", field=name)

@@ -67,7 +67,8 @@ class PictureFrames:
             raise InvalidRequest(field="frames.pictures", limit=f"1 to {MAX_FRAMES} pictures", value=len(self.ends))
         for number, (begin, end) in enumerate(pairwise((0, *self.ends))):
             if end <= begin:
-                raise InvalidRequest(field=f"frames.pictures[{number}]", limit="at least 1 byte", value=end - begin)
+                field = f"frames.pictures[{number}]"
+                raise InvalidRequest(f"must hold at least 1 byte, got {end - begin}", field=field)
         if len(self.timestamps_s) != len(self.ends):
             limit = f"as many times as pictures, {len(self.ends)}"
             raise InvalidRequest(field="frames.timestamps_s", limit=limit, value=len(self.timestamps_s))
