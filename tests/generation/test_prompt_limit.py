@@ -162,13 +162,13 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
         return
     with pytest.raises(PromptTooLong) as info:
         room(limit, plan, pruning, context=context)
-    pixels = re.search(r"of max_pixels=(\d+)", str(info.value))
+    pixels = re.search(r"; frame_sampling.max_pixels (\d+)", str(info.value))
     if pixels:
         assert fit(int(pixels[1]), 1000)
         assert not fit(int(pixels[1]) + 1, 1000)
     else:
         assert not fit(TOKEN_SIDE_PX**2, 1000)
-    fps = re.search(r"fps=([\d.]+) and max_pixels=(\d+)", str(info.value))
+    fps = re.search(r"fps ([\d.]+) and frame_sampling.max_pixels (\d+)", str(info.value))
     if fps:
         assert int(fps[2]) == present
         assert fit(present, float(fps[1]))

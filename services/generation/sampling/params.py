@@ -158,4 +158,4 @@ def check_counts(strings: int, tokens: int, biased: int, words: int) -> None:
 
 def _check(name: str, value: object, limit: str, fits: bool) -> None:
     if not fits:
-        raise InvalidRequest(field=f"sampling.{name}", limit=limit, value=value)
+        raise InvalidRequest(f"must be {limit}, got {value}", field=f"sampling.{name}", value=value, limit=limit)

@@ -100,7 +100,7 @@ class Grammars:
         schema = self._checked(tool.parameters, name)
         kinds = schema.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise InvalidRequest(field=f"{name}.type", limit="object", value=kinds)
+            raise InvalidRequest(f"must be object, got {kinds}", field=f"{name}.type")
         return schema | _ANY_ARGUMENTS
 
     def _checked(self, schema: str, name: str) -> dict[str, Any]:
