@@ -146,7 +146,7 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     pictures = {"type": "video_url", "video_url": {"url": data_url("video/jpeg", b"a")}}
     late = {"video": {"frames_indices": [10**400]}}
     assert param(pictures, media_io_kwargs=late) == "media_io_kwargs.video.frames_indices[0]"
-    assert "(max_tokens)" in refused(http, question("Why?", min_tokens=9))[1]
+    assert "; raise max_tokens" in refused(http, question("Why?", min_tokens=9))[1]
     both = {"json": {}, "json_object": True}
     assert param(part, structured_outputs=both) == "structured_outputs.json_object"
     schema = {"type": "array", "items": {"type": "strin"}}

@@ -105,6 +105,7 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
 def _check_method(name: str, message: prompt_pb2.Pruning, tower: Tower) -> None:
     method = message.method or EVS
     if message.rate and method not in tower.pruning_methods:
-        why = f" ({tower.why_not_all})" if tower.why_not_all else ""
-        limit = f"one of {', '.join(tower.pruning_methods)} for this model{why}"
-        raise InvalidRequest(field=f"{name}.method", limit=limit, value=method)
+        why = f": {tower.why_not_all}" if tower.why_not_all else ""
+        limit = f"one of {', '.join(tower.pruning_methods)} for this model"
+        text = f"must be {limit}, got {method!r}{why}"
+        raise InvalidRequest(text, field=f"{name}.method", value=method, limit=limit)
