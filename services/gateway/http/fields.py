@@ -34,20 +34,20 @@ def parsed(kind: type[Body], body: bytes | bytearray) -> Body:
 def _refusal(error: ErrorDetails, body: bytes | bytearray) -> InvalidRequest:
     if error["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}")
-    name, got = _name(error["loc"], from_json(body), error["type"] == "missing"), short(error["input"])
+    name = _name(error["loc"], from_json(body), error["type"] == "missing")
     match error["type"]:
         case "extra_forbidden":
             return InvalidRequest("is not a field that this service knows", field=name)
         case "missing":
             return InvalidRequest(field=name, limit="set")
         case "none_required":
-            return InvalidRequest(f"must not be set, got {got}", field=name)
+            return InvalidRequest(f"must not be set, got {short(error['input'])}", field=name)
         case "union_tag_invalid":
             known, found = error["ctx"]["expected_tags"].replace("'", ""), error["input"].get("type")
             return InvalidRequest(f"must be one of {known}, got {short(found)}", field=f"{name}.type", limit=known)
         case "union_tag_not_found":
             return InvalidRequest(field=f"{name}.type", limit="set")
-    text = f"is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}, got {got}"
+    text = f"is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}, got {short(error['input'])}"
     return InvalidRequest(text, field=name) if name else InvalidRequest(f"the body {text}")
 
 
