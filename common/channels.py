@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
@@ -32,6 +32,7 @@ from framesieve.common.contract.errors import (
     StartupError,
     Unauthenticated,
     Unavailable,
+    remedy_suffix,
 )
 from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES, REQUEST_OVERHEAD_BYTES
 from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
@@ -196,8 +197,9 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
     leaf = _BY_REASON.get(details.reason) or _BY_STATUS.get(error.code())
     if leaf is DeadlinePassed and not details.reason:  # raised by gRPC here, whose text says nothing to a caller
         return DeadlinePassed(f"the deadline passed before {stage} finished")
+    message, about = _told(message, details.metadata)
     if leaf:
-        return leaf(message)
+        return leaf(message, **about)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         if details.reason != Overloaded.reason and "larger than max" in message:
             if "CLIENT: Received" in message:
@@ -205,13 +207,12 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
             sizes = (
                 "{} bytes, the limit is {}".format(*found.groups()) if (found := _SIZES.search(message)) else message
             )
-            return InvalidRequest(
-                f"the request is too large for {stage} ({sizes}, set by --max-inline-bytes): send {LARGER_FILES}"
-            )
-        return Overloaded(message, min(max(0, details.retry_after_s), 60) or 1.0)
+            text = f"the request is too large for {stage} ({sizes}, set by --max-inline-bytes)"
+            return InvalidRequest(text, remedy=LARGER_FILES)
+        return Overloaded(message, min(max(0, details.retry_after_s), 60) or 1.0, field=about.get("field"))
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         if details.reason == Unavailable.reason:
-            return Unavailable(message, details.stage or stage)
+            return Unavailable(message, details.metadata.get("stage", stage))
         return _with_note(Unavailable(f"{stage} cannot be reached", stage), message)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # the address is that of another service, or of another server
         return Unavailable(message, stage)
@@ -233,8 +234,8 @@ class _Details:
     """From google.rpc.ErrorInfo and RetryInfo; empty where the peer sent none."""
 
     reason: str = ""
-    stage: str = ""
     retry_after_s: float = 0.0
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def _details(error: grpc.aio.AioRpcError) -> _Details:
@@ -251,4 +252,11 @@ def _details(error: grpc.aio.AioRpcError) -> _Details:
     except (ValueError, DecodeError):  # malformed details; code and text of the status are still good
         return _Details()
     delay = retry.retry_delay
-    return _Details(info.reason, info.metadata.get("stage", ""), delay.seconds + delay.nanos / 1e9)
+    return _Details(info.reason, delay.seconds + delay.nanos / 1e9, info.metadata)
+
+
+def _told(text: str, metadata: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """An error's message and the rest of what it told, from its text and the metadata of its details."""
+    about = {name: metadata[name] for name in ("field", "value", "limit", "remedy") if name in metadata}
+    text = text.removeprefix(f"{about.get('field', '')} ").removesuffix(remedy_suffix(about.get("remedy")))
+    return text, about

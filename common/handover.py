@@ -179,7 +179,7 @@ def sender_to(address: bytes, method: str) -> Iterator[Sender | None]:
     Raises InvalidRequest for an address of another length; an empty one has no receiver.
     """
     if len(address) not in (0, _ADDRESS_BYTES):
-        raise InvalidRequest(f"handover must have {_ADDRESS_BYTES} bytes, got {len(address)}")
+        raise InvalidRequest(f"must have {_ADDRESS_BYTES} bytes, got {len(address)}", field="handover")
     connection = _socket_to(address) if address else None
     if connection is None:
         yield None

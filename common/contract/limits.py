@@ -8,5 +8,5 @@ GREATEST_INLINE_BYTES = 2**30
 """The greatest value of --max-inline-bytes."""
 REQUEST_OVERHEAD_BYTES = 4 * 2**20
 """A request message beyond its inline media: 4 MiB of text and their encoding."""
-LARGER_FILES = "larger files by path or URL"
-"""What to do with files that are too large to send. Clients replace it by the words of their own interface."""
+LARGER_FILES = "send larger files by path or URL"
+"""The remedy for files that are too large to send. Clients replace it by the words of their own interface."""

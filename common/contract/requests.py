@@ -28,7 +28,6 @@ MAX_TEXT_BYTES = 4 * 2**20
 MAX_PICTURES = 768
 MAX_TOOLS = 512
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_NAME_CHARACTERS = 200  # in an error
 
 
 def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
@@ -41,7 +40,7 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
         _check_pictures(name, item)
         for field, sizes in (("data_bytes", [item.data_bytes]), ("frames.sizes_bytes", item.frames.sizes_bytes)):
             if (min_bytes := min(sizes, default=0)) < 0:
-                raise InvalidRequest(f"{name}.{field} must be at least 1, got {min_bytes}")
+                raise InvalidRequest(field=f"{name}.{field}", limit="at least 1", value=min_bytes)
     check_inline_bytes(sum(map(_inline_bytes, media)), max_inline_bytes)
     check_tools(prompt)
     texts = [part.text for message in prompt.messages for part in message.parts]
@@ -55,23 +54,22 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
 def check_tools(prompt: prompt_pb2.Prompt) -> None:
     """Raises InvalidRequest for too many tools, and for names that are none or not their own."""
     if len(prompt.tools) > MAX_TOOLS:
-        raise InvalidRequest(f"prompt.tools must be at most {MAX_TOOLS} tools, got {len(prompt.tools)}")
+        raise InvalidRequest(field="prompt.tools", limit=f"at most {MAX_TOOLS} tools", value=len(prompt.tools))
     names = set()
     for index, tool in enumerate(prompt.tools):
+        field = f"prompt.tools[{index}].name"
         if not _TOOL_NAME.fullmatch(tool.name):
-            raise InvalidRequest(
-                f"prompt.tools[{index}].name must be 1 to 128 letters, digits and characters of _-.:/, "
-                f"got {tool.name[:_NAME_CHARACTERS]!r}"
-            )
+            limit = "1 to 128 letters, digits and characters of _-.:/"
+            raise InvalidRequest(field=field, limit=limit, value=tool.name)
         if tool.name in names:
-            raise InvalidRequest(f"prompt.tools[{index}].name must be its own, {tool.name} is an earlier tool's")
+            raise InvalidRequest(f"must be its own, {tool.name} is an earlier tool's", field=field, value=tool.name)
         names.add(tool.name)
 
 
 def _check_pictures(name: str, media: prompt_pb2.Media) -> None:
     for field in ("pictures", "timestamps_s", "sizes_bytes"):
         if (count := len(getattr(media.frames, field))) > MAX_PICTURES:
-            raise InvalidRequest(f"{name}.frames.{field} must be at most {MAX_PICTURES} values, got {count}")
+            raise InvalidRequest(field=f"{name}.frames.{field}", limit=f"at most {MAX_PICTURES} values", value=count)
 
 
 def _inline_bytes(media: prompt_pb2.Media) -> int:
@@ -94,15 +92,16 @@ def _check_parts(prompt: prompt_pb2.Prompt) -> None:
 def check_inline_bytes(size_bytes: int, max_inline_bytes: int) -> None:
     """Raises InvalidRequest for too many bytes of inline media, files and embeddings together."""
     if size_bytes > max_inline_bytes:
+        text = f"hold {size_bytes} bytes of inline media, --max-inline-bytes is {max_inline_bytes}"
         raise InvalidRequest(
-            f"prompt.messages hold {size_bytes} bytes of inline media, --max-inline-bytes is {max_inline_bytes}; send "
-            f"{LARGER_FILES}"
+            text, field="prompt.messages", value=size_bytes, limit=max_inline_bytes, remedy=LARGER_FILES
         )
 
 
 def _check(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise InvalidRequest(f"prompt.messages hold {count} {what}, at most {limit} are allowed in total")
+        text = f"hold {count} {what}, at most {limit} are allowed in total"
+        raise InvalidRequest(text, field="prompt.messages", value=count, limit=limit)
 
 
 def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[bytes]]:
@@ -116,11 +115,10 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
     for name, _, item in named_media(prompt):
         _check_pictures(name, item)
         if item.WhichOneof("source") == "data_bytes":
-            raise InvalidRequest(f"{name}.data_bytes announces a file that would follow: send {name}.data instead")
+            raise InvalidRequest("announces a file that would follow", field=f"{name}.data_bytes", remedy="send `data`")
         if item.frames.sizes_bytes:
-            raise InvalidRequest(
-                f"{name}.frames.sizes_bytes announces files that would follow: send {name}.frames.pictures instead"
-            )
+            field = f"{name}.frames.sizes_bytes"
+            raise InvalidRequest("announces files that would follow", field=field, remedy="send `frames.pictures`")
     files = []
     without = prompt_pb2.Prompt(tools=prompt.tools, template_options=prompt.template_options)
     for message in prompt.messages:
@@ -168,14 +166,13 @@ async def received_pieces(requests: Requests, prompt: prompt_pb2.Prompt) -> Asyn
     for name, _, media in named_media(prompt):
         left = _announced_bytes(media)
         if media.WhichOneof("source") == "data_bytes" and left < 1:
-            raise InvalidRequest(f"{name}.data_bytes must be at least 1, got {left}")
+            raise InvalidRequest(field=f"{name}.data_bytes", limit="at least 1", value=left)
         while left:
             request: EncodeRequest | PreprocessRequest | None = await anext(requests, None)
             piece = b"" if request is None else request.file.data
-            if not 0 < len(piece) <= min(left, MAX_PIECE_BYTES):
-                raise InvalidRequest(
-                    f"{name}: expected a file piece of 1 to {min(left, MAX_PIECE_BYTES)} bytes, got {len(piece)}"
-                )
+            if not 0 < len(piece) <= (most := min(left, MAX_PIECE_BYTES)):
+                limit = f"followed by a file piece of 1 to {most} bytes"
+                raise InvalidRequest(field=name, limit=limit, value=len(piece))
             left -= len(piece)
             yield name, piece
 
@@ -204,7 +201,8 @@ async def selections(requests: Requests, media: int) -> AsyncIterator[int]:
 
 def _checked(index: int, media: int, selected: set[int]) -> int:
     if not 0 <= index < media:
-        raise InvalidRequest(f"select.media_index must be below the plan's {media} media, got {index}")
+        raise InvalidRequest(field="select.media_index", limit=f"below the plan's {media} media", value=index)
     if index in selected:
-        raise InvalidRequest(f"select.media_index {index} was already selected, each item can be selected once")
+        text = f"{index} was already selected, each item can be selected once"
+        raise InvalidRequest(text, field="select.media_index", value=index)
     return index

@@ -44,11 +44,11 @@ class Pruning:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and 0 <= self.rate < 1):
-            raise InvalidRequest(f"pruning.rate must be at least 0 and below 1, got {self.rate}")
+            raise InvalidRequest(field="pruning.rate", limit="at least 0 and below 1", value=self.rate)
         if self.method not in METHODS:
-            raise InvalidRequest(f"pruning.method must be one of {', '.join(METHODS)}, got {self.method!r}")
+            raise InvalidRequest(field="pruning.method", limit=f"one of {', '.join(METHODS)}", value=self.method)
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise InvalidRequest(f"pruning.seed must be at least 0 and below 2^63, got {self.seed}")
+            raise InvalidRequest(field="pruning.seed", limit="at least 0 and below 2^63", value=self.seed)
 
 
 def method_of(pruning: Pruning, modality: Modality) -> str:

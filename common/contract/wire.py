@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.errors import PeerContract, within
 from framesieve.common.contract.plan import (
     MAX_PROMPT_TOKENS,
     FileFacts,
@@ -170,10 +170,8 @@ def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple
 
 
 def _own_pruning(name: str, message: prompt_pb2.Pruning) -> Pruning:
-    try:
+    with within(name):
         return pruning_of(message)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.{error}") from error
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------

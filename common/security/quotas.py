@@ -94,7 +94,8 @@ class ClientQuotas:
         if self._max_bytes is None:
             return
         if own_bytes > self._max_bytes:
-            raise InvalidRequest(f"the request has {own_bytes} bytes, --max-bytes-per-client is {self._max_bytes}")
+            text = f"the request has {own_bytes} bytes, --max-bytes-per-client is {self._max_bytes}"
+            raise InvalidRequest(text, value=own_bytes, limit=self._max_bytes)
         if own_bytes + others_bytes > self._max_bytes:
             raise Overloaded(
                 f"{client} has {others_bytes} bytes in running requests, this request has {own_bytes} more, "

@@ -40,6 +40,7 @@ from framesieve.cli.options import (
     TopPOption,
     TruncatedOption,
     access_of,
+    in_flags,
     media_part,
     print_json,
     pruning_of,
@@ -47,7 +48,6 @@ from framesieve.cli.options import (
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
 from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
-from framesieve.client.messages import media_named
 from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.retention import EVS
@@ -175,7 +175,7 @@ def ask(
         async with FramesieveClient(server, **access) as client:
             for each in questions:
                 if as_json:
-                    with media_named([*history, user_turn(parts, each)]):
+                    with in_flags([*history, user_turn(parts, each)]):
                         answers.append(_answer_json(await client.ask(parts, each, history=history, **options)))
                     continue
                 if len(questions) > 1:
@@ -226,7 +226,7 @@ async def stream(
     """Prints the completions, after progress bars on stderr. Returns how they ended, and the first one's text."""
     printer = Printer(options.get("n") or 1)
     try:
-        with media_named([*history, user_turn(parts, question)]), MediaBars() as bars:
+        with in_flags([*history, user_turn(parts, question)]), MediaBars() as bars:
             async for event in client.stream(parts, question, history=history, **options):
                 match event:
                     case Accepted():

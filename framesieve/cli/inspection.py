@@ -35,6 +35,7 @@ from framesieve.cli.options import (
     TokenFileOption,
     TruncatedOption,
     access_of,
+    in_flags,
     media_part,
     print_json,
     pruning_of,
@@ -43,7 +44,7 @@ from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import reported_errors, stderr
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import SELECT_ALL, encode, responses
-from framesieve.client.messages import add_messages, media_named
+from framesieve.client.messages import add_messages
 from framesieve.client.prompt import Image, Message, Video, file_name
 from framesieve.common.channels import open_channel, upstream_errors
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
@@ -150,8 +151,8 @@ async def inspect_media(
     Raises subclasses of FramesieveError (InvalidRequest for embeds), and OSError for an unreadable file.
     """
     if media.embeds is not None:
-        raise InvalidRequest(f"{type(media).__name__}.embeds cannot be drawn: embeddings have no frames")
-    with media_named([Message("user", (media,))]):
+        raise InvalidRequest("cannot be drawn: they have no frames", field=f"{type(media).__name__}.embeds")
+    with in_flags([Message("user", (media,))]):
         encodings = asyncio.gather(*(encode(encoder, media, pruning, **access) for pruning in prunings))
         (plan, frames, repaired), found = await asyncio.gather(
             _frames(preprocessing, media, credentials_of(access)), encodings

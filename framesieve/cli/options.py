@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +15,8 @@ import typer
 
 from framesieve.client.credentials import Access
 from framesieve.client.messages import IN_PYTHON
-from framesieve.client.prompt import Video, check_scheme, is_url
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.client.prompt import Image, Message, Video, check_scheme, is_url
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, path_of, steps_of
 from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
 from framesieve.common.security.tokens import read_token
 
@@ -23,17 +25,10 @@ SAMPLING = "Model and sampling (defaults: the model's)"
 OUTPUT = "Output"
 _CONNECTION = "Connection"
 
-_FIELD = re.compile(r"\b(?:frame_sampling|FrameSampling|sampling|Sampling)\.(\w+)")
-# Further words of errors, and what they are at the command line.
-_WORDS = {
-    "pruning.rate": "--pruning-rate",
-    "pruning.method": "--method",
-    "adapter must be": "--adapter must be",
-    "the deadline passed": "the deadline of --timeout-s passed",
-    IN_PYTHON: "a larger file as a path below --media-root with --on-server, or as a URL",
-}
-# "a frame_sampling of max_pixels=50176, or fps=0.5 and max_pixels=100352, would fit"
-_ADVISED, _ADVICE = "a frame_sampling of ", re.compile(r"\b(max_pixels|fps)=([\d.]+)")
+# Fields of requests that have flags of another name.
+_FLAGS = {"pruning.rate": "--pruning-rate", "pruning.method": "--method", "adapter": "--adapter"}
+_REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --on-server, or as a URL"}
+_NAME_CHARACTERS = 200  # of a URL, in an error
 
 RateOption = Annotated[
     float,
@@ -184,9 +179,10 @@ def access_of(
 def pruning_of(rate: float, method: str) -> Pruning:
     """Raises BadParameter for an invalid rate or an unknown method."""
     try:
-        return Pruning(rate, method)
+        with in_flags():
+            return Pruning(rate, method)
     except InvalidRequest as error:
-        raise typer.BadParameter(in_flags(str(error))) from error
+        raise typer.BadParameter(str(error)) from error
 
 
 def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Video:
@@ -199,12 +195,41 @@ def media_part(location: str, on_server: bool, max_pixels: int | None, **of_vide
     return Video(**source, max_pixels=max_pixels, **of_videos)
 
 
-def in_flags(text: str) -> str:
-    """An error's text with flags in place of the fields of requests, as far as flags set them."""
-    for words, flags in _WORDS.items():
-        text = text.replace(words, flags)
-    text = _FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
-    return _ADVICE.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", text.replace(_ADVISED, ""))
+@contextmanager
+def in_flags(messages: Sequence[Message] = ()) -> Iterator[None]:
+    """Puts flags, and the names of the media of these messages, into errors in place of the request's fields.
+
+    "prompt.messages[0].parts[0].video.frame_sampling.fps must be …" becomes "--fps of clip.mp4 must be …".
+    """
+    try:
+        yield
+    except FramesieveError as error:
+        error.rename(partial(_flag, messages=messages), _REMEDIES)
+        raise
+
+
+def _flag(field: str, messages: Sequence[Message]) -> str:
+    match steps_of(field):
+        case "frame_sampling" | "sampling", *_:
+            return f"--{field.partition('.')[2].replace('_', '-')}"
+        case "prompt", "messages", int(number), "parts", int(place), "image" | "video", *rest:
+            if (name := _media_name(messages, number, place)) is None or rest[:1] == ["embeds"]:
+                return field
+            if rest in ([], ["data"], ["url"]):
+                return name
+            inner = _flag(path_of(*rest), messages)
+            return inner if len(rest) == 1 else f"{inner} of {name}"
+    return _FLAGS.get(field, field)
+
+
+def _media_name(messages: Sequence[Message], number: int, place: int) -> str | None:
+    """The file or URL of a media item; None where it is neither."""
+    parts = messages[number].parts if number < len(messages) else ()
+    part = parts[place] if place < len(parts) else None
+    if not isinstance(part, Image | Video):
+        return None
+    name = part.path or part.server_path or (part.url and part.url[:_NAME_CHARACTERS])
+    return os.fspath(name) if name else None
 
 
 def print_json(value: dict[str, Any] | list[dict[str, Any]]) -> None:

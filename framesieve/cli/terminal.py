@@ -14,9 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from framesieve.cli.options import in_flags
 from framesieve.client.answer import Accepted, Progress, Timings, Usage
-from framesieve.common.contract.errors import FramesieveError, StartupError, Unavailable
+from framesieve.common.contract.errors import DeadlinePassed, FramesieveError, StartupError, Unavailable
 from framesieve.common.process import ExitStatus
 
 _TLS_S = 2.0
@@ -126,8 +125,10 @@ def _described(error: Exception, server: str | None) -> tuple[str, str]:
             if server and "Socket closed" in message and _speaks_tls(server):  # which it closes without a reason
                 message = f"{server} requires TLS: pass --tls-ca, and --tls-cert and --tls-key if it asks for them"
             return error.reason, message
+        case DeadlinePassed():
+            return error.reason, f"{error} (--timeout-s)"
         case FramesieveError():
-            return error.reason, in_flags(str(error))
+            return error.reason, str(error)
         case OSError() if error.filename:
             return "FILE", f"{error.filename}: {error.strerror}"
     return "FILE", str(error)

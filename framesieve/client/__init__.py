@@ -17,7 +17,20 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Embeds, Frames, Image, Message, Text, Video
 from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
-from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.errors import (
+    DeadlinePassed,
+    FramesieveError,
+    InvalidRequest,
+    MediaDamaged,
+    MediaForbidden,
+    MediaRejected,
+    Overloaded,
+    PeerContract,
+    PromptTooLong,
+    StartupError,
+    Unauthenticated,
+    Unavailable,
+)
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning
 
@@ -25,6 +38,7 @@ __all__ = [
     "Accepted",
     "Answer",
     "Choice",
+    "DeadlinePassed",
     "Delta",
     "Embeds",
     "Encoded",
@@ -36,15 +50,25 @@ __all__ = [
     "FramesieveError",
     "Grid",
     "Image",
+    "InvalidRequest",
+    "MediaDamaged",
+    "MediaForbidden",
+    "MediaRejected",
     "MediaUsage",
     "Message",
+    "Overloaded",
+    "PeerContract",
     "Progress",
+    "PromptTooLong",
     "Pruning",
+    "StartupError",
     "Text",
     "Timings",
     "Tool",
     "ToolCall",
     "ToolCallDelta",
+    "Unauthenticated",
+    "Unavailable",
     "Usage",
     "Video",
     "encode",

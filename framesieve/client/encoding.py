@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.messages import add_messages, pruning_message
+from framesieve.client.messages import add_messages, in_words_of_python, pruning_message
 from framesieve.client.prompt import Embeds, PartLike, user_turn
 from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
@@ -73,14 +73,14 @@ class Encoded:
         """
         tokens, frames = self.plan.grid.tokens, self.plan.frames
         if self.kept.size != tokens:
-            raise InvalidRequest(
-                f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}: encode without pruning"
-            )
+            text = f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}"
+            raise InvalidRequest(text, value=self.kept.size, limit=tokens, remedy="encode without pruning")
         # Where each frame is a row of the grid, its tokens stay its own.
         if self.plan.modality is Modality.IMAGE and frames.count > 1 and frames.count != self.plan.grid.h:
-            raise InvalidRequest(f"an image of {frames.count} tiles cannot be sent as embeddings: send the image again")
+            text = f"an image of {frames.count} tiles cannot be sent as embeddings"
+            raise InvalidRequest(text, remedy="send the image again")
         if self.plan.brings_embeds:
-            raise InvalidRequest("this item was sent as embeddings: pass the same Embeds again")
+            raise InvalidRequest("this item was sent as embeddings", remedy="pass the same Embeds again")
         seconds_per_slice, timestamps_s = _time_base(self.plan)
         return Embeds(
             bytes(self.tensor.data),
@@ -112,7 +112,7 @@ async def encode(
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)
     async with open_channel(encoder, credentials) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-        with upstream_errors("encoder"):
+        with in_words_of_python(), upstream_errors("encoder"):
             answers = responses(stub.Encode(metadata=credentials.metadata), first, select_all)
             plan, _ = await received_plan(lambda: anext(answers, None))
             check_media(plan, first.prompt.prompt)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +54,7 @@ _FIELD_TYPES = {
 }
 
 # What a caller of this package does with files that are too large to send. The command has words of its own.
-IN_PYTHON = "larger files as Video(server_path=…), a path below preprocessing's --media-root, or as Video(url=…)"
-
-_NAME_CHARACTERS = 200  # of a URL, in an error
+IN_PYTHON = "send larger files as Video(server_path=…), a path below preprocessing's --media-root, or as Video(url=…)"
 
 M = TypeVar("M", bound=ProtobufMessage)
 
@@ -74,17 +71,20 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     stop, bad_words = options.get("stop") or (), options.get("bad_words") or ()
     for name, given in (("stop", stop), ("bad_words", bad_words)):
         if isinstance(given, str):
-            raise InvalidRequest(f"{name} must be a sequence of strings, got the string {given!r}")
+            raise InvalidRequest(field=name, limit="a sequence of strings", value=given)
     request = _message(
         generation_pb2.GenerateRequest,
+        "",
         pruning=_message(
             prompt_pb2.Pruning,
+            "pruning",
             rate=options.get("pruning_rate") or 0.0,
             method=options.get("pruning_method") or "",
             seed=options.get("pruning_seed"),
         ),
         sampling=_message(
             generation_pb2.Sampling,
+            "sampling",
             max_new_tokens=options.get("max_new_tokens"),
             temperature=options.get("temperature"),
             top_p=options.get("top_p"),
@@ -109,7 +109,9 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
         adapter=options.get("adapter"),
         tool_choice=_tool_choice(options),
     )
-    request.prompt.tools.extend(map(_tool, options.get("tools") or ()))
+    request.prompt.tools.extend(
+        _tool(tool, f"prompt.tools[{index}]") for index, tool in enumerate(options.get("tools") or ())
+    )
     if template_options := options.get("template_options"):
         request.prompt.template_options = json.dumps(template_options)
     add_messages(request.prompt, messages)
@@ -122,13 +124,14 @@ def _structured(options: Options) -> dict[str, Any]:
     if schema is None:
         return {"json_object": True} if is_object else {}
     if is_object:
-        raise InvalidRequest("json_object must not be set together with json_schema")
+        raise InvalidRequest("must not be set together with json_schema", field="json_object")
     return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
 
 
-def _tool(tool: Tool) -> prompt_pb2.Tool:
+def _tool(tool: Tool, name: str) -> prompt_pb2.Tool:
     return _message(
         prompt_pb2.Tool,
+        name,
         name=tool.name,
         description=tool.description,
         parameters="" if tool.parameters is None else json.dumps(tool.parameters),
@@ -143,7 +146,7 @@ def _tool_choice(options: Options) -> generation_pb2.ToolChoice | None:
         mode = generation_pb2.TOOL_CHOICE_MODE_REQUIRED
         return generation_pb2.ToolChoice(mode=mode, name=choice.name, single_call=single)
     if choice not in _CHOICES:
-        raise InvalidRequest(f"tool_choice must be auto, none, required or one of the tools, got {choice!r}")
+        raise InvalidRequest(field="tool_choice", limit="auto, none, required or one of the tools", value=choice)
     if choice in (None, "auto") and not single:
         return None
     return generation_pb2.ToolChoice(mode=_CHOICES[choice], single_call=single)
@@ -152,48 +155,25 @@ def _tool_choice(options: Options) -> generation_pb2.ToolChoice | None:
 def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None:
     """Adds messages to a prompt, with the contents of local files. Raises the same errors as `generate_request`."""
     budget = _InlineBudget()
-    for message in messages:
+    for index, message in enumerate(messages):
+        name = f"prompt.messages[{index}]"
         added = prompt.messages.add(
             role=_ROLES[message.role],
             tool_calls=[
-                _message(prompt_pb2.ToolCall, id=each.id, name=each.name, arguments=each.arguments)
-                for each in message.tool_calls
+                _message(
+                    prompt_pb2.ToolCall,
+                    f"{name}.tool_calls[{place}]",
+                    id=each.id,
+                    name=each.name,
+                    arguments=each.arguments,
+                )
+                for place, each in enumerate(message.tool_calls)
             ],
             tool_call_id=message.tool_call_id,
             tool_name=message.tool_name,
         )
-        for part in message.parts:
-            _set_part(added.parts.add(), part, budget)
-
-
-_FIELD_OF_MEDIA = re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)((?:\.\w+)*)")
-
-
-@contextmanager
-def media_named(messages: Sequence[Message]) -> Iterator[None]:
-    """Puts the file or URL of a media item into errors of the services, which know its field in the prompt only.
-
-    "prompt.messages[0].parts[0].video.frame_sampling.fps must be …" becomes "frame_sampling.fps of clip.mp4 must be …".
-    """
-
-    def named(found: re.Match[str]) -> str:
-        message, place, field = int(found[1]), int(found[2]), found[3].removeprefix(".")
-        parts = messages[message].parts if message < len(messages) else ()
-        part = parts[place] if place < len(parts) else None
-        if not isinstance(part, Image | Video):
-            return found[0]
-        name = part.path or part.server_path or (part.url and part.url[:_NAME_CHARACTERS])
-        if not name or field.startswith("embeds"):
-            return found[0]
-        if field in ("", "data", "url"):
-            return os.fspath(name)
-        return f"{field} of {os.fspath(name)}" if "." in field else field
-
-    try:
-        yield
-    except FramesieveError as error:
-        error.args = (_FIELD_OF_MEDIA.sub(named, str(error)),)
-        raise
+        for place, part in enumerate(message.parts):
+            _set_part(added.parts.add(), part, budget, f"{name}.parts[{place}]")
 
 
 @contextmanager
@@ -202,7 +182,8 @@ def in_words_of_python() -> Iterator[None]:
     try:
         yield
     except FramesieveError as error:
-        error.args = (str(error).replace(LARGER_FILES, IN_PYTHON),)
+        if error.remedy == LARGER_FILES:
+            error.remedy = IN_PYTHON
         raise
 
 
@@ -218,25 +199,28 @@ class _InlineBudget:
         return Path(path).read_bytes()
 
     def take_file(self, size_bytes: int, name: str) -> None:
-        self.take(size_bytes, name, f"send {LARGER_FILES}")
+        self.take(size_bytes, name, IN_PYTHON)
 
     def take(self, size_bytes: int, name: str, remedy: str) -> None:
         if size_bytes > self._left_bytes:
-            raise InvalidRequest(
+            text = (
                 f"{name} has {size_bytes / 2**20:.1f} MiB, a request carries at most "
-                f"{GREATEST_INLINE_BYTES // 2**20} MiB of media ({self._left_bytes / 2**20:.1f} MiB are left): {remedy}"
+                f"{GREATEST_INLINE_BYTES // 2**20} MiB of media ({self._left_bytes / 2**20:.1f} MiB are left)"
             )
+            raise InvalidRequest(text, value=size_bytes, limit=GREATEST_INLINE_BYTES, remedy=remedy)
         self._left_bytes -= size_bytes
 
 
-def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> None:
+def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget, name: str) -> None:
     match part:
         case Text():
-            message.MergeFrom(_message(prompt_pb2.Part, text=part.text))
+            message.MergeFrom(_message(prompt_pb2.Part, name, text=part.text))
         case Image() | Video():
-            media = message.image if isinstance(part, Image) else message.video
+            kind = "image" if isinstance(part, Image) else "video"
+            media, name = getattr(message, kind), f"{name}.{kind}"
             sampling = _message(
                 prompt_pb2.FrameSampling,
+                f"{name}.frame_sampling",
                 fps=part.fps,
                 min_frames=part.min_frames,
                 max_frames=part.max_frames,
@@ -247,25 +231,25 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget) -> No
                 num_frames=part.num_frames,
                 frame_indices=part.frame_indices or (),
             )
-            _set_media(media, part, sampling, budget)
+            _set_media(media, part, sampling, budget, name)
             if part.pruning is not None:
                 media.pruning.CopyFrom(pruning_message(part.pruning))
 
 
 def _set_media(
-    message: prompt_pb2.Media, part: Image | Video, sampling: prompt_pb2.FrameSampling, budget: _InlineBudget
+    message: prompt_pb2.Media, part: Image | Video, sampling: prompt_pb2.FrameSampling, budget: _InlineBudget, name: str
 ) -> None:
     if part.embeds is not None:
-        _set_embeds(message.embeds, part.embeds, budget)
+        _set_embeds(message.embeds, part.embeds, budget, f"{name}.embeds")
         return
     message.frame_sampling.CopyFrom(sampling)
     if isinstance(part, Video) and part.frames is not None:
-        _set_frames(message.frames, part.frames, budget)
+        _set_frames(message.frames, part.frames, budget, f"{name}.frames")
     elif part.server_path is not None:
-        message.MergeFrom(_message(prompt_pb2.Media, path=part.server_path))
+        message.MergeFrom(_message(prompt_pb2.Media, name, path=part.server_path))
     elif part.url is not None:
         budget.take_file(len(part.url), f"{type(part).__name__}.url")  # a data: URL may be long
-        message.MergeFrom(_message(prompt_pb2.Media, url=part.url))
+        message.MergeFrom(_message(prompt_pb2.Media, name, url=part.url))
     elif part.path is not None:
         message.data = budget.read(part.path)
     else:
@@ -274,14 +258,14 @@ def _set_media(
         message.data = data
 
 
-def _set_frames(message: prompt_pb2.PictureFrames, frames: Frames, budget: _InlineBudget) -> None:
+def _set_frames(message: prompt_pb2.PictureFrames, frames: Frames, budget: _InlineBudget, name: str) -> None:
     size_bytes = sum(map(len, frames.pictures))
     budget.take(size_bytes, "Frames.pictures", "send fewer or smaller pictures, or the video file")
-    message.MergeFrom(_message(prompt_pb2.PictureFrames, timestamps_s=frames.timestamps_s))
+    message.MergeFrom(_message(prompt_pb2.PictureFrames, name, timestamps_s=frames.timestamps_s))
     message.pictures.extend(frames.pictures)
 
 
-def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _InlineBudget) -> None:
+def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _InlineBudget, name: str) -> None:
     values, shape = embeds.values, embeds.array_shape
     size_bytes = len(values) if isinstance(values, bytes) else values.nbytes
     budget.take(size_bytes, "Embeds.values", "send fewer slices, 16-bit values, or the media file")
@@ -291,8 +275,10 @@ def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _Inline
     message.MergeFrom(
         _message(
             prompt_pb2.MediaEmbeds,
+            name,
             tensor=_message(
                 tensor_pb2.Tensor,
+                f"{name}.tensor",
                 dtype=_DTYPES[embeds.array_dtype],
                 shape=shape if len(shape) == 3 else (1, *shape),
             ),
@@ -310,17 +296,19 @@ def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
         exact = Fraction(str(seconds))
         return prompt_pb2.Rational(numerator=exact.numerator, denominator=exact.denominator)
     except ValueError as error:
-        raise InvalidRequest(
-            f"Embeds.seconds_per_slice must be a quotient of two 64-bit integers, got {seconds}"
-        ) from error
+        limit = "a quotient of two 64-bit integers"
+        raise InvalidRequest(field="Embeds.seconds_per_slice", limit=limit, value=seconds) from error
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
-    return _message(prompt_pb2.Pruning, rate=pruning.rate, method=pruning.method, seed=pruning.seed)
+    return _message(prompt_pb2.Pruning, "pruning", rate=pruning.rate, method=pruning.method, seed=pruning.seed)
 
 
-def _message(kind: type[M], **fields: Any) -> M:
-    """Raises InvalidRequest naming the first field that cannot hold its value; protobuf's own error names none."""
+def _message(kind: type[M], path: str, /, **fields: Any) -> M:
+    """The message at a path of the request.
+
+    Raises InvalidRequest naming the first field that cannot hold its value; protobuf's own error names none.
+    """
     try:
         return kind(**fields)
     except (ValueError, OverflowError):
@@ -328,7 +316,7 @@ def _message(kind: type[M], **fields: Any) -> M:
             try:
                 kind(**{name: value})
             except (ValueError, OverflowError) as error:
-                held = _FIELD_TYPES[kind.DESCRIPTOR.fields_by_name[name].cpp_type]
-                message = f"{kind.DESCRIPTOR.name}.{name} must be {held}, got {reprlib.repr(value)}"
-                raise InvalidRequest(message) from error
+                limit, got = _FIELD_TYPES[kind.DESCRIPTOR.fields_by_name[name].cpp_type], reprlib.repr(value)
+                field = f"{path}.{name}".removeprefix(".")
+                raise InvalidRequest(f"must be {limit}, got {got}", field=field, value=got, limit=limit) from error
         raise

@@ -75,16 +75,18 @@ class Embeds:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, (bytes, np.ndarray)):
-            raise InvalidRequest(f"Embeds.values must be a numpy array or bytes, got {type(self.values).__name__}")
+            raise InvalidRequest(
+                f"must be a numpy array or bytes, got {type(self.values).__name__}", field="Embeds.values"
+            )
         for name in ("dtype", "shape"):
             if isinstance(self.values, bytes) != (getattr(self, name) is not None):
-                raise InvalidRequest(f"Embeds.{name} must be set if values are bytes, and must not be set for an array")
+                limit = "set if values are bytes, and must not be set for an array"
+                raise InvalidRequest(field=f"Embeds.{name}", limit=limit)
         if self.array_dtype not in _EMBEDS_DTYPES:
-            raise InvalidRequest(f"Embeds.values must be {', '.join(_EMBEDS_DTYPES)}, got {self.array_dtype}")
+            raise InvalidRequest(f"must be {', '.join(_EMBEDS_DTYPES)}, got {self.array_dtype}", field="Embeds.values")
         if len(self.array_shape) not in (2, 3):
-            raise InvalidRequest(
-                f"Embeds.values must be [tokens, D] or [1 + levels, tokens, D], got {list(self.array_shape)}"
-            )
+            limit = "[tokens, D] or [1 + levels, tokens, D]"
+            raise InvalidRequest(field="Embeds.values", limit=limit, value=list(self.array_shape))
 
     @property
     def array_dtype(self) -> str:
@@ -304,4 +306,4 @@ def _check_source(media: _Media) -> None:
         )
     useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
     if media.embeds is not None and useless:
-        raise InvalidRequest(f"{kind}.{useless[0]} must not be set with embeds, which have no frames")
+        raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")

@@ -95,9 +95,9 @@ class Files:
             async with received.form(max_files=1, max_fields=8) as form:
                 sent = form.get("file")
                 if not isinstance(sent, UploadFile):
-                    raise InvalidRequest("file must be set, as a file of a multipart/form-data body")
+                    raise InvalidRequest(field="file", limit="set, as a file of a multipart/form-data body")
                 if useless := sorted(form.keys() - {"file", "purpose"}):
-                    raise InvalidRequest(f"{useless[0]} is not a field that this service knows")
+                    raise InvalidRequest("is not a field that this service knows", field=useless[0])
                 return await asyncio.to_thread(self._keep, sent, str(form.get("purpose", "user_data")), owner)
         except HTTPException as error:  # of Starlette's form parser
             raise InvalidRequest(f"the body is not multipart/form-data: {error.detail}") from None
@@ -138,7 +138,8 @@ class Files:
         with suppress(FileNotFoundError):
             if found and (known := self._read(folder / found[1])) is not None:
                 return known
-        raise NotFound(f"file_id {file_id[:80]!r} names no file of this caller, or one that has expired")
+        text = f"{file_id[:80]!r} names no file of this caller, or one that has expired"
+        raise NotFound(text, field="file_id", value=file_id)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         notes = path.with_name(f"{path.name}.json")

@@ -23,6 +23,7 @@ from framesieve.services.gateway.chat.names import FieldNames
 from framesieve.services.gateway.chat.request import parse
 from framesieve.services.gateway.files import Files
 from framesieve.services.gateway.http.body import read_body, unless_left
+from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 
 
@@ -49,7 +50,7 @@ class Kept:
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
-        with names.applied():
+        with in_words(names.name_of):
             encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
         return JSONResponse({"media": [_item(each) for each in encoded]})
 

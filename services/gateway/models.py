@@ -44,7 +44,7 @@ class Models:
         found = self._known[0] if name is None else self._named(name)
         if found is None:
             served = ", ".join(each.name for each in self._known)
-            raise NotFound(f"model must be one of {served}, got {(name or '')[:_NAME_CHARACTERS]!r}")
+            raise NotFound(field="model", limit=f"one of {served}", value=name or "")
         return Named(found.name, found.name) if found.is_adapter else Named(self._known[0].name, None)
 
     def _named(self, name: str) -> Model | None:
@@ -58,7 +58,7 @@ class Models:
             return JSONResponse({"object": "list", "data": [self._object(each) for each in self._known]})
         found = self._named(name)
         if found is None:
-            raise NotFound(f"model {name[:_NAME_CHARACTERS]!r} is not served")
+            raise NotFound(f"{name[:_NAME_CHARACTERS]!r} is not served", field="model", value=name)
         return JSONResponse(self._object(found))
 
     def _object(self, model: Model) -> dict[str, object]:

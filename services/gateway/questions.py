@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -28,6 +28,7 @@ from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.gateway.files import Files, Uploads
 from framesieve.services.gateway.http.body import read_body, unless_left
+from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
 
@@ -56,7 +57,7 @@ class Question:
     """A body, translated. options: without the request's id and adapter, which are added.
 
     writer: makes the writer of its answer from the request's id and the model's name. logged: for the gateway's log.
-    renamed: replaces the fields of the gRPC request in an error's text by those of the body.
+    name_of: the field of the body, by that of the gRPC request.
     """
 
     model: str | None
@@ -65,7 +66,7 @@ class Question:
     options: Options
     writer: Callable[[str, str], AnswerWriter]
     logged: Mapping[str, object] = field(default_factory=dict)
-    renamed: Callable[[str], str] = str
+    name_of: Callable[[str], str] = str
 
 
 class Questions:
@@ -88,7 +89,7 @@ class Questions:
         model = await unless_left(request, self._models.find(question.model, call.metadata))
         writer = question.writer(call.request_id, model.name)
         options = Options(**question.options, request_id=call.request_id, adapter=model.adapter)
-        with _renaming(question.renamed):
+        with in_words(question.name_of):
             if not question.is_streamed:
                 asking = self._client.answer(question.messages, options, metadata=call.metadata)
                 answer = await unless_left(request, asking)
@@ -98,11 +99,11 @@ class Questions:
             # Errors up to here, among them all of the prompt, have their HTTP status.
             accepted = await unless_left(request, anext(events))
         assert isinstance(accepted, Accepted)
-        return EventSourceResponse(_sent(writer, accepted, events, question.renamed, call), ping=_PING_S, sep="\n")
+        return EventSourceResponse(_sent(writer, accepted, events, question.name_of, call), ping=_PING_S, sep="\n")
 
 
 async def _sent(
-    writer: AnswerWriter, accepted: Accepted, events: AsyncGenerator[Event], renamed: Callable[[str], str], call: Call
+    writer: AnswerWriter, accepted: Accepted, events: AsyncGenerator[Event], name_of: Callable[[str], str], call: Call
 ) -> AsyncGenerator[ServerSent]:
     """The server-sent events of a stream whose first event was read. An error is the last of them."""
     finished: list[Finished] = []
@@ -110,7 +111,7 @@ async def _sent(
         for sent in writer.begin(accepted):
             yield sent
         async with aclosing(events), aclosing(call.drain.until_over(events)) as limited:
-            with _renaming(renamed):
+            with in_words(name_of):
                 async for event in limited:
                     if isinstance(event, Finished):
                         finished.append(event)
@@ -126,15 +127,6 @@ async def _sent(
         raise
     except Exception as error:
         yield writer.failed(call.outcome.refuse(error, call.method))
-
-
-@contextmanager
-def _renaming(renamed: Callable[[str], str]) -> Iterator[None]:
-    try:
-        yield
-    except FramesieveError as error:
-        error.args = (renamed(str(error)),)
-        raise
 
 
 def server_sent(value: object, name: str | None = None) -> ServerSent:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong
+from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong, within
 from framesieve.common.contract.plan import (
     MAX_FRAME_SIDE_PX,
     MAX_PROMPT_TOKENS,
@@ -164,7 +164,7 @@ class Planner:
         request, source = opened.request, opened.source
         if opened.modality not in self._family.placeholders:
             known = " and ".join(f"{modality.value}s" for modality in self._family.placeholders)
-            raise InvalidRequest(f"{request.name} is not supported: this model takes {known} only")
+            raise InvalidRequest(f"is not supported: this model takes {known} only", field=request.name)
         if source is None:
             make = partial(self._embeds, request, image_index)
         elif opened.picture is not None:
@@ -268,8 +268,8 @@ class Planner:
     def _check_max_pixels(self, request: MediaRequest) -> None:
         token, wished = self._family.token_px**2, request.sampling.max_pixels
         if wished is not None and wished < token:
-            name = f"{request.name}.frame_sampling.max_pixels"
-            raise InvalidRequest(f"{name} must be at least {token}, the pixels of one token, got {wished}")
+            field, limit = f"{request.name}.frame_sampling.max_pixels", f"at least {token}, the pixels of one token"
+            raise InvalidRequest(field=field, limit=limit, value=wished)
 
     def _lay_out(
         self, conversation: Conversation, items: Sequence[_Item], check_cancelled: Callable[[], None]
@@ -283,7 +283,8 @@ class Planner:
         )
         tokens = sum(piece.size for piece in pieces)
         if tokens > MAX_PROMPT_TOKENS:
-            raise PromptTooLong(f"prompt has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed")
+            text = f"has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed"
+            raise PromptTooLong(text, field="prompt", value=tokens, limit=MAX_PROMPT_TOKENS)
         layout = lay_out(pieces)
         media = tuple(
             MediaPlan(
@@ -312,11 +313,9 @@ def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> t
 
 
 def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
-    """The item. Names the request's item in errors, which name a field of it or continue its name."""
-    try:
+    """The item. Its errors name it, or a field of it."""
+    with within(request.name):
         return make()
-    except InvalidRequest as error:
-        raise type(error)(f"{request.name}{'.' if type(error) is InvalidRequest else ' '}{error}") from error
 
 
 def _check_side(size_px: SizePx, source_px: SizePx) -> None:
@@ -324,7 +323,8 @@ def _check_side(size_px: SizePx, source_px: SizePx) -> None:
     if max(size_px) > MAX_FRAME_SIDE_PX:
         raise MediaRejected(
             f"has {source_px[1]}×{source_px[0]} pixels, and would be resized to {size_px[1]}×{size_px[0]}; at most "
-            f"{MAX_FRAME_SIDE_PX} are allowed on a side: lower max_pixels"
+            f"{MAX_FRAME_SIDE_PX} are allowed on a side",
+            remedy="lower `frame_sampling.max_pixels`",
         )
 
 
@@ -344,8 +344,8 @@ def _missing(index: PacketIndex, sampling: FrameSampling) -> int:
         return 0
     if missing * 10 > found + missing and not sampling.allow_truncated:
         raise MediaDamaged(
-            f"is cut off: {missing} of its {found + missing} frames are missing, at most a tenth may be; "
-            f"frame_sampling.allow_truncated accepts the other {found}"
+            f"is cut off: {missing} of its {found + missing} frames are missing, at most a tenth may be",
+            remedy=f"`frame_sampling.allow_truncated` accepts the other {found}",
         )
     return missing
 

@@ -32,9 +32,9 @@ from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, item
         (
             Modality.VIDEO,
             Grid(5, 2, 3),
-            r"lower fps or max_frames \(now 10 frames\), or max_pixels \(now 64×96 a frame",
+            r"lower frame_sampling.fps or frame_sampling.max_frames \(now 10 frames\), or frame_sampling.max_pixels",
         ),
-        (Modality.IMAGE, Grid(1, 5, 6), r"lower max_pixels \(now 160×192 a frame\)"),
+        (Modality.IMAGE, Grid(1, 5, 6), r"lower frame_sampling.max_pixels \(now 160×192 a frame\)"),
         (None, Grid(5, 2, 3), r"send fewer tokens than the 5×2×3 of embeds\.grid"),
     ],
 )
@@ -44,7 +44,7 @@ async def test_an_item_that_can_never_fit_is_refused_with_the_limit_and_a_remedy
     shape = (1 + tower.embed_levels, grid.tokens, tower.embed_dim)
     media = Media(modality, grid) if modality else brought(torch.zeros(shape), grid)
     async with running(tmp_path, tower, buffer_bytes=item_bytes(tower)) as stack:
-        with pytest.raises(errors.MediaRejected, match=f"media 0 becomes 30 tokens, .* 24 tokens: {remedy}"):
+        with pytest.raises(errors.MediaRejected, match=f"media 0 becomes 30 tokens, .* 24 tokens; {remedy}"):
             await stack.encode(first_request([media], 0.75), SELECT_ALL)
         await stack.check_served()
 

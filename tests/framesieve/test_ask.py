@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from typer.testing import Result
 
-from framesieve.common.contract.errors import MediaDamaged
+from framesieve.common.contract.errors import MediaDamaged, PromptTooLong
+from framesieve.common.contract.limits import LARGER_FILES
 from framesieve.common.contract.retention import METHODS
 from framesieve.v1 import generation_pb2
 from tests.certificates import Authority
@@ -142,7 +143,7 @@ def test_a_missing_file_ends_a_conversation_before_its_first_question(framesieve
 def test_a_deadline_that_passed_names_its_flag(framesieve: Run, services: FakeServices, address: str) -> None:
     result = framesieve("ask", "hang", "--timeout-s", "0.5", "--server", address)
     assert result.exit_code == 1
-    assert "DEADLINE_PASSED: the deadline of --timeout-s passed before generation finished\n" in result.stderr
+    assert "DEADLINE_PASSED: the deadline passed before generation finished (--timeout-s)\n" in result.stderr
     assert services.cancelled.wait(20)
 
 
@@ -210,11 +211,30 @@ def test_several_questions_are_asked_in_turn_about_the_same_part_of_the_clip(
 def test_with_json_an_error_is_json_on_stdout_and_names_the_file_and_the_flag(
     framesieve: Run, services: FakeServices, address: str, clip: str
 ) -> None:
-    services.refusal = MediaDamaged("prompt.messages[0].parts[0].video.frame_sampling.fps must be above 0, got -1")
+    field = "prompt.messages[0].parts[0].video.frame_sampling.fps"
+    services.refusal = MediaDamaged(field=field, limit="above 0", value=-1)
     result = framesieve("ask", clip, "refuse", "--server", address, "--json")
     assert (result.exit_code, result.stderr) == (1, "")
     message = f"--fps of {clip} must be above 0, got -1"
     assert json.loads(result.stdout) == {"error": {"reason": "MEDIA_DAMAGED", "message": message}}
+
+
+@pytest.mark.parametrize(
+    ("remedy", "words"),
+    [
+        (
+            "`frame_sampling.max_pixels` 784, or `frame_sampling.fps` 0.5 would fit",
+            "--max-pixels 784, or --fps 0.5 would fit",
+        ),
+        (LARGER_FILES, "send a larger file as a path below --media-root with --on-server, or as a URL"),
+    ],
+)
+def test_a_remedy_is_told_in_flags(
+    framesieve: Run, services: FakeServices, address: str, clip: str, remedy: str, words: str
+) -> None:
+    services.refusal = PromptTooLong("the prompt is too long", remedy=remedy)
+    result = framesieve("ask", clip, "refuse", "--server", address)
+    assert result.stderr == f"PROMPT_TOO_LONG: the prompt is too long; {words}\n"
 
 
 @pytest.mark.parametrize(

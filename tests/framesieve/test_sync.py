@@ -12,7 +12,7 @@ from framesieve.sync import FramesieveClient
 from tests.framesieve.fake_services import FakeServices
 
 
-def test_it_asks_streams_and_raises_as_the_asyncio_client(address: str, clip: str) -> None:
+def test_it_asks_streams_and_raises_as_the_asyncio_client(address: str, services: FakeServices, clip: str) -> None:
     with FramesieveClient(address) as client:
         assert client.ask(clip, "What moves?").text == "A red ball ⚽"
         events = list(client.stream(clip, "What moves?"))
@@ -20,6 +20,11 @@ def test_it_asks_streams_and_raises_as_the_asyncio_client(address: str, clip: st
         assert "".join(event.text for event in events if isinstance(event, Delta)) == "A red ball ⚽"
         with pytest.raises(errors.MediaDamaged, match="12 of 40"):
             client.ask(clip, "refuse")
+        services.refusal = errors.InvalidRequest(field="sampling.top_p", limit="at most 1", value=2.0)
+        with pytest.raises(errors.InvalidRequest, match=r"^sampling\.top_p must be at most 1, got 2\.0$") as caught:
+            client.ask(clip, "refuse")
+        told = caught.value
+        assert (told.field, told.value, told.limit, told.remedy) == ("sampling.top_p", "2.0", "at most 1", None)
 
 
 def test_leaving_a_stream_cancels_its_request(address: str, services: FakeServices, clip: str) -> None:

@@ -17,6 +17,23 @@ ROOT = Path(__file__).parents[2]
 # Packages of this checkout and of the tests' own environment must not be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
+TYPED = """
+from typing import assert_type
+from framesieve import Answer, FramesieveClient, FramesieveError, Overloaded, Pruning, Video
+
+async def ask(client: FramesieveClient) -> None:
+    try:
+        answer = await client.ask(Video("clip.mp4", pruning=Pruning(0.5)), "What moves?")
+        assert_type(answer, Answer)
+        assert_type(answer.text, str)
+    except Overloaded as error:
+        assert_type(error.retry_after_s, float)
+    except FramesieveError as error:
+        assert_type((error.field, error.value), tuple[str | None, str | None])
+        assert_type((error.limit, error.remedy), tuple[str | None, str | None])
+    assert_type(Pruning().rate, float)
+"""
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -86,6 +103,24 @@ def test_the_installed_package_is_imported_and_the_command_prints_its_version_an
     version = installed("framesieve", "--version")
     assert version.stdout == "framesieve 0.1.0\n"
     assert "capacity" in installed("framesieve", "--help").stdout
+
+
+def test_a_type_checker_knows_the_names_of_the_installed_package(installed: Run, tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(TYPED)
+    python = installed("python", "-c", "import sys; print(sys.executable)").stdout.strip()
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull, "--python-executable", python]
+    checked = subprocess.run(
+        [*mypy, "typed.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout) == (0, "Success: no issues found in 1 source file\n")
+
+
+def test_the_package_is_imported_beside_modules_of_the_names_of_its_folders(installed: Run, tmp_path: Path) -> None:
+    for name in ("common", "services", "demo"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError(__file__)")
+    beside = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    client = installed("python", "-c", f"{beside}from framesieve import FramesieveClient; import framesieve.sync")
+    assert (client.returncode, client.stderr) == (0, "")
 
 
 def test_serve_without_the_packages_of_the_services_names_all_missing_extras_at_once(installed: Run) -> None:

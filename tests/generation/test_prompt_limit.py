@@ -102,7 +102,7 @@ def test_no_max_pixels_is_advised_where_tokens_do_not_follow_it() -> None:
     with pytest.raises(PromptTooLong) as info:
         room(TEXT + 72 + 5 * 8 + 1, plan, Pruning(), 1)
     # Five slices of two frames, one slice a second: at 0.51 frames a second the video has 11.
-    assert str(info.value).endswith("; a frame_sampling of fps=0.5, would fit")
+    assert str(info.value).endswith("; frame_sampling.fps 0.5 would fit")
     with pytest.raises(PromptTooLong, match=r"tokens$"):  # without advice: the image can have no fewer
         room(TEXT + 72, plan, Pruning())
 
@@ -160,13 +160,13 @@ def test_the_advice_would_fit_and_a_little_more_would_not(
         return
     with pytest.raises(PromptTooLong) as info:
         room(limit, plan, pruning, context=context)
-    pixels = re.search(r"of max_pixels=(\d+)", str(info.value))
+    pixels = re.search(r"; frame_sampling.max_pixels (\d+)", str(info.value))
     if pixels:
         assert fit(int(pixels[1]), 1000)
         assert not fit(int(pixels[1]) + 1, 1000)
     else:
         assert not fit(TOKEN_SIDE_PX**2, 1000)
-    fps = re.search(r"fps=([\d.]+) and max_pixels=(\d+)", str(info.value))
+    fps = re.search(r"fps ([\d.]+) and frame_sampling.max_pixels (\d+)", str(info.value))
     if fps:
         assert int(fps[2]) == present
         assert fit(present, float(fps[1]))

@@ -236,7 +236,7 @@ def test_values_at_the_limits_are_accepted() -> None:
         ("stop_token_ids", (-1,), f"at least 0 and below {VOCABULARY}, got -1"),
         ("stop_token_ids", (VOCABULARY,), f"at least 0 and below {VOCABULARY}, got {VOCABULARY}"),
         ("min_new_tokens", -1, "at least 0, got -1"),
-        ("min_new_tokens", 11, r"at most 10 \(sampling\.max_new_tokens\), got 11"),
+        ("min_new_tokens", 11, r"at most 10, got 11; raise sampling\.max_new_tokens"),
         ("logit_bias", {0: 100.5}, "between -100 and 100, got 100.5"),
         ("logit_bias", {0: math.nan}, "between -100 and 100, got nan"),
         ("logit_bias", {VOCABULARY: 1.0}, f"of tokens at least 0 and below {VOCABULARY}, got {VOCABULARY}"),

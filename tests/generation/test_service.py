@@ -124,12 +124,12 @@ async def test_invalid_requests_are_refused_and_the_next_one_is_served(tmp_path:
         )
         await check_invalid("rate", pruning=prompt_pb2.Pruning(rate=1.0))
         assert service.encoder.metadata == []
-        await check_invalid("max_pixels=", "PROMPT_TOO_LONG", sampling=Sampling(max_new_tokens=LIMIT - 29))
+        await check_invalid("max_pixels ", "PROMPT_TOO_LONG", sampling=Sampling(max_new_tokens=LIMIT - 29))
         await check_invalid("sampling.stop_token_ids[0] must be at least 0", sampling=Sampling(stop_token_ids=[10**6]))
         await eventually(service.idle)
         assert len(token_ids(await answers(service.ask()))) == 5
         service.room.size_bytes = 2000
-        message = f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 2000; a frame_sampling of"
+        message = f"{len(KEPT) * HIDDEN * 4} bytes; --media-buffer-bytes holds 2000; frame_sampling.max_pixels"
         await check_invalid(message, "PROMPT_TOO_LONG")
         assert [each for each in service.encoder.selections if each] == [[0]]
 

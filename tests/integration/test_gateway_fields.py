@@ -10,6 +10,9 @@ import httpx
 import pytest
 
 from framesieve.cli.launcher import LocalStack
+from framesieve.common.contract.errors import PromptTooLong
+from framesieve.services.gateway.chat.names import FieldNames
+from framesieve.services.gateway.http.errors import in_words
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.gateway import Gateway, data_url, gateway, question, video
@@ -61,6 +64,13 @@ def refused(http: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     return error["param"], error["message"]
+
+
+def test_a_remedy_names_fields_of_the_body() -> None:
+    remedy = "`frame_sampling.max_pixels` 784, or `frame_sampling.fps` 0.5 would fit"
+    said = "^too long; mm_processor_kwargs.max_pixels 784, or mm_processor_kwargs.fps 0.5 would fit$"
+    with pytest.raises(PromptTooLong, match=said), in_words(FieldNames().name_of):
+        raise PromptTooLong("too long", remedy=remedy)
 
 
 @pytest.mark.parametrize("fields", UNUSED, ids=lambda value: next(iter(value)))
@@ -136,7 +146,7 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     pictures = {"type": "video_url", "video_url": {"url": data_url("video/jpeg", b"a")}}
     late = {"video": {"frames_indices": [10**400]}}
     assert param(pictures, media_io_kwargs=late) == "media_io_kwargs.video.frames_indices[0]"
-    assert "(max_tokens)" in refused(http, question("Why?", min_tokens=9))[1]
+    assert "; raise max_tokens" in refused(http, question("Why?", min_tokens=9))[1]
     both = {"json": {}, "json_object": True}
     assert param(part, structured_outputs=both) == "structured_outputs.json_object"
     schema = {"type": "array", "items": {"type": "strin"}}

@@ -87,7 +87,7 @@ def test_a_cut_without_frames_is_refused_with_its_bounds() -> None:
         ({"min_frames": 8, "max_frames": 7}, "max_frames must be at least min_frames 8, got 7"),
         ({"start_s": -1.0}, r"start_s must be at least 0, got -1\.0"),
         ({"end_s": math.inf}, "end_s must be at least 0, got inf"),
-        ({"start_s": 2.0, "end_s": 2.0}, "end_s must be above frame_sampling.start_s 2, got 2"),
+        ({"start_s": 2.0, "end_s": 2.0}, "end_s must be above the start, 2, got 2"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_with_field_value_and_limit(wish: dict[str, float], named: str) -> None:

@@ -279,7 +279,7 @@ FRAMES = "video.frames"
         (
             video_of(FOUR, range(4), start_s=9.0),
             "INVALID_REQUEST",
-            "video.frame_sampling.start_s and frame_sampling.end_s select nothing: no frame appears between 9 s",
+            "video.frame_sampling.start_s selects nothing: no frame appears between 9 s",
         ),
         (
             video_of(FOUR, range(4), frame_indices=(0, 4)),

@@ -161,7 +161,7 @@ def test_the_frames_of_an_animated_webp_are_refused_by_name(held: Planner) -> No
 @pytest.mark.parametrize("kind", ["ICO", "JPEG2000"])
 def test_a_picture_that_pillow_is_not_asked_for_is_no_video(held: Planner, kind: str) -> None:
     for look in (image(saved(kind)), video(saved(kind))):
-        with pytest.raises(MediaRejected, match=r"is a picture that is not read .*: convert it to JPEG"):
+        with pytest.raises(MediaRejected, match=r"is a picture that is not read .*; convert it to JPEG"):
             planned(held, look)
 
 

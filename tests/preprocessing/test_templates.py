@@ -353,7 +353,7 @@ def test_control_tokens_that_a_method_or_filter_writes_are_control_tokens(tmp_pa
 
 def test_a_refusal_does_not_tell_how_control_tokens_are_marked(tmp_path: Path) -> None:
     folder = written(tmp_path, "{% if messages | length == 1 %}{{ raise_exception('no ' + eos_token) }}{% endif %}")
-    with pytest.raises(InvalidRequest, match=r"refuses them: no <\|im_end\|>$"):
+    with pytest.raises(InvalidRequest, match=r"refused by .*: no <\|im_end\|>$"):
         ids_of(ChatTokens(Checkpoint(folder), PLACEHOLDERS), HELLO)
 
 
@@ -380,7 +380,7 @@ def test_long_tools_are_planned_like_long_texts(prompt: Prompt) -> None:
     ("text", "why"),
     [
         ("{", "is not JSON"),
-        ("[1]", r"must be a JSON object, got \[1\]"),
+        ("[1]", r"must be a JSON object, got '\[1\]'"),
         ('{"a": "\\ud83c"}', "is not JSON: .*surrogates"),
     ],
 )

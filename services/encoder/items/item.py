@@ -180,8 +180,10 @@ class Item:
         if size_bytes > limit_bytes:
             raise MediaRejected(
                 f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of embeddings; "
-                f"the encoder has room for {limit_bytes} bytes, {limit_bytes // embeds_bytes(tower, 1)} tokens: "
-                f"{_remedy(self.plan)}"
+                f"the encoder has room for {limit_bytes} bytes, {limit_bytes // embeds_bytes(tower, 1)} tokens",
+                value=size_bytes,
+                limit=limit_bytes,
+                remedy=_remedy(self.plan),
             )
 
     @property
@@ -257,8 +259,8 @@ def _remedy(plan: MediaPlan) -> str:
     if plan.brings_embeds:
         return f"send fewer tokens than the {plan.grid} of embeds.grid"
     height, width = plan.frames.size_px
-    pixels = f"max_pixels (now {height}×{width} a frame)"
+    pixels = f"`frame_sampling.max_pixels` (now {height}×{width} a frame)"
     if plan.modality is Modality.IMAGE:
         return "send a smaller picture" if plan.fixed_tokens else f"lower {pixels}"
-    frames = f"lower fps or max_frames (now {plan.frames.count} frames)"
+    frames = f"lower `frame_sampling.fps` or `frame_sampling.max_frames` (now {plan.frames.count} frames)"
     return frames if plan.fixed_tokens else f"{frames}, or {pixels}"

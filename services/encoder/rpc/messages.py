@@ -67,7 +67,7 @@ def _take(embeds: prompt_pb2.MediaEmbeds, tower: Tower, name: str) -> BroughtEmb
     try:
         grid = Grid(embeds.grid.t, embeds.grid.h, embeds.grid.w)
     except ValueError as error:
-        raise InvalidRequest(f"{name}.grid is out of range: {error}") from error
+        raise InvalidRequest(f"is out of range: {error}", field=f"{name}.grid") from error
     shape = (1 + tower.embed_levels, grid.tokens, tower.embed_dim)
     data = bytearray(embeds.tensor.data)
     tensor = _tensor(embeds.tensor, data, shape, f"{name}.tensor")
@@ -80,16 +80,14 @@ def _take(embeds: prompt_pb2.MediaEmbeds, tower: Tower, name: str) -> BroughtEmb
 def _tensor(message: tensor_pb2.Tensor, data: bytearray, shape: tuple[int, ...], name: str) -> Tensor:
     """A view of `data`, after checking dtype, shape and size."""
     if message.dtype not in _DTYPES:
-        raise InvalidRequest(f"{name}.dtype must be BFLOAT16, FLOAT16 or FLOAT32, got {message.dtype}")
+        raise InvalidRequest(field=f"{name}.dtype", limit="BFLOAT16, FLOAT16 or FLOAT32", value=message.dtype)
     if tuple(message.shape) != shape:
-        raise InvalidRequest(
-            f"{name}.shape must be {list(shape)}, for the embedding and {shape[0] - 1} more levels of the grid's "
-            f"tokens, got {list(message.shape[:MAX_AXES])}"
-        )
+        limit = f"{list(shape)}, for the embedding and {shape[0] - 1} more levels of the grid's tokens"
+        raise InvalidRequest(field=f"{name}.shape", limit=limit, value=list(message.shape[:MAX_AXES]))
     dtype = _DTYPES[message.dtype]
     size_bytes = math.prod(shape) * dtype.itemsize
     if len(data) != size_bytes:
-        raise InvalidRequest(f"{name}.data must have {size_bytes} bytes, got {len(data)}")
+        raise InvalidRequest(f"must have {size_bytes} bytes, got {len(data)}", field=f"{name}.data")
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
@@ -100,13 +98,14 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
         if not bool(finite.all()):
             token, channel = (~finite).nonzero()[0].tolist()
             wanted, value = str(dtype).removeprefix("torch."), values[token, channel].item()
-            raise InvalidRequest(f"{name} must be finite in {wanted}, got {value:g} at {[level, token, channel]}")
+            text = f"must be finite in {wanted}, got {value:g} at {[level, token, channel]}"
+            raise InvalidRequest(text, field=name, value=value)
 
 
 def _check_method(name: str, message: prompt_pb2.Pruning, tower: Tower) -> None:
     method = message.method or EVS
     if message.rate and method not in tower.pruning_methods:
         why = f": {tower.why_not_all}" if tower.why_not_all else ""
-        raise InvalidRequest(
-            f"{name}.method must be one of {', '.join(tower.pruning_methods)} for this model, got {method!r}{why}"
-        )
+        limit = f"one of {', '.join(tower.pruning_methods)} for this model"
+        text = f"must be {limit}, got {method!r}{why}"
+        raise InvalidRequest(text, field=f"{name}.method", value=method, limit=limit)

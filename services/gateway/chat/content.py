@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video
 from framesieve.client.tools import ToolCall
 from framesieve.common.contract.data_urls import DataUrl, parse_data_url
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
 from framesieve.services.gateway.chat.request import (
@@ -70,13 +70,13 @@ def _calls(message: ChatMessage) -> list[AssistantCall]:
 
 def _check_role(message: ChatMessage, name: str) -> None:
     if message.tool_calls and message.role != "assistant":
-        raise InvalidRequest(f"{name}.tool_calls must not be set: the role is {message.role}")
+        raise InvalidRequest(f"must not be set: the role is {message.role}", field=f"{name}.tool_calls")
     if message.tool_call_id is not None and message.role != "tool":
-        raise InvalidRequest(f"{name}.tool_call_id must not be set: the role is {message.role}")
+        raise InvalidRequest(f"must not be set: the role is {message.role}", field=f"{name}.tool_call_id")
     if message.tool_call_id is None and message.role == "tool":
-        raise InvalidRequest(f"{name}.tool_call_id must be set: the role is tool")
+        raise InvalidRequest("must be set: the role is tool", field=f"{name}.tool_call_id")
     if message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{name}.content must be set")
+        raise InvalidRequest(field=f"{name}.content", limit="set")
 
 
 def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldNames) -> None:
@@ -145,10 +145,8 @@ def media(
 
 
 def _own_pruning(part: MediaOptions, name: str) -> Pruning | None:
-    try:
+    with within(name):
         return part.pruning.parsed() if part.pruning else None
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.{error}") from None
 
 
 def _reading(request: MediaOptions, part: MediaOptions) -> dict[str, Any]:
@@ -195,10 +193,12 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
     """
     places = reading.get("frames_indices") or range(frames)
     if len(places) != frames:
-        raise InvalidRequest(f"{name} holds {frames} frames, and frames_indices of media_io_kwargs.video {len(places)}")
+        text = f"holds {frames} frames, and frames_indices of media_io_kwargs.video {len(places)}"
+        raise InvalidRequest(text, field=name)
     fps = reading.get("fps") or 0.0
     if fps > 0 and "duration" in reading:
-        raise InvalidRequest("media_io_kwargs.video.duration must not be set with fps: each gives the time of a frame")
+        text = "must not be set with fps: each gives the time of a frame"
+        raise InvalidRequest(text, field="media_io_kwargs.video.duration")
     step_s = reading["duration"] / frames if "duration" in reading else 1 / (fps if fps > 0 else 1.0)
     return tuple(place * step_s for place in places)
 
@@ -226,21 +226,20 @@ def located(url: str, name: str) -> Source:
             return _inline(url, name)
         case "http" | "https" | "file":
             return {"url": url}
-    raise InvalidRequest(f"{name} must start with https://, http://, file:// or data:, got {url[:40]!r}")
+    text = f"must start with https://, http://, file:// or data:, got {url[:40]!r}"
+    raise InvalidRequest(text, field=name, value=url[:40])
 
 
 def _inline(url: str, name: str) -> Source:
-    try:
+    with within(name):
         found = parse_data_url(url)
         return {"pictures": found.files} if found.type == _FRAMES else {"data": found.data}
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name} {error}") from None
 
 
 def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
     file = part.file
     if (file.file_data is None) == (file.file_id is None):
-        raise InvalidRequest(f"{name} must have exactly one of file_data and file_id")
+        raise InvalidRequest("must have exactly one of file_data and file_id", field=name)
     if file.file_data is not None:
         return contained(file.file_data, f"{name}.file_data")
     return {"server_path": uploads(file.file_id or "")}
@@ -250,7 +249,5 @@ def contained(data: str, name: str) -> Source:
     """A file's bytes, as a data: URL or as base64. Raises InvalidRequest."""
     if data[:5].lower() == "data:":
         return _inline(data, name)
-    try:
+    with within(name):
         return {"data": DataUrl("", is_base64=True, body=data.encode()).data}
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name} {error}") from None

@@ -40,7 +40,7 @@ def _translated(body: bytearray, uploads: Uploads) -> Question:
             Completion(request_id, model), RunningUsage(chat.stream_options or StreamOptions())
         ),
         logged={"user": chat.user, "metadata": chat.metadata},
-        renamed=names.renamed,
+        name_of=names.name_of,
     )
 
 

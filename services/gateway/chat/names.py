@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from framesieve.common.contract.errors import FramesieveError
+from framesieve.common.contract.errors import path_of, steps_of
 
-_MEDIA = re.compile(
-    r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.(?:image|video)"
-    r"(?:\.(frame_sampling|pruning)\.(\w+)|\.frames\.(pictures|timestamps_s)\[(\d+)\]|\.\w+)?"
-)
-_SAMPLING = re.compile(r"\b(?:frame_sampling|FrameSampling)\.(\w+)")
-_OPTION = re.compile(r"\b(?:sampling|Sampling)\.(\w+)")
-_PRUNING = re.compile(r"\bPruning\.(\w+)")
 _OF_FRAME = {"pictures": "frame", "timestamps_s": "the time of frame"}
 _FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end"}
 
@@ -37,35 +28,43 @@ class FieldNames:
         self.media: dict[tuple[int, int], MediaNames] = {}
         self.options: dict[str, str] = {}
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Puts the caller's names into errors."""
-        try:
-            yield
-        except FramesieveError as error:
-            error.args = (self.renamed(str(error)),)
-            raise
+    def name_of(self, field: str) -> str:
+        """The caller's name of a field of the gRPC request."""
+        match steps_of(field):
+            case "prompt", "messages", int(message), "parts", int(place), "image" | "video", *rest:
+                return self._of_media(message, place, rest)
+            case "prompt", "messages", int(message), "parts", int(place), *_:
+                return f"messages[{message}].content[{place}]"
+            case "prompt", "messages", int(message), "parts":
+                return f"messages[{message}].content"
+            case "prompt", "messages", int(message), "tool_calls", int(call), "name" | "arguments" as name:
+                return f"messages[{message}].tool_calls[{call}].function.{name}"
+            case "prompt", "messages", *rest:
+                return path_of("messages", *rest)
+            case "prompt", "tools", int(index), *rest:
+                return path_of("tools", index, "function", *rest)
+            case "prompt", "tools":
+                return "tools"
+            case "prompt", "template_options", *rest:
+                return path_of("chat_template_kwargs", *rest)
+            case "tool_choice", "mode":
+                return "tool_choice"
+            case "sampling", str(name), *rest:
+                return path_of(self.options.get(name, name), *rest)
+            case "frame_sampling", str(name):
+                return self._of_sampling(name, None)
+        return field
 
-    def renamed(self, message: str) -> str:
-        """The text of an error with the caller's names."""
-        found = _MEDIA.search(message)
-        place = (int(found[1]), int(found[2])) if found else None
-        own = self.media.get(place) if place else None
-        message = _MEDIA.sub(self._of_media, message)
-        message = _PRUNING.sub(r"pruning.\1", message)
-        message = _SAMPLING.sub(lambda found: self._of_sampling(found[1], own), message)
-        return _OPTION.sub(lambda found: self.options.get(found[1], found[1]), message)
-
-    def _of_media(self, found: re.Match[str]) -> str:
-        own = self.media.get((int(found[1]), int(found[2])))
-        part = f"messages[{found[1]}].content[{found[2]}]"
-        if found[3] == "frame_sampling":
-            return self._of_sampling(found[4], own)
-        if found[3] == "pruning":
-            return f"{own.pruning if own else 'pruning'}.{found[4]}"
-        location = own.location if own else part
-        if found[5]:  # the caller has one field for all frames
-            return f"{location} at {_OF_FRAME[found[5]]} {found[6]}"
+    def _of_media(self, message: int, place: int, rest: Sequence[str | int]) -> str:
+        own = self.media.get((message, place))
+        location = own.location if own else f"messages[{message}].content[{place}]"
+        match rest:
+            case "frame_sampling", str(name), *_:
+                return self._of_sampling(name, own)
+            case "pruning", str(name):
+                return f"{own.pruning if own else 'pruning'}.{name}"
+            case "frames", "pictures" | "timestamps_s" as kind, int(number):  # the caller has one field for all frames
+                return f"{location} at {_OF_FRAME[kind]} {number}"
         return location
 
     def _of_sampling(self, name: str, own: MediaNames | None) -> str:

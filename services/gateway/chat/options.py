@@ -24,10 +24,8 @@ def options_of(request: ChatRequest, names: FieldNames) -> Options:
     given: Mapping[str, object] = {name: getattr(request, name) for name in _SAME_NAMES}
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
-        raise InvalidRequest(
-            f"max_tokens must not differ from max_completion_tokens, got {request.max_tokens} and "
-            f"{request.max_completion_tokens}"
-        )
+        text = f"must not differ from max_completion_tokens, got {request.max_tokens} and "
+        raise InvalidRequest(f"{text}{request.max_completion_tokens}", field="max_tokens")
     options["max_new_tokens"] = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     )
@@ -69,9 +67,11 @@ def _set_structure(options: Options, request: ChatRequest, names: FieldNames) ->
     if other is None or (other.json_ is None and not other.json_object):
         return
     if "json_object" in options or "json_schema" in options:
-        raise InvalidRequest("structured_outputs must not be set with response_format: it is another name of it")
+        text = "must not be set with response_format: it is another name of it"
+        raise InvalidRequest(text, field="structured_outputs")
     if other.json_object and other.json_ is not None:
-        raise InvalidRequest("structured_outputs.json_object must not be set together with structured_outputs.json")
+        text = "must not be set together with structured_outputs.json"
+        raise InvalidRequest(text, field="structured_outputs.json_object")
     if other.json_object:
         options["json_object"] = True
         names.options["json_schema"] = "structured_outputs.json_object"
@@ -91,7 +91,8 @@ def _set_tools(options: Options, request: ChatRequest) -> None:
     if isinstance(choice, NamedTool):
         named = next((tool for tool in tools if tool.name == choice.function.name), None)
         if named is None:
-            raise InvalidRequest(f"tool_choice.function.name must be one of the tools, got {choice.function.name!r}")
+            name = choice.function.name
+            raise InvalidRequest(field="tool_choice.function.name", limit="one of the tools", value=name)
         options["tool_choice"] = named
     elif choice is not None:
         options["tool_choice"] = choice
@@ -103,5 +104,5 @@ def _set_tools(options: Options, request: ChatRequest) -> None:
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < _TOKEN_DIGITS):
-        raise InvalidRequest(f"logit_bias must have token ids as its names, got {text[:40]!r}")
+        raise InvalidRequest(f"must have token ids as its names, got {text[:40]!r}", field="logit_bias")
     return int(text)

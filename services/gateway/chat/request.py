@@ -41,7 +41,7 @@ class Pruning(Strict):
         """None where all fields are unset. Raises InvalidRequest for another one without a rate."""
         if self.rate is None:
             if self.method is not None or self.seed is not None:
-                raise InvalidRequest("pruning.rate must be set")
+                raise InvalidRequest(field="pruning.rate", limit="set")
             return None
         return Rate(self.rate, self.method or "evs", self.seed or 0)
 

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -30,21 +31,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 _INTERNAL = (500, "internal_error")
 
-_LARGER_FILES = "larger files as an https URL, or upload them to /v1/files first"
-
-# Names of the gRPC contract, in the words of this one, where the caller has one name for each.
-_WORDS = (
-    (re.compile(r"prompt\.messages\[(\d+)\]\.parts\[(\d+)\]\.text"), r"messages[\1].content[\2]"),
-    (re.compile(r"prompt\.messages\[(\d+)\]\.parts"), r"messages[\1].content"),
-    (re.compile(r"(messages\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)"), r"\1.function.\2"),
-    (re.compile(r"prompt\.messages"), "messages"),
-    (re.compile(r"prompt\.tools(\[\d+\])\."), r"tools\1.function."),
-    (re.compile(r"prompt\.tools"), "tools"),
-    (re.compile(r"prompt\.template_options"), "chat_template_kwargs"),
-    (re.compile(r"tool_choice\.mode"), "tool_choice"),
-)
-# Messages that are about a field begin with it; the others begin with an article or the like.
-_FIELD = re.compile(r"(?!(?:a|the|there|this) )[a-z_]+(?:\[\d+\])*(?:\.[a-z_]+(?:\[\d+\])*)*")
+_REMEDIES = {IN_PYTHON: "send larger files as an https URL, or upload them to /v1/files first"}
 
 
 class NotFound(InvalidRequest):
@@ -85,11 +72,10 @@ def status_of(error: FramesieveError) -> int:
 
 def body_of(error: FramesieveError) -> dict[str, Any]:
     """The JSON body."""
-    message = in_our_words(str(error))
-    field = _FIELD.match(message)
-    named = field[0] if field and isinstance(error, InvalidRequest) and message[field.end() :][:1] == " " else None
     kind = next((name for kind, _, name in _STATUSES if isinstance(error, kind)), _INTERNAL[1])
-    told: dict[str, Any] = {"message": message, "type": kind, "param": named, "code": error.reason}
+    told: dict[str, Any] = {"message": str(error), "type": kind, "param": None, "code": error.reason}
+    if error.field is not None:
+        told["param"], *_ = error.field.split(" ")
     if isinstance(error, Unavailable):
         told["stage"] = error.stage
     return {"error": told}
@@ -112,9 +98,14 @@ def of_router(error: HTTPException, method: str, path: str) -> InvalidRequest:
     return NotFound(f"there is no {method} {path}{instead}")
 
 
-def in_our_words(message: str) -> str:
-    """The text of another service's error, with the fields of the HTTP request."""
-    message = message.replace(IN_PYTHON, _LARGER_FILES)
-    for pattern, word in _WORDS:
-        message = pattern.sub(word, message)
-    return message
+@contextmanager
+def in_words(name_of: Callable[[str], str]) -> Iterator[None]:
+    """Puts the names of the HTTP request into errors of generation.
+
+    name_of: of a field of the gRPC request; words may follow: "messages[0].content[1].file.file_id at frame 3".
+    """
+    try:
+        yield
+    except FramesieveError as error:
+        error.rename(name_of, _REMEDIES)
+        raise

@@ -28,27 +28,27 @@ def parsed(kind: type[Body], body: bytes | bytearray) -> Body:
     except ValidationError as error:
         # Where a field may have several forms there is an error for each; the one furthest inside is of the form meant.
         first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-        raise InvalidRequest(_told(first, body)) from None
+        raise _refusal(first, body) from None
 
 
-def _told(error: ErrorDetails, body: bytes | bytearray) -> str:
+def _refusal(error: ErrorDetails, body: bytes | bytearray) -> InvalidRequest:
     if error["type"] == "json_invalid":
-        return f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}"
+        return InvalidRequest(f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}")
     name = _name(error["loc"], from_json(body), error["type"] == "missing")
     match error["type"]:
         case "extra_forbidden":
-            return f"{name} is not a field that this service knows"
+            return InvalidRequest("is not a field that this service knows", field=name)
         case "missing":
-            return f"{name} must be set"
+            return InvalidRequest(field=name, limit="set")
         case "none_required":
-            return f"{name} must not be set, got {short(error['input'])}"
+            return InvalidRequest(f"must not be set, got {short(error['input'])}", field=name)
         case "union_tag_invalid":
             known, found = error["ctx"]["expected_tags"].replace("'", ""), error["input"].get("type")
-            return f"{name}.type must be one of {known}, got {short(found)}"
+            return InvalidRequest(f"must be one of {known}, got {short(found)}", field=f"{name}.type", limit=known)
         case "union_tag_not_found":
-            return f"{name}.type must be set"
-    reason = error["msg"][:1].lower() + error["msg"][1:]
-    return f"{name or 'the body'} is wrong: {reason}, got {short(error['input'])}"
+            return InvalidRequest(field=f"{name}.type", limit="set")
+    text = f"is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}, got {short(error['input'])}"
+    return InvalidRequest(text, field=name) if name else InvalidRequest(f"the body {text}")
 
 
 def _name(place: tuple[int | str, ...], value: Any, is_absent: bool) -> str:

@@ -12,7 +12,7 @@ from framesieve.services.gateway.questions import Question, Questions
 from framesieve.services.gateway.responses.options import options_of
 from framesieve.services.gateway.responses.request import parse
 from framesieve.services.gateway.responses.response import ResponseWriter, repeated
-from framesieve.services.gateway.responses.turns import renaming_of, turns_of
+from framesieve.services.gateway.responses.turns import naming_of, turns_of
 
 
 class Responses:
@@ -33,5 +33,5 @@ def _translated(body: bytearray, uploads: Uploads) -> Question:
         options=options_of(request),
         writer=partial(ResponseWriter, repeated(request)),
         logged={"user": request.user, "metadata": request.metadata},
-        renamed=renaming_of(turns),
+        name_of=naming_of(turns),
     )

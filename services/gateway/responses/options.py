@@ -43,4 +43,4 @@ def _choice(request: ResponsesRequest, tools: list[Tool]) -> Literal["auto", "no
         if tool.name == request.tool_choice.name:
             return tool
     names = ", ".join(tool.name for tool in tools) or "none"
-    raise InvalidRequest(f"tool_choice must be one of the tools ({names}), got {request.tool_choice.name!r}")
+    raise InvalidRequest(field="tool_choice", limit=f"one of the tools ({names})", value=request.tool_choice.name)

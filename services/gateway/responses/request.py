@@ -206,5 +206,5 @@ def parse(body: bytes | bytearray) -> ResponsesRequest:
     for name, reason in _STATEFUL.items():
         value = getattr(request, name)
         if value is not None and value is not False:
-            raise InvalidRequest(f"{name} must not be set, got {short(value)}: {reason}")
+            raise InvalidRequest(f"must not be set, got {short(value)}: {reason}", field=name)
     return request

@@ -22,7 +22,6 @@ from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishRe
 from framesieve.client.tools import ToolCallDelta
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded
 from framesieve.services.gateway.chat.completion import measured, token_logprobs
-from framesieve.services.gateway.http.errors import in_our_words
 from framesieve.services.gateway.questions import ServerSent, server_sent
 from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest
 
@@ -125,7 +124,7 @@ class ResponseWriter:
         code = "server_error"
         if isinstance(error, Overloaded | InvalidRequest):
             code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
-        told = {"code": code, "message": in_our_words(str(error))}
+        told = {"code": code, "message": str(error)}
         return self._event("failed", response=self._object("failed", error=told))
 
     def _text(self, delta: Delta) -> Iterator[ServerSent]:

@@ -9,13 +9,12 @@ reasoning                           nothing
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from framesieve.client.prompt import Image, Message, Part, Role, Text, Video
 from framesieve.client.tools import ToolCall
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.errors import InvalidRequest, path_of, steps_of
 from framesieve.services.gateway.chat.content import contained, located, media, media_names
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
 from framesieve.services.gateway.files import Uploads
@@ -32,8 +31,6 @@ from framesieve.services.gateway.responses.request import (
     ResponsesRequest,
 )
 
-_MESSAGE = re.compile(r"prompt\.messages\[(\d+)\](?:\.(parts|tool_calls)\b(?:\[(\d+)\](?:\.text\b)?)?)?")
-_WORDS = (("prompt.messages", "input"), ("prompt.tools", "tools"), ("tool_call_id", "call_id"))
 _OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 
 
@@ -91,8 +88,9 @@ def _turn(item: Item, name: str, request: ResponsesRequest, uploads: Uploads) ->
             return None
         case ItemReference():
             raise InvalidRequest(
-                f"{name}.type must not be item_reference: items of earlier answers are not kept, send the item itself "
-                "(a client that sends references unasked sends items with store: false)"
+                "must not be item_reference: items of earlier answers are not kept, send the item itself (a client "
+                "that sends references unasked sends items with store: false)",
+                field=f"{name}.type",
             )
 
 
@@ -136,7 +134,7 @@ def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads)
 
 def _image(part: InputImage, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
     if (part.image_url is None) == (part.file_id is None):
-        raise InvalidRequest(f"{name} must have exactly one of image_url and file_id")
+        raise InvalidRequest("must have exactly one of image_url and file_id", field=name)
     if part.image_url is not None:
         return media(located(part.image_url, f"{name}.image_url"), name, part, request, asks_for_image=True)
     return media({"server_path": uploads(part.file_id or "")}, name, part, request, asks_for_image=True)
@@ -144,7 +142,7 @@ def _image(part: InputImage, name: str, request: ResponsesRequest, uploads: Uplo
 
 def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
     if [part.file_data, part.file_id, part.file_url].count(None) != 2:
-        raise InvalidRequest(f"{name} must have exactly one of file_data, file_id and file_url")
+        raise InvalidRequest("must have exactly one of file_data, file_id and file_url", field=name)
     if part.file_data is not None:
         source = contained(part.file_data, f"{name}.file_data")
     elif part.file_url is not None:
@@ -154,27 +152,36 @@ def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Upload
     return media(source, name, part, request, asks_for_image=False)
 
 
-def renaming_of(turns: Sequence[Turn]) -> Callable[[str], str]:
-    """Puts the fields of the body into an error's text, in place of those of the gRPC request."""
+def naming_of(turns: Sequence[Turn]) -> Callable[[str], str]:
+    """The fields of the body, by those of the gRPC request."""
     places, names = [turn.places for turn in turns], FieldNames()
     names.options.update(_OPTIONS)
     for index, place in enumerate(places):
         names.media.update({(index, number): each for number, each in place.media.items()})
 
-    def named(found: re.Match[str]) -> str:
-        index, kind, number = int(found[1]), found[2], found[3]
-        if index >= len(places):
-            return found[0]
-        place = places[index]
-        if number is not None:
-            fields = place.parts if kind == "parts" else place.calls
-            return fields[int(number)] if int(number) < len(fields) else found[0]
-        return place.content if kind == "parts" else place.item
+    def name_of(field: str) -> str:
+        match steps_of(field):
+            case "prompt", "messages", int(), "parts", int(), "image" | "video", *_:
+                return names.name_of(field)
+            case "prompt", "messages", int(index), *rest if index < len(places):
+                return _name_in(places[index], rest)
+            case "prompt", "messages", *_:
+                return "input"
+            case "prompt", "tools", *rest:
+                return path_of("tools", *rest)
+        return names.name_of(field)
 
-    def renamed(message: str) -> str:
-        message = _MESSAGE.sub(named, names.renamed(message))
-        for name, word in _WORDS:
-            message = re.sub(rf"\b{re.escape(name)}\b", word, message)
-        return message
+    return name_of
 
-    return renamed
+
+def _name_in(places: Places, steps: Sequence[str | int]) -> str:
+    match steps:
+        case "parts", int(number), *_ if number < len(places.parts):
+            return places.parts[number]
+        case "parts", *_:
+            return places.content
+        case "tool_calls", int(number), *rest if number < len(places.calls):
+            return path_of(places.calls[number], *rest)
+        case ("tool_call_id",):
+            return f"{places.item}.call_id"
+    return path_of(places.item, *steps)

@@ -140,19 +140,19 @@ class Engine:
         """
         if request.max_tokens > self._capacity_tokens:
             raise PromptTooLong(
-                f"a prompt of {request.rope.tokens} tokens and sampling.max_new_tokens "
-                f"{request.sampling.max_new_tokens} need room for {request.max_tokens} tokens, "
-                f"the cache holds {self._capacity_tokens}"
+                f"a prompt of {request.rope.tokens} tokens and an answer of {request.sampling.max_new_tokens} need "
+                f"room for {request.max_tokens} tokens, the cache holds {self._capacity_tokens}",
+                value=request.max_tokens,
+                limit=self._capacity_tokens,
             )
         with self._lock:
             if self._stopping:
                 raise Unavailable("the engine of generation has ended", "generation")
             answers = (request, *request.siblings)
             if len(answers) > self._max_requests:
-                raise InvalidRequest(
-                    f"sampling.n must be at most {self._max_requests}, the number of answers that may run and wait "
-                    f"(--max-num-seqs, --max-waiting-requests), got {len(answers)}"
-                )
+                which = "the number of answers that may run and wait (--max-num-seqs, --max-waiting-requests)"
+                limit = f"at most {self._max_requests}, {which}"
+                raise InvalidRequest(field="sampling.n", limit=limit, value=len(answers))
             if self._in_flight + len(answers) > self._max_requests:
                 raise Overloaded(
                     f"{self._in_flight} answers are running or waiting, {len(answers)} more would exceed the limit of "

@@ -19,8 +19,6 @@ from framesieve.common.contract.errors import InvalidRequest
 from framesieve.services.generation.request.batch import AdaptedRows
 from framesieve.services.generation.request.request import Adapter
 
-_NAME_CHARACTERS = 200
-
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -59,7 +57,7 @@ class Adapters:
                 if self._by_name
                 else "unset, because generation has loaded none (--adapters)"
             )
-            raise InvalidRequest(f"adapter must be {known}, got {name[:_NAME_CHARACTERS]!r}")
+            raise InvalidRequest(field="adapter", limit=known, value=name)
         return self._by_name[name]
 
     def add(self, adapter: Adapter, text: nn.Module, additions: Mapping[str, LowRank]) -> None:

@@ -143,10 +143,12 @@ class MediaSession:
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
         size_bytes = sum(self.num_kept) * self._row_bytes
         if size_bytes > media_buffer.size_bytes:
-            fits = advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)])
             raise PromptTooLong(
                 f"the prompt's {len(plan.media)} media keep {sum(self.num_kept)} tokens, whose embeddings take "
-                f"{size_bytes} bytes; --media-buffer-bytes holds {media_buffer.size_bytes}{fits}"
+                f"{size_bytes} bytes; --media-buffer-bytes holds {media_buffer.size_bytes}",
+                value=size_bytes,
+                limit=media_buffer.size_bytes,
+                remedy=advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)]),
             )
         self._upstream = upstream
         self._model = model

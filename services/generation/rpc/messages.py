@@ -62,10 +62,10 @@ def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
     choice, tools = request.tool_choice, request.prompt.tools
     required = choice.mode == generation_pb2.TOOL_CHOICE_MODE_REQUIRED
     if choice.name and not required:
-        raise InvalidRequest(f"tool_choice.name must be empty unless tools must be called, got {choice.name[:200]!r}")
+        raise InvalidRequest(field="tool_choice.name", limit="empty unless tools must be called", value=choice.name)
     if choice.mode == generation_pb2.TOOL_CHOICE_MODE_NONE or not tools:
         if required:
-            raise InvalidRequest("tool_choice.mode must not be required without tools in the prompt")
+            raise InvalidRequest("must not be required without tools in the prompt", field="tool_choice.mode")
         return None
     held = tuple(
         Tool(tool.name, tool.parameters, tool.strict, place)
@@ -73,12 +73,11 @@ def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
         if choice.name in ("", tool.name)
     )
     if not held:
-        raise InvalidRequest(f"tool_choice.name must be one of the prompt's tools, got {choice.name[:200]!r}")
+        raise InvalidRequest(field="tool_choice.name", limit="one of the prompt's tools", value=choice.name)
     for index, tool in enumerate(tools):
         if (size := len(tool.parameters)) > MAX_SCHEMA_CHARACTERS:
-            raise InvalidRequest(
-                f"prompt.tools[{index}].parameters must be at most {MAX_SCHEMA_CHARACTERS} characters, got {size}"
-            )
+            limit = f"at most {MAX_SCHEMA_CHARACTERS} characters"
+            raise InvalidRequest(field=f"prompt.tools[{index}].parameters", limit=limit, value=size)
     return ToolUse(held, required, choice.single_call)
 
 

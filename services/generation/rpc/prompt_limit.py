@@ -47,18 +47,24 @@ class PromptLimit:
             spare = min(spare, self.context_tokens - plan.tokens)
         if answer <= spare:
             return spare
-        wanted = f"sampling.max_new_tokens {answer}" if max_new_tokens else "an answer"
+        wanted = f"an answer of {answer} tokens" if max_new_tokens else "an answer"
         limits = [Limit(prunings, self.tokens - text - answer)]
         if self.context_tokens is not None:
             limits.append(Limit([Pruning()] * len(plan.media), self.context_tokens - text - answer))
         if self.context_tokens is not None and prompt + answer <= self.tokens:
             raise PromptTooLong(
                 f"the prompt has {plan.tokens} tokens before pruning, which keep their positions; with {wanted} it "
-                f"exceeds the model's context of {self.context_tokens} tokens{advice(plan.media, limits)}"
+                f"exceeds the model's context of {self.context_tokens} tokens",
+                value=plan.tokens + answer,
+                limit=self.context_tokens,
+                remedy=advice(plan.media, limits),
             )
         raise PromptTooLong(
             f"the prompt has {prompt} tokens after pruning, {text} of them text; with {wanted} it exceeds the limit of "
-            f"{self.tokens} tokens{advice(plan.media, limits)}"
+            f"{self.tokens} tokens",
+            value=prompt + answer,
+            limit=self.tokens,
+            remedy=advice(plan.media, limits),
         )
 
 
@@ -75,19 +81,19 @@ class Limit:
         return tokens <= self.tokens
 
 
-def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str:
-    """A suffix for error messages: a frame_sampling that makes the media fit into all limits; empty if none does.
+def advice(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> str | None:
+    """The remedy: a frame_sampling that makes the media fit into all limits; None if none does.
 
     Only decoded media can shrink. The text between their slices counts as theirs. Frames whose tokens do not follow
     their pixels can only become fewer.
     """
     ways, sized = [], [item for item in media if not item.fixed_tokens]
     if pixels := _max_pixels(media, limits):
-        ways.append(f"max_pixels={pixels}")
+        ways.append(f"`frame_sampling.max_pixels` {pixels}")
     if fps := _fps(media, limits):
         present = max((math.prod(item.frames.size_px) for item in sized), default=0)
-        ways.append(f"fps={fps} and max_pixels={present}" if present else f"fps={fps}")
-    return f"; a frame_sampling of {', or '.join(ways)}, would fit" if ways else ""
+        ways.append(f"`frame_sampling.fps` {fps}" + (f" and `frame_sampling.max_pixels` {present}" if present else ""))
+    return f"{', or '.join(ways)} would fit" if ways else None
 
 
 def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -> int:

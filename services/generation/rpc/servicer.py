@@ -179,10 +179,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if use is None:
             prompt.ClearField("tools")
         elif not self._reads_calls:
-            raise InvalidRequest(
-                "prompt.tools must be empty: the checkpoint's chat template teaches no form of tool calls that is read "
-                "here (Hermes)"
-            )
+            why = "the checkpoint's chat template teaches no form of tool calls that is read here (Hermes)"
+            raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _grammar(self, wanted: SamplingRequest) -> Grammar:
         assert self._grammars is not None
@@ -325,8 +323,7 @@ def _request_id(given: str) -> str:
     if not given:
         return bound_request_id()
     if not is_request_id(given):
-        raise InvalidRequest(
-            f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, got {given[:200]!r}"
-        )
+        limit = f"at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters"
+        raise InvalidRequest(field="request_id", limit=limit, value=given)
     structlog.contextvars.bind_contextvars(request_id=given)
     return given

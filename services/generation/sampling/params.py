@@ -119,8 +119,9 @@ class SamplingRequest:
         eos_ids = (*(() if self.ignore_eos else defaults.eos_ids), *self.stop_token_ids)
         unset = min(DEFAULT_MAX_NEW_TOKENS, defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, limit_tokens)
         max_new_tokens = unset if self.max_new_tokens is None else self.max_new_tokens
-        limit = f"at most {max_new_tokens} (sampling.max_new_tokens)"
-        self._check("min_new_tokens", limit, lambda value: value <= max_new_tokens)
+        if (least := self.min_new_tokens) > max_new_tokens:
+            field, limit = "sampling.min_new_tokens", f"at most {max_new_tokens}"
+            raise InvalidRequest(field=field, limit=limit, value=least, remedy="raise `sampling.max_new_tokens`")
         repetition_penalty = self.repetition_penalty
         first = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -158,4 +159,4 @@ def check_counts(strings: int, tokens: int, biased: int, words: int) -> None:
 
 def _check(name: str, value: object, limit: str, fits: bool) -> None:
     if not fits:
-        raise InvalidRequest(f"sampling.{name} must be {limit}, got {value}")
+        raise InvalidRequest(f"must be {limit}, got {value}", field=f"sampling.{name}", value=value, limit=limit)

@@ -89,7 +89,7 @@ class Grammars:
         """Raises InvalidRequest for a grammar that is too large as a whole."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise InvalidRequest(f"{name} cannot be held: {_reason(matcher.get_error())}")
+            raise InvalidRequest(f"cannot be held: {_reason(matcher.get_error())}", field=name)
         return Grammar(self._tokenizer, matcher)
 
     def _arguments(self, tool: Tool) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Grammars:
         schema = self._checked(tool.parameters, name)
         kinds = schema.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            raise InvalidRequest(f"{name}.type must be object, got {kinds}")
+            raise InvalidRequest(f"must be object, got {kinds}", field=f"{name}.type")
         return schema | _ANY_ARGUMENTS
 
     def _checked(self, schema: str, name: str) -> dict[str, Any]:
@@ -109,13 +109,13 @@ class Grammars:
             parsed = json.loads(schema)
             closed: dict[str, Any] = _closed(parsed)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{name} is not JSON: {error}") from None
+            raise InvalidRequest(f"is not JSON: {error}", field=name) from None
         if not isinstance(parsed, dict):
-            raise InvalidRequest(f"{name} must be an object, got {schema[:80]}")
+            raise InvalidRequest(field=name, limit="an object", value=schema)
         wrong = self._wrong(closed)
         if wrong:
             place = self._place(closed, wrong)
-            raise InvalidRequest(f"{name} cannot be held at {place or 'its root'}: {wrong}")
+            raise InvalidRequest(f"cannot be held at {place or 'its root'}: {wrong}", field=name)
         return closed
 
     def _wrong(self, schema: dict[str, Any]) -> str:

@@ -164,7 +164,7 @@ class MiniCPMV(Family):
         """Each frame or group between its markers. Raises InvalidRequest for a grid of anything else."""
         self._check_queries(grid)
         if grid.h != 1:
-            raise InvalidRequest(f"embeds.grid.h of a video must be 1 for this model, got {grid.h}")
+            raise InvalidRequest(f"of a video must be 1 for this model, got {grid.h}", field="embeds.grid.h")
         one = (self.names["im_start"], LinearSpan(self.queries), self.names["im_end"])
         return (*one, *("\n", *one) * (grid.t - 1))
 
@@ -173,23 +173,21 @@ class MiniCPMV(Family):
         self._check_queries(grid)
         slices = grid.h - 1
         if slices > self.max_slices:
-            raise InvalidRequest(
-                f"embeds.grid.h must be at most {1 + self.max_slices}, the source picture and its slices, got {grid.h}"
-            )
+            limit = f"at most {1 + self.max_slices}, the source picture and its slices"
+            raise InvalidRequest(field="embeds.grid.h", limit=limit, value=grid.h)
         if not slices and tile_columns:
-            raise InvalidRequest(f"embeds.tile_columns of an image without slices must be 0, got {tile_columns}")
+            text = f"of an image without slices must be 0, got {tile_columns}"
+            raise InvalidRequest(text, field="embeds.tile_columns")
         if slices and (tile_columns < 1 or slices % tile_columns):
-            raise InvalidRequest(
-                f"embeds.tile_columns must divide the image's slices, {slices} by embeds.grid.h, got {tile_columns}"
-            )
+            text = f"must divide the image's slices, {slices} by embeds.grid.h, got {tile_columns}"
+            raise InvalidRequest(text, field="embeds.tile_columns")
         rows = self._rows(tile_columns, slices // tile_columns) if slices else ()
         return (*self._picture(index), *rows)
 
     def _check_queries(self, grid: Grid) -> None:
         if grid.w != self.queries:
-            raise InvalidRequest(
-                f"embeds.grid.w must be {self.queries}, the tokens of each picture or group, got {grid.w}"
-            )
+            limit = f"{self.queries}, the tokens of each picture or group"
+            raise InvalidRequest(field="embeds.grid.w", limit=limit, value=grid.w)
 
     def _picture(self, index: int) -> Iterator[str | LinearSpan]:
         names = self.names

@@ -27,7 +27,7 @@ from urllib.parse import quote, urljoin
 import httpx
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, Overloaded
+from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, within
 from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
 from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
 from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
@@ -114,15 +114,12 @@ class Fetcher:
         for a body that is missing, too large or too slow, or for too many redirects; Overloaded where the machine is
         out of disk or descriptors.
         """
-        with resource_errors_as_overloaded(f"{name}.url"):
+        with resource_errors_as_overloaded(f"{name}.url"), within(f"{name}.url"):
             try:
                 async with self._running, asyncio.timeout(self._policy.total_s):
                     return await self._fetch(name, url)
             except TimeoutError as error:
-                limit_s = self._policy.total_s
-                raise MediaRejected(f"{name}.url took longer than the allowed {limit_s:g} s") from error
-            except (InvalidRequest, MediaForbidden, Overloaded) as error:
-                raise type(error)(f"{name}.url {error}") from error
+                raise MediaRejected(f"took longer than the allowed {self._policy.total_s:g} s") from error
 
     async def _fetch(self, name: str, url: str) -> Source:
         body = await self._follow(url)

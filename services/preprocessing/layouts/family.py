@@ -71,10 +71,8 @@ class Family(ABC):
     def fixed_size(size_px: SizePx, wish: FrameSampling) -> SizePx:
         """`size_px`, for families whose frames all have this size. Raises InvalidRequest if fewer pixels are wished."""
         if wish.max_pixels is not None and wish.max_pixels < (pixels := math.prod(size_px)):
-            raise InvalidRequest(
-                f"frame_sampling.max_pixels must be at least {pixels}, which this model's frames always have, got "
-                f"{wish.max_pixels}"
-            )
+            limit = f"at least {pixels}, which this model's frames always have"
+            raise InvalidRequest(field="frame_sampling.max_pixels", limit=limit, value=wish.max_pixels)
         return size_px
 
     @abstractmethod
@@ -90,5 +88,5 @@ class Family(ABC):
         tile_columns: of its tiles; 0 without. Raises InvalidRequest for a grid or tiles that no image has.
         """
         if tile_columns:
-            raise InvalidRequest(f"embeds.tile_columns must be 0 for this model, got {tile_columns}")
+            raise InvalidRequest(field="embeds.tile_columns", limit="0 for this model", value=tile_columns)
         return self.expansion(grid, None)

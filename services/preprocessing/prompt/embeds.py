@@ -35,22 +35,22 @@ class Embeds:
 
     def __post_init__(self) -> None:
         if len(self.digest) != DIGEST_BYTES:
-            raise InvalidRequest(f"embeds.digest must have {DIGEST_BYTES} bytes, got {len(self.digest)}")
+            raise InvalidRequest(f"must have {DIGEST_BYTES} bytes, got {len(self.digest)}", field="embeds.digest")
         given = (self.seconds_per_grid is not None) + bool(self.timestamps_s)
+        step = "embeds.seconds_per_grid"
         if self.modality is Modality.IMAGE:
             if self.grid.t != 1:
-                raise InvalidRequest(f"embeds.grid.t of an image must be 1, got {self.grid.t}")
+                raise InvalidRequest(f"of an image must be 1, got {self.grid.t}", field="embeds.grid.t")
             if given:
-                raise InvalidRequest(
-                    "embeds.seconds_per_grid and timestamps_s are for videos, an image has no time base"
-                )
+                text = "and timestamps_s are for videos, an image has no time base"
+                raise InvalidRequest(text, field=step)
             return
         if self.tile_columns:
-            raise InvalidRequest(f"embeds.tile_columns is for images, got {self.tile_columns} for a video")
+            raise InvalidRequest(f"is for images, got {self.tile_columns} for a video", field="embeds.tile_columns")
         if not given:
-            raise InvalidRequest("embeds.seconds_per_grid or timestamps_s must be set: a video needs a time base")
+            raise InvalidRequest("or timestamps_s must be set: a video needs a time base", field=step)
         if given == 2:
-            raise InvalidRequest("embeds.seconds_per_grid and timestamps_s are two time bases, only one may be set")
+            raise InvalidRequest("and timestamps_s are two time bases, only one may be set", field=step)
         if self.seconds_per_grid is not None:
             _check_step(self.seconds_per_grid, self.grid.t)
         else:
@@ -65,20 +65,19 @@ class Embeds:
 
 def _check_step(seconds: Fraction, slices: int) -> None:
     if seconds <= 0:
-        raise InvalidRequest(f"embeds.seconds_per_grid must be above 0, got {seconds}")
+        raise InvalidRequest(field="embeds.seconds_per_grid", limit="above 0", value=seconds)
     if seconds * slices > MAX_LENGTH_S:
-        raise InvalidRequest(
-            f"embeds.seconds_per_grid makes the video last {float(seconds * slices):.0f} s, "
-            f"at most {MAX_LENGTH_S} are allowed"
-        )
+        text = f"makes the video last {float(seconds * slices):.0f} s, at most {MAX_LENGTH_S} are allowed"
+        raise InvalidRequest(text, field="embeds.seconds_per_grid", value=seconds, limit=MAX_LENGTH_S)
 
 
 def _check_times(times_s: tuple[float, ...], slices: int) -> None:
     if len(times_s) != slices:
-        raise InvalidRequest(f"embeds.timestamps_s must hold one time for each of {slices} slices, got {len(times_s)}")
+        text = f"must hold one time for each of {slices} slices, got {len(times_s)}"
+        raise InvalidRequest(text, field="embeds.timestamps_s")
     for place, time in enumerate(times_s):
         name = f"embeds.timestamps_s[{place}]"
         if not (math.isfinite(time) and 0 <= time <= MAX_LENGTH_S):
-            raise InvalidRequest(f"{name} must be between 0 and {MAX_LENGTH_S}, got {time}")
+            raise InvalidRequest(field=name, limit=f"between 0 and {MAX_LENGTH_S}", value=time)
         if place and time < times_s[place - 1]:
-            raise InvalidRequest(f"{name} must not be below the one before, {times_s[place - 1]}, got {time}")
+            raise InvalidRequest(f"must not be below the one before, {times_s[place - 1]}, got {time}", field=name)

@@ -95,7 +95,8 @@ class ChatTemplate:
             return self._template.render(messages=messages, add_generation_prompt=True, **variables)
         except _REFUSALS as error:
             why = "".join(self._marks.split(str(error)))
-            raise InvalidRequest(f"prompt.messages: the checkpoint's chat template refuses them: {why}") from error
+            text = f"are refused by the checkpoint's chat template: {why}"
+            raise InvalidRequest(text, field="prompt.messages") from error
 
     def _check(self, render: Any, marks: Marks, names: Mapping[str, str], where: str) -> None:
         """Whether every control token of a short conversation is marked."""

@@ -99,9 +99,8 @@ class ChatTokens:
         asked = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
         placed = [self._media[token] for token in self._marks.split(rendered)[1::2] if token in self._media]
         if placed != asked:
-            raise InvalidRequest(
-                f"prompt.messages hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
-            )
+            text = f"hold {len(asked)} media, the checkpoint's chat template places {len(placed)} of them"
+            raise InvalidRequest(text, field="prompt.messages")
         spans = [(item, part) for item, each in enumerate(expansions) for part in each if not isinstance(part, str)]
         return self._tokenise(self._expanded(rendered, expansions), spans, check_cancelled)
 
@@ -110,8 +109,9 @@ class ChatTokens:
         if not tools and not any(turn.tool_calls or turn.role == "tool" for turn in turns):
             return self._template
         if self._with_tools is None:
-            what = "prompt.tools must be empty" if tools else "prompt.messages must hold no tool calls and results"
-            raise InvalidRequest(f"{what}: the checkpoint's chat template does not show tools to the model")
+            what = "be empty" if tools else "hold no tool calls and results"
+            text = f"must {what}: the checkpoint's chat template does not show tools to the model"
+            raise InvalidRequest(text, field="prompt.tools" if tools else "prompt.messages")
         return self._with_tools
 
     def _rendered(
@@ -171,8 +171,9 @@ class ChatTokens:
         for place, stand_in in zip(places, stand_ins, strict=True):
             if stand_in not in rendered:  # the text is not quoted, because error texts are logged
                 raise InvalidRequest(
-                    f"prompt.messages[{place}] holds text that the checkpoint's chat template leaves out (some take a "
-                    f"system message only as the first)"
+                    "holds text that the checkpoint's chat template leaves out (some take a system message only as the "
+                    "first)",
+                    field=f"prompt.messages[{place}]",
                 )
 
     def _expanded(self, rendered: str, expansions: Sequence[Expansion]) -> list[str]:
@@ -233,9 +234,8 @@ def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
         # Clients turn thinking off for every model; a template without the variable does not think.
         if name not in template.variables and (name, value) != ("enable_thinking", False):
             known = ", ".join(sorted(template.variables)) or "none"
-            raise InvalidRequest(
-                f"prompt.template_options.{name} is not a variable of the checkpoint's chat template; it has {known}"
-            )
+            text = f"is not a variable of the checkpoint's chat template; it has {known}"
+            raise InvalidRequest(text, field=f"prompt.template_options.{name[:200]}")
 
 
 def _text_of(token: Any) -> str:

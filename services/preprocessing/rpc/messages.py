@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from framesieve.common.contract.data_urls import parse_data_url
-from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected
+from framesieve.common.contract.errors import InvalidRequest, MediaRejected, within
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.common.contract.requests import check_inline_bytes, check_prompt
@@ -31,7 +31,6 @@ from framesieve.v1 import preprocessing_pb2, prompt_pb2
 MAX_EMBEDS_SLICES = 2**15
 # Keeps one prompt from flooding another server with requests.
 MAX_URLS = 32
-_SHOWN_CHARACTERS = 80
 
 _ROLES = {
     prompt_pb2.ROLE_SYSTEM: "system",
@@ -49,7 +48,7 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
     """
     check_prompt(prompt, max_inline_bytes)
     if not prompt.messages:
-        raise InvalidRequest("prompt.messages must hold at least one message, it is empty")
+        raise InvalidRequest("must hold at least one message, it is empty", field="prompt.messages")
     tools = tuple(_tool(tool, f"prompt.tools[{index}]") for index, tool in enumerate(prompt.tools))
     options = _object(prompt.template_options, "prompt.template_options")
     turns: list[Turn] = []
@@ -58,9 +57,9 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
     for index, message in enumerate(prompt.messages):
         name = f"prompt.messages[{index}]"
         if message.role not in _ROLES:
-            raise InvalidRequest(f"{name}.role must be system, user, assistant or tool, got {message.role}")
+            raise InvalidRequest(field=f"{name}.role", limit="system, user, assistant or tool", value=message.role)
         if not message.parts and not message.tool_calls:
-            raise InvalidRequest(f"{name}.parts must hold at least one part, it is empty")
+            raise InvalidRequest("must hold at least one part, it is empty", field=f"{name}.parts")
         parts: list[str | Modality] = []
         for place, part in enumerate(message.parts):
             content = _part(part, f"{name}.parts[{place}]")
@@ -73,7 +72,7 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
         called |= {call.id: call.name for call in calls}
         turns.append(Turn(_ROLES[message.role], tuple(parts), calls, *_result_of(message, name, called)))
     if not any(part for turn in turns for part in (*turn.parts, *turn.tool_calls)):
-        raise InvalidRequest("prompt.messages hold no media and only empty text")
+        raise InvalidRequest("hold no media and only empty text", field="prompt.messages")
     _check_sums(media, max_inline_bytes)
     return Conversation(tuple(turns), tuple(media), tools, options)
 
@@ -85,11 +84,11 @@ def _tool(tool: prompt_pb2.Tool, name: str) -> Tool:
 
 def _tool_calls(message: prompt_pb2.Message, name: str) -> tuple[ToolCall, ...]:
     if message.tool_calls and message.role != prompt_pb2.ROLE_ASSISTANT:
-        raise InvalidRequest(f"{name}.tool_calls must be empty for another role than assistant")
+        raise InvalidRequest(field=f"{name}.tool_calls", limit="empty for another role than assistant")
     calls = []
     for index, call in enumerate(message.tool_calls):
         if not call.name:
-            raise InvalidRequest(f"{name}.tool_calls[{index}].name must be set")
+            raise InvalidRequest(field=f"{name}.tool_calls[{index}].name", limit="set")
         arguments = _object(call.arguments, f"{name}.tool_calls[{index}].arguments")
         calls.append(ToolCall(call.id, call.name, arguments))
     return tuple(calls)
@@ -100,7 +99,7 @@ def _result_of(message: prompt_pb2.Message, name: str, called: Mapping[str, str]
     if message.role != prompt_pb2.ROLE_TOOL:
         for field in ("tool_call_id", "tool_name"):
             if getattr(message, field):
-                raise InvalidRequest(f"{name}.{field} must be empty for another role than tool")
+                raise InvalidRequest(field=f"{name}.{field}", limit="empty for another role than tool")
     return message.tool_call_id, message.tool_name or called.get(message.tool_call_id, "")
 
 
@@ -110,16 +109,16 @@ def _object(text: str, name: str) -> dict[str, Any]:
         value = json.loads(text or "{}")
         json.dumps(value, ensure_ascii=False).encode()  # half a character can be written as JSON, but not be tokenised
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not JSON: {error}") from None
+        raise InvalidRequest(f"is not JSON: {error}", field=name) from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be a JSON object, got {text[:_SHOWN_CHARACTERS]}")
+        raise InvalidRequest(field=name, limit="a JSON object", value=text)
     return value
 
 
 def _part(part: prompt_pb2.Part, name: str) -> str | MediaRequest:
     kind = part.WhichOneof("content")
     if kind is None:
-        raise InvalidRequest(f"{name} must hold text, image or video, it holds none")
+        raise InvalidRequest("must hold text, image or video, it holds none", field=name)
     if kind == "text":
         return part.text
     return _media(getattr(part, kind), Modality(kind), f"{name}.{kind}")
@@ -133,18 +132,18 @@ def _check_sums(media: Sequence[MediaRequest], max_inline_bytes: int) -> None:
     check_inline_bytes(sum(files), max_inline_bytes)
     urls = sum(isinstance(item.location, MediaUrl) for item in media)
     if urls > MAX_URLS:
-        raise InvalidRequest(f"prompt.messages hold {urls} media by URL, at most {MAX_URLS} are allowed")
+        text = f"hold {urls} media by URL, at most {MAX_URLS} are allowed"
+        raise InvalidRequest(text, field="prompt.messages", value=urls, limit=MAX_URLS)
     slices = sum(each.grid.t for each in embeds)
     if slices > MAX_EMBEDS_SLICES:
-        raise InvalidRequest(
-            f"prompt.messages hold embeddings of {slices} temporal slices, at most {MAX_EMBEDS_SLICES} are allowed"
-        )
+        text = f"hold embeddings of {slices} temporal slices, at most {MAX_EMBEDS_SLICES} are allowed"
+        raise InvalidRequest(text, field="prompt.messages", value=slices, limit=MAX_EMBEDS_SLICES)
 
 
 def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
     source = media.WhichOneof("source")
     if source is None:
-        raise InvalidRequest(f"{name} must hold data, data_bytes, url, path, frames or embeds, it holds none")
+        raise InvalidRequest("must hold data, data_bytes, url, path, frames or embeds, it holds none", field=name)
     if source == "frames":
         return _frames(media, modality, name)
     if source != "embeds":
@@ -155,29 +154,27 @@ def _media(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaReque
             location = MediaFile(media.data_bytes)
         return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name))
     if media.HasField("frame_sampling"):
-        raise InvalidRequest(f"{name}.frame_sampling must not be set with embeds, which have no frames")
+        raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{name}.frame_sampling")
     return MediaRequest(name, modality, _embeds(media.embeds, modality, name), FrameSampling())
 
 
 def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequest:
     """A video whose frames are pictures: their bytes one after the other, or the size of what follows the prompt."""
     if modality is Modality.IMAGE:
-        raise InvalidRequest(f"{name}.frames is for videos only: send the picture as {name}.data")
+        raise InvalidRequest("is for videos only", field=f"{name}.frames", remedy="send the picture as `data`")
     pictures, sizes = list(media.frames.pictures), list(media.frames.sizes_bytes)
     if pictures and sizes:
-        raise InvalidRequest(f"{name}.frames must hold pictures or sizes_bytes, it holds both")
+        raise InvalidRequest("must hold pictures or sizes_bytes, it holds both", field=f"{name}.frames")
     ends = tuple(accumulate(sizes or map(len, pictures)))
-    try:
+    with within(name):
         frames = PictureFrames(ends, tuple(media.frames.timestamps_s))
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.{error}") from error
     location = MediaFile(ends[-1]) if sizes else b"".join(pictures)
     return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), frames)
 
 
 def _location(url: str, name: str) -> MediaUrl | FileUrl | bytes:
     """A URL to fetch, the path of a file URL, or the bytes of a data URL."""
-    try:
+    with within(f"{name}.url"):
         match url.partition(":")[0].lower():
             case "data":
                 data = parse_data_url(url).data
@@ -185,24 +182,23 @@ def _location(url: str, name: str) -> MediaUrl | FileUrl | bytes:
                 return FileUrl(file_path(url))
             case _:
                 return MediaUrl(url)
-    except (InvalidRequest, MediaForbidden) as error:
-        raise type(error)(f"{name}.url {error}") from error
-    if not data:
-        raise MediaRejected(f"{name}.url is empty")
-    return data
+        if not data:
+            raise MediaRejected("is empty")
+        return data
 
 
 def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> Embeds:
     if not message.HasField("grid"):
-        raise InvalidRequest(f"{name}.embeds.grid must be set")
+        raise InvalidRequest(field=f"{name}.embeds.grid", limit="set")
     step = message.seconds_per_grid
     if message.HasField("seconds_per_grid") and step.denominator < 1:
-        raise InvalidRequest(f"{name}.embeds.seconds_per_grid.denominator must be at least 1, got {step.denominator}")
+        field = f"{name}.embeds.seconds_per_grid.denominator"
+        raise InvalidRequest(field=field, limit="at least 1", value=step.denominator)
     try:
         grid = Grid(message.grid.t, message.grid.h, message.grid.w)
     except ValueError as error:
-        raise InvalidRequest(f"{name}.embeds.grid is invalid: {error}") from error
-    try:
+        raise InvalidRequest(f"is invalid: {error}", field=f"{name}.embeds.grid") from error
+    with within(name):
         return Embeds(
             modality=modality,
             grid=grid,
@@ -212,18 +208,14 @@ def _embeds(message: prompt_pb2.MediaEmbeds, modality: Modality, name: str) -> E
             timestamps_s=tuple(message.timestamps_s),
             tile_columns=message.tile_columns,
         )
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.{error}") from error
 
 
 def _sampling(message: prompt_pb2.FrameSampling, name: str) -> FrameSampling:
     given = {field.name: value for field, value in message.ListFields()}
     if message.frame_indices:
         given["frame_indices"] = tuple(message.frame_indices)
-    try:
+    with within(name):
         return FrameSampling(**given)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{name}.{error}") from error
 
 
 def plan_responses(plan: PromptPlan, fetched_ns: int | None) -> Iterator[preprocessing_pb2.PreprocessResponse]:

@@ -108,7 +108,7 @@ def resource_errors_as_overloaded(name: str) -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, OSError) and cause.errno in _RESOURCE_ERRORS:
-                raise Overloaded(f"{name} cannot be opened now: {os.strerror(cause.errno)}") from error
+                raise Overloaded(f"cannot be opened now: {os.strerror(cause.errno)}", field=name) from error
             cause = cause.__cause__ or cause.__context__
         raise
 
@@ -119,7 +119,7 @@ def bytes_source(name: str, data: bytes) -> Source:
     Raises MediaRejected for no bytes, Overloaded where the machine is out of descriptors or memory.
     """
     if not data:
-        raise MediaRejected(f"{name}.data is empty")
+        raise MediaRejected("is empty", field=f"{name}.data")
     received = ReceivedFile(name)
     received.write(data)
     return received.source()
@@ -168,41 +168,43 @@ def path_source(
     Raises MediaForbidden for a path outside the root, whether it exists or not; MediaRejected for a file that is not
     readable, not regular or too large; Overloaded where the machine is out of descriptors or memory.
     """
+    field = f"{name}.{field}"
     if media_root is None:
-        raise MediaForbidden(f"{name}.{field} is {path!r}, but this service was started without --media-root")
+        raise MediaForbidden(f"is {path!r}, but this service was started without --media-root", field=field)
     if not path or "\0" in path:
-        raise MediaRejected(f"{name}.{field} must be a path below --media-root, got {path!r}")
-    with resource_errors_as_overloaded(f"{name}.{field}"):
+        raise MediaRejected(field=field, limit="a path below --media-root", value=path)
+    with resource_errors_as_overloaded(field):
         resolved = media_root.resolve()
         digest = partial(digest_of, known=known or digests(), check_cancelled=check_cancelled)
-        return _file_source(name, f"{name}.{field} {path!r}", path, resolved, max_bytes, digest)
+        return _file_source(name, field, path, resolved, max_bytes, digest)
 
 
 def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
     """Raises MediaRejected for a file of more than `max_bytes`."""
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes > max_bytes:
-        raise MediaRejected(f"{name} has {size_bytes} bytes, at most {max_bytes} are allowed")
+        text = f"has {size_bytes} bytes, at most {max_bytes} are allowed"
+        raise MediaRejected(text, field=name, value=size_bytes, limit=max_bytes)
 
 
 def _file_source(
-    name: str, told: str, path: str, root: Path, max_bytes: float, digest: Callable[[int], bytes]
+    name: str, field: str, path: str, root: Path, max_bytes: float, digest: Callable[[int], bytes]
 ) -> Source:
-    """told: the path in error texts."""
+    """field: which names the path, for error texts."""
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
-        raise MediaForbidden(f"{told} cannot be resolved") from error
+        raise MediaForbidden(f"{path!r} cannot be resolved", field=field) from error
     if not resolved.is_relative_to(root):
-        raise MediaForbidden(f"{told} lies outside --media-root")
+        raise MediaForbidden(f"{path!r} lies outside --media-root", field=field)
     try:
         # O_NONBLOCK: opening a pipe would block the thread.
         descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise MediaRejected(f"{told} cannot be read: {error.strerror}") from error
+        raise MediaRejected(f"{path!r} cannot be read: {error.strerror}", field=field) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise MediaRejected(f"{told} is not a regular file")
+            raise MediaRejected(f"{path!r} is not a regular file", field=field)
         check_file_size(name, descriptor, max_bytes)
         return Source(name, digest(descriptor), descriptor)
     except BaseException:

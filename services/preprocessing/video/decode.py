@@ -156,7 +156,7 @@ class _Frames:
         """
         if self._lacked_memory or not self._room_for_a_frame():
             return MemoryError(text)
-        return MediaDamaged(f"{self._source.name} is damaged: {text}")
+        return MediaDamaged(f"is damaged: {text}", field=self._source.name)
 
     def _room_for_a_frame(self) -> bool:
         size = self._stream.codec_context
@@ -246,5 +246,5 @@ class _Frames:
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{self._source.name} has an unsupported pixel format: {error}") from error
+            raise MediaRejected(f"has an unsupported pixel format: {error}", field=self._source.name) from error
         return upright(pixels, self._orientation)

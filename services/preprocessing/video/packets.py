@@ -75,24 +75,23 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Opens the container and its first video stream that is not a cover image. Raises MediaRejected without one."""
     with source.open() as file:
         if unread := unread_format(file.read(HEAD_BYTES)):
-            raise MediaRejected(f"{source.name} is {unread}")
+            raise MediaRejected(f"is {unread}", field=source.name)
         file.seek(0)
         try:
             container = av.open(file, mode="r", options=_OPEN_OPTIONS)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"{source.name} cannot be read as an image or a video: {_reason(error)}") from error
+            text = f"cannot be read as an image or a video: {_reason(error)}"
+            raise MediaRejected(text, field=source.name) from error
         with container:
             streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
             if not streams:
                 sound = ", only audio" if container.streams.audio else ""
-                raise MediaRejected(f"{source.name} has no video stream{sound}")
+                raise MediaRejected(f"has no video stream{sound}", field=source.name)
             if _reads_one_picture(container.format.name):
-                raise MediaRejected(
-                    f"{source.name} is a picture that is not read ({container.format.name.removesuffix('_pipe')}): "
-                    f"convert it to JPEG, PNG, WebP or AVIF"
-                )
+                text = f"is a picture that is not read ({container.format.name.removesuffix('_pipe')})"
+                raise MediaRejected(text, field=source.name, remedy="convert it to JPEG, PNG, WebP or AVIF")
             # An animated AVIF has its first frame as a stream of its own, before the others.
             yield container, max(streams, key=lambda stream: stream.frames > 1)
 
@@ -134,10 +133,10 @@ def read_packets(source: Source) -> PacketIndex:
                 reader.second_field()
                 continue
             if reader.packets == MAX_PACKETS:
-                raise MediaRejected(f"{source.name} has more than {MAX_PACKETS} frames")
+                raise MediaRejected(f"has more than {MAX_PACKETS} frames", field=source.name)
             reader.add(packet)
         if not reader.packets:
-            raise MediaRejected(f"{source.name} holds no frames")
+            raise MediaRejected("holds no frames", field=source.name)
         rates = tuple(
             rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
         )
@@ -145,9 +144,8 @@ def read_packets(source: Source) -> PacketIndex:
         last_s = index.times.length_s if index.pts is None else index.pts[0] * time_base + index.times.length_s
         missing = missing_frames(container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
     if index.times.length_s > MAX_LENGTH_S:
-        raise MediaRejected(
-            f"{source.name} claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
-        )
+        text = f"claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
+        raise MediaRejected(text, field=source.name)
     orientation = _orientation(source)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
@@ -163,9 +161,10 @@ def _index(
         rate = (*rates, _FALLBACK_RATE)[0]
         return PacketIndex(FrameTimes(range(reader.packets), 1, 1 / rate, (rate,)), None, array("q"))
     if abs(reader.furthest) >= MAX_PTS:
-        raise MediaRejected(f"{source.name} has a frame at {reader.furthest} ticks, all must be within ±{MAX_PTS}")
+        text = f"has a frame at {reader.furthest} ticks, all must be within ±{MAX_PTS}"
+        raise MediaRejected(text, field=source.name)
     if len(reader) > MAX_EPOCHS:
-        raise MediaRejected(f"{source.name} has a clock that starts again more than {MAX_EPOCHS} times")
+        raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
     tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * stream.time_base)))
     epochs = reader.epochs(tail)
     shown, keyframes = reader.shown(epochs)
@@ -193,10 +192,10 @@ def _orientation(source: Source) -> int:
 
 def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
     if stream.codec_context is None:
-        raise MediaRejected(f"{source.name} uses an unsupported codec")
+        raise MediaRejected("uses an unsupported codec", field=source.name)
     height, width = stream.codec_context.height, stream.codec_context.width
     if height < 1 or width < 1:
-        raise MediaRejected(f"{source.name} does not declare its frame size: it is damaged or not a video")
+        raise MediaRejected("does not declare its frame size: it is damaged or not a video", field=source.name)
     check_frame_size(source.name, height, width)
     pixel_aspect = stream.sample_aspect_ratio or 1
     width = max(1, round(width * pixel_aspect)) if pixel_aspect > 0 else width
@@ -207,7 +206,8 @@ def _frame_size(source: Source, stream: VideoStream) -> tuple[int, int]:
 def check_frame_size(name: str, height_px: int, width_px: int) -> None:
     """Raises MediaRejected for frames of more than MAX_FRAME_PX pixels."""
     if height_px * width_px > MAX_FRAME_PX:
-        raise MediaRejected(f"{name} has frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_PX} are allowed")
+        text = f"has frames of {width_px}×{height_px} pixels, at most {MAX_FRAME_PX} are allowed"
+        raise MediaRejected(text, field=name)
 
 
 def _reason(error: Exception) -> str:

@@ -64,24 +64,24 @@ class PictureFrames:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.ends) <= MAX_FRAMES:
-            raise InvalidRequest(f"frames.pictures must be 1 to {MAX_FRAMES} pictures, got {len(self.ends)}")
+            raise InvalidRequest(field="frames.pictures", limit=f"1 to {MAX_FRAMES} pictures", value=len(self.ends))
         for number, (begin, end) in enumerate(pairwise((0, *self.ends))):
             if end <= begin:
-                raise InvalidRequest(f"frames.pictures[{number}] must hold at least 1 byte, got {end - begin}")
+                field = f"frames.pictures[{number}]"
+                raise InvalidRequest(f"must hold at least 1 byte, got {end - begin}", field=field)
         if len(self.timestamps_s) != len(self.ends):
-            raise InvalidRequest(
-                f"frames.timestamps_s must be as many times as pictures, {len(self.ends)}, got {len(self.timestamps_s)}"
-            )
+            limit = f"as many times as pictures, {len(self.ends)}"
+            raise InvalidRequest(field="frames.timestamps_s", limit=limit, value=len(self.timestamps_s))
+        limit = f"from 0 to {MAX_LENGTH_S}"
         for number, time_s in enumerate(self.timestamps_s):
             if not (math.isfinite(time_s) and 0 <= time_s <= MAX_LENGTH_S):
-                raise InvalidRequest(f"frames.timestamps_s[{number}] must be from 0 to {MAX_LENGTH_S}, got {time_s}")
+                raise InvalidRequest(field=f"frames.timestamps_s[{number}]", limit=limit, value=time_s)
         ticks = [round(time_s * TICKS_PER_S) for time_s in self.timestamps_s]
         for number, (before, after) in enumerate(pairwise(ticks), 1):
             if after <= before:
-                raise InvalidRequest(
-                    f"frames.timestamps_s[{number}] must be at least a microsecond after the time before it, "
-                    f"{self.timestamps_s[number - 1]}, got {self.timestamps_s[number]}"
-                )
+                limit = f"at least a microsecond after the time before it, {self.timestamps_s[number - 1]}"
+                field, value = f"frames.timestamps_s[{number}]", self.timestamps_s[number]
+                raise InvalidRequest(field=field, limit=limit, value=value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,8 @@ def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], No
         found.append(read_picture(part))
         sizes = [f"{each.width_px}×{each.height_px}" for each in (found[0], found[-1])]
         if sizes[0] != sizes[1]:
-            raise MediaRejected(
-                f"{part.name} has {sizes[1]} pixels, the first picture has {sizes[0]}; all must have the same size"
-            )
+            text = f"has {sizes[1]} pixels, the first picture has {sizes[0]}; all must have the same size"
+            raise MediaRejected(text, field=part.name)
         progress()
     orientations = tuple(each.orientation for each in found)
     return PictureIndex(tuple(ends), orientations, found[0].height_px, found[0].width_px)
@@ -152,15 +151,13 @@ def read_picture(source: Source) -> Picture:
                 moves = _moves(image, file)
                 orientation = _orientation(image)
         except Image.DecompressionBombError as error:
-            raise MediaRejected(
-                f"{source.name} has far more pixels than the {MAX_FRAME_PX} that are allowed"
-            ) from error
+            text = f"has far more pixels than the {MAX_FRAME_PX} that are allowed"
+            raise MediaRejected(text, field=source.name) from error
         except _UNREADABLE as error:
             file.seek(0)
             unread = unread_format(file.read(HEAD_BYTES))
-            raise MediaRejected(
-                f"{source.name} {f'is {unread}' if unread else 'cannot be read as an image'}"
-            ) from error
+            text = f"is {unread}" if unread else "cannot be read as an image"
+            raise MediaRejected(text, field=source.name) from error
     check_frame_size(source.name, height, width)
     if orientation in ON_ITS_SIDE:
         height, width = width, height
@@ -174,7 +171,7 @@ def decode_picture(source: Source, picture: Picture) -> UInt8Array:
             with Image.open(file, formats=_FORMATS) as image:
                 rgb = _on_white(image)
         except _UNREADABLE as error:
-            raise MediaDamaged(f"{source.name} cannot be decoded: {error}") from error
+            raise MediaDamaged(f"cannot be decoded: {error}", field=source.name) from error
     return upright(np.asarray(rgb), picture.orientation)
 
 

@@ -69,41 +69,38 @@ class FrameSampling:
     def __post_init__(self) -> None:
         self._check_exact()
         if self.fps is not None and not 0 < self.fps <= MAX_FPS:
-            raise InvalidRequest(f"frame_sampling.fps must be above 0 and at most {MAX_FPS:g}, got {self.fps}")
+            limit = f"above 0 and at most {MAX_FPS:g}"
+            raise InvalidRequest(field="frame_sampling.fps", limit=limit, value=self.fps)
         for name in ("min_frames", "max_frames", "num_frames"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_FRAMES:
-                raise InvalidRequest(f"frame_sampling.{name} must be between 1 and {MAX_FRAMES}, got {value}")
+                limit = f"between 1 and {MAX_FRAMES}"
+                raise InvalidRequest(field=f"frame_sampling.{name}", limit=limit, value=value)
         if self.min_frames is not None and self.max_frames is not None and self.max_frames < self.min_frames:
-            raise InvalidRequest(
-                f"frame_sampling.max_frames must be at least min_frames {self.min_frames}, got {self.max_frames}"
-            )
+            limit = f"at least min_frames {self.min_frames}"
+            raise InvalidRequest(field="frame_sampling.max_frames", limit=limit, value=self.max_frames)
         for name, time in (("start_s", self.start_s), ("end_s", self.end_s)):
             if time is not None and not (math.isfinite(time) and time >= 0):
-                raise InvalidRequest(f"frame_sampling.{name} must be at least 0, got {time}")
+                raise InvalidRequest(field=f"frame_sampling.{name}", limit="at least 0", value=time)
         if self.end_s is not None and self.end_s <= (self.start_s or 0):
-            raise InvalidRequest(
-                f"frame_sampling.end_s must be above frame_sampling.start_s {self.start_s or 0:g}, got {self.end_s:g}"
-            )
+            limit = f"above the start, {self.start_s or 0:g}"
+            raise InvalidRequest(field="frame_sampling.end_s", limit=limit, value=self.end_s)
 
     def _check_exact(self) -> None:
         exact = (("num_frames", _OTHER_COUNTS), ("frame_indices", (*_OTHER_TIMES, "num_frames")))
         for name, others in exact:
             together = [other for other in others if getattr(self, other) is not None]
             if getattr(self, name) and together:
-                raise InvalidRequest(f"frame_sampling.{name} must not be set together with {together[0]}")
-        indices = self.frame_indices
+                text = f"must not be set together with {together[0]}"
+                raise InvalidRequest(text, field=f"frame_sampling.{name}")
+        indices, field = self.frame_indices, "frame_sampling.frame_indices"
         if len(indices) > MAX_FRAMES:
-            raise InvalidRequest(
-                f"frame_sampling.frame_indices must be at most {MAX_FRAMES} indices, got {len(indices)}"
-            )
+            raise InvalidRequest(field=field, limit=f"at most {MAX_FRAMES} indices", value=len(indices))
         if indices and indices[0] < 0:
-            raise InvalidRequest(f"frame_sampling.frame_indices must be at least 0, got {indices[0]}")
+            raise InvalidRequest(field=field, limit="at least 0", value=indices[0])
         for before, after in pairwise(indices):
             if after <= before:
-                raise InvalidRequest(
-                    f"frame_sampling.frame_indices must be strictly increasing, got {after} after {before}"
-                )
+                raise InvalidRequest(f"must be strictly increasing, got {after} after {before}", field=field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +191,8 @@ class FrameTimes:
         on_screen = first > 0 and start < stop and not appears
         if first >= end and not on_screen:
             asked = f"{start_s or 0:g} s and {'the end' if end_s is None else f'{end_s:g} s'}"
-            raise InvalidRequest(
-                f"frame_sampling.start_s and frame_sampling.end_s select nothing: no frame appears between {asked}, "
-                f"the video lasts {float(self.length_s):.3f} s"
-            )
+            text = f"selects nothing: no frame appears between {asked}, the video lasts {float(self.length_s):.3f} s"
+            raise InvalidRequest(text, field=f"frame_sampling.{'end_s' if start_s is None else 'start_s'}")
         ticks = array("q", (start, *self.ticks[first:end])) if on_screen else self.ticks[first:end]
         next_tick = self.ticks[end] if end < len(self.ticks) else over
         part = replace(self, ticks=ticks, tail_ticks=min(next_tick, stop) - ticks[-1])
@@ -282,9 +277,8 @@ def _exactly(times: FrameTimes, indices: Sequence[int], temporal_patch: int) -> 
     """The frames at `indices`. The step between slices is that of the frames on average."""
     total, rate = len(times.ticks), times.rate()
     if indices[-1] >= total:
-        raise InvalidRequest(
-            f"frame_sampling.frame_indices must be below {total}, the number of frames, got {indices[-1]}"
-        )
+        limit = f"below {total}, the number of frames"
+        raise InvalidRequest(field="frame_sampling.frame_indices", limit=limit, value=indices[-1])
     times_s = [times.timestamp_s(place, rate) for place in indices]
     return _padded(indices, times_s, times.mean_step_s(indices, rate), temporal_patch)
 

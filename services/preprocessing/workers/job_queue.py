@@ -267,10 +267,12 @@ class JobQueue:
 
     def _failure(self, facts: Facts) -> Exception:
         """Maps a worker's FAILED message to the error that is raised."""
-        reason, text = facts.text("reason"), facts.text("text")
+        reason, text, field, remedy = map(facts.text, ("reason", "text", "field", "remedy"))
         if reason == "MEMORY":
             return WorkerFault(Fault.MEMORY, f"it needed more than {self._limits.memory_bytes >> 20} MiB")
-        return _REFUSALS[reason](text) if reason in _REFUSALS else PeerContract(f"a worker failed: {text}")
+        if reason in _REFUSALS:
+            return _REFUSALS[reason](text, field=field or None, remedy=remedy or None)
+        return PeerContract(f"a worker failed: {text}")
 
 
 @asynccontextmanager

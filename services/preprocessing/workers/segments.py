@@ -62,8 +62,8 @@ async def _joined(queue: JobQueue, segments: Sequence[VideoSlices]) -> AsyncGene
 def _check(video: PlannedVideo, repaired: int) -> None:
     whole = len(video.places)
     if repaired > MAX_REPAIRED_SHARE * whole:
-        text = f"{repaired} of its {whole} frames cannot be decoded, at most a tenth may be"
-        raise MediaDamaged(f"{video.source.name} is damaged: {text}")
+        text = f"is damaged: {repaired} of its {whole} frames cannot be decoded, at most a tenth may be"
+        raise MediaDamaged(text, field=video.source.name)
 
 
 def _segments(job: VideoSlices, workers: int) -> list[VideoSlices]:

@@ -80,11 +80,10 @@ def index_video(task: Task) -> Generator[Piece, None, None]:
     index = read_packets(task.source)
     frames, length_s = len(index.times.ticks), index.times.length_s
     if frames > task.limits.frames:
-        raise MediaRejected(f"{task.source.name} has {frames} frames, at most {task.limits.frames} are allowed")
+        raise MediaRejected(f"has {frames} frames, at most {task.limits.frames} are allowed", field=task.source.name)
     if length_s > task.limits.length_s:
-        raise MediaRejected(
-            f"{task.source.name} lasts {float(length_s):.0f} s, at most {task.limits.length_s} are allowed"
-        )
+        text = f"lasts {float(length_s):.0f} s, at most {task.limits.length_s} are allowed"
+        raise MediaRejected(text, field=task.source.name)
     yield Piece(*index_facts(index))
 
 
@@ -172,7 +171,7 @@ def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobT
                     break
                 _send_piece(connection, next(pieces))
     except FramesieveError as error:
-        _fail(connection, error.reason, str(error))
+        _fail(connection, error.reason, error.message, field=error.field or "", remedy=error.remedy or "")
     except MemoryError:
         _fail(connection, "MEMORY", "")
     except Exception:
@@ -220,8 +219,9 @@ def _send_piece(connection: socket.socket, piece: Piece) -> None:
     os.close(memory)
 
 
-def _fail(connection: socket.socket, reason: str, text: str) -> None:
-    _send(connection, Kind.FAILED, {"reason": reason, "text": text[-MAX_TEXT_CHARACTERS:]})
+def _fail(connection: socket.socket, reason: str, text: str, field: str = "", remedy: str = "") -> None:
+    facts = {"reason": reason, "text": text[-MAX_TEXT_CHARACTERS:], "field": field, "remedy": remedy}
+    _send(connection, Kind.FAILED, facts)
 
 
 def _receive(connection: socket.socket) -> Message:

@@ -127,7 +127,7 @@ class WorkerPool:
             raise
         except WorkerFault as error:
             fault = error.fault
-            raise MediaRejected(f"{name} cannot be decoded: {error}") from error
+            raise MediaRejected(f"cannot be decoded: {error}", field=name) from error
         finally:
             self.busy -= 1
             self._background.start(self._settle(worker) if fault is None else self._replace(worker, fault))
