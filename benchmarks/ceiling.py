@@ -40,8 +40,8 @@ from framesieve.common.serving.probe import is_serving, serves_http
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.attention.block_plan import BlockPlan
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
-from framesieve.services.generation.model.attention.pages import PagePlan
 from framesieve.services.generation.model.graphs import Captured
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.request import Event, Request
@@ -72,10 +72,10 @@ class _NoKernels:
     def prefill(self) -> _NoKernels:
         return self
 
-    def decode(self, rows: int, most_pages: int) -> _NoKernels:
+    def decode(self, rows: int, max_blocks: int) -> _NoKernels:
         return self
 
-    def plan(self, pages: PagePlan) -> None:
+    def plan(self, blocks: BlockPlan) -> None:
         pass
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
@@ -100,7 +100,7 @@ class EngineContender:
             index, event = events.get()
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Tokens):
+            if isinstance(event, Delta):
                 first.setdefault(index, time.perf_counter() - started[index])
                 tokens[index] += event.token_ids
             if isinstance(event, Finished):

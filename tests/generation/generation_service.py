@@ -100,7 +100,7 @@ async def service_of(
 ) -> AsyncIterator[Service]:
     """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.
 
-    compact: see `RopeState`.
+    compact: see `PrunedPrompt`.
     """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from framesieve.services.generation.model.attention.block_plan import BlockPlan
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
@@ -19,7 +20,6 @@ from framesieve.services.generation.model.attention.flash_infer import (
     Kernel,
     check_kernels,
 )
-from framesieve.services.generation.model.attention.pages import PagePlan
 from framesieve.services.generation.model.attention.varlen import VarlenCache
 from framesieve.services.generation.model.runner import Runner
 from tests.tiny import TinyEngine
@@ -59,21 +59,21 @@ def read_in_place(runner: Runner) -> None:
 class PlainKernel(Kernel):
     """Reads the arrays of its plan as FlashInfer documents them."""
 
-    def plan(self, pages: PagePlan) -> None:
-        assert {array.dtype for array in (pages.row_ends, pages.page_ends, pages.pages)} == {np.dtype(np.int32)}
-        self._pages = pages
+    def plan(self, blocks: BlockPlan) -> None:
+        assert {array.dtype for array in (blocks.row_ends, blocks.block_ends, blocks.blocks)} == {np.dtype(np.int32)}
+        self._blocks = blocks
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        plan, block_tokens = self._pages, key.shape[1]
+        plan, block_tokens = self._blocks, key.shape[1]
         key, value = key.to(query.dtype), value.to(query.dtype)
         tables, places = [], []
-        most = int(np.diff(plan.page_ends).max())
-        for index, last in enumerate(plan.last_page_tokens):
-            pages = plan.pages[plan.page_ends[index] : plan.page_ends[index + 1]]
+        most = int(np.diff(plan.block_ends).max())
+        for index, last in enumerate(plan.last_block_tokens):
+            blocks = plan.blocks[plan.block_ends[index] : plan.block_ends[index + 1]]
             rows = plan.row_ends[index + 1] - plan.row_ends[index]
-            tokens = (len(pages) - 1) * block_tokens + last
+            tokens = (len(blocks) - 1) * block_tokens + last
             places += range(tokens - rows, tokens)
-            tables += [[*pages, *[pages[0]] * (most - len(pages))]] * rows
+            tables += [[*blocks, *[blocks[0]] * (most - len(blocks))]] * rows
         scale = query.shape[2] ** -0.5
         return attend(query, key, value, torch.tensor(np.array(tables)), torch.tensor(np.array(places)), scale)
 
@@ -86,8 +86,8 @@ class _Wrapper:
         self._kernel = PlainKernel()
         self.dtypes: tuple[torch.dtype, ...] = ()
 
-    def _plan(self, row_ends: Tensor, page_ends: Tensor, pages: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
-        self._kernel.plan(PagePlan(row_ends.numpy(), page_ends.numpy(), pages.numpy(), last.numpy()))
+    def _plan(self, row_ends: Tensor, block_ends: Tensor, blocks: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
+        self._kernel.plan(BlockPlan(row_ends.numpy(), block_ends.numpy(), blocks.numpy(), last.numpy()))
         self.dtypes = dtypes
 
     def run(self, query: Tensor, key_and_value: tuple[Tensor, Tensor]) -> Tensor:
@@ -175,9 +175,9 @@ class Kernels(FlashInferKernels):
         with patch.object(torch.cuda, "Event"):
             return super().prefill()
 
-    def decode(self, rows: int, most_pages: int) -> Kernel:
+    def decode(self, rows: int, max_blocks: int) -> Kernel:
         with patch.object(torch.cuda, "Event"):
-            return super().decode(rows, most_pages)
+            return super().decode(rows, max_blocks)
 
 
 def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from framesieve.services.generation.model import attention
 from framesieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
+from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
     FlashInferKernels,
     workspace_bytes,
 )
-from framesieve.services.generation.model.attention.pages import plan_pages
 from framesieve.services.generation.model.attention.sdpa import SdpaCache
 from framesieve.services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
 from framesieve.services.generation.request.batch import Context, Packed, slots_of
@@ -41,7 +41,7 @@ IN_FP8 = replace(SIZES, fp8=True)
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[tuple[list[int], int, int]]:
-    """Blocks, computed tokens and window's end of each sequence, in packed order: single-token windows first."""
+    """Blocks, computed tokens and chunk's end of each sequence, in packed order: single-token chunks first."""
     shift = draw(st.integers(1, BLOCKS - 1))
     neighbours = [*range(shift, BLOCKS), *range(1, shift)]  # block 0 is never theirs, so padding must not read it
     free = draw(st.sampled_from([neighbours, draw(st.permutations(range(1, BLOCKS)))]))
@@ -93,7 +93,7 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
 ) -> None:
     with (
         patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens),
-        patch.object(sdpa, "MOST_GATHERED_TOKENS", gathered),
+        patch.object(sdpa, "MAX_GATHERED_TOKENS", gathered),
     ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
@@ -141,16 +141,16 @@ def test_a_decode_batch_needs_only_a_plan_a_block_table_and_lengths(
 
 
 @given(batch=batches())
-def test_plans_of_pages_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
-    spare = [0, 0]  # blocks behind the window's end are not read
-    plan = plan_pages([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
-    row, page = 0, 0
+def test_plans_of_blocks_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
+    spare = [0, 0]  # blocks behind the chunk's end are not read
+    plan = plan_blocks([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
+    row, block = 0, 0
     for index, (blocks, start, end) in enumerate(batch):
-        assert (plan.row_ends[index], plan.page_ends[index]) == (row, page)
-        assert plan.pages[page : page + len(blocks)].tolist() == blocks
-        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_page_tokens[index] == end
-        row, page = row + end - start, page + len(blocks)
-    assert (plan.row_ends[-1], plan.page_ends[-1], len(plan.pages)) == (row, page, page)
+        assert (plan.row_ends[index], plan.block_ends[index]) == (row, block)
+        assert plan.blocks[block : block + len(blocks)].tolist() == blocks
+        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_block_tokens[index] == end
+        row, block = row + end - start, block + len(blocks)
+    assert (plan.row_ends[-1], plan.block_ends[-1], len(plan.blocks)) == (row, block, block)
 
 
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

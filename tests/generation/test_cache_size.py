@@ -74,8 +74,8 @@ class FakeMemory:
         cache = -(-rows // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
         self._most = max(self._most, self.weights + self.step + cache * self.model.token_bytes)
 
-    def capture(self, runner: Runner, most_rows: int, most_tokens: int) -> bool:
-        self.captured.append(most_tokens)
+    def capture(self, runner: Runner, max_rows: int, max_tokens: int) -> bool:
+        self.captured.append(max_tokens)
         return True
 
 
@@ -124,7 +124,7 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
     flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
     fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)
-    assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
+    assert max(gathered) == sdpa.MAX_GATHERED_TOKENS // 9 * 9 > 32768
 
 
 def test_a_cache_in_fp8_holds_as_many_tokens_as_one_byte_a_value_allows(memory: FakeMemory) -> None:

@@ -140,7 +140,7 @@ def test_each_step_is_one_forward_and_replayed_if_every_row_is_sampled(models: M
     counting = models.engine.text.register_forward_hook(lambda *_: forwards.append(1))
     assert answers(models, tiny, [5, 30, 9, 22], 24, 0.5) == expected
     counting.remove()
-    prompts = {each.id: each.rope.tokens for each in tiny.runner._requests.values()}
+    prompts = {each.id: each.prompt.tokens for each in tiny.runner._requests.values()}
     sampled = [all(start >= prompts[name] - 1 for name, start, _ in step) for step in tiny.runner.steps]
     drafts = [any(end - start > 1 for _, start, end in step) for step in tiny.runner.steps]
     assert [step.replayed for step in steps] == sampled

@@ -237,8 +237,8 @@ def test_a_launch_that_fails_costs_its_own_request_only(
     work = getattr(owner, name)
 
     def failing(self: Any, *args: Any) -> Any:
-        windows = self.windows if isinstance(self, Launched) else args[0]
-        if any(window.request.id == "2" for window in windows):
+        chunks = self.chunks if isinstance(self, Launched) else args[0]
+        if any(chunk.request.id == "2" for chunk in chunks):
             raise ValueError("broken")
         return work(self, *args)
 

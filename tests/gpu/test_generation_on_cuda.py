@@ -22,7 +22,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
 from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from framesieve.services.generation.sampling.truncation import floors
@@ -99,10 +99,10 @@ def test_no_step_synchronises_with_the_device(
     answer(engine, questions(family))  # a first run, which allocates
     launch, sample, watched = Runner.launch, Launched.sample, []
 
-    def launched(runner: Runner, windows: Sequence[Window], before: Sampled | None) -> Launched:
+    def launched(runner: Runner, chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
         watched.append(before is not None)
         with waits_forbidden():
-            return launch(runner, windows, before)
+            return launch(runner, chunks, before)
 
     def sampled(step: Launched) -> Sampled:
         with waits_forbidden():

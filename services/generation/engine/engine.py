@@ -41,7 +41,7 @@ from framesieve.services.generation.engine.stats import EngineStats, Step, Total
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.encoded_media import EncodedMediaCache
 from framesieve.services.generation.model.runner import OutOfStep, Runner, Sampled
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
 from framesieve.services.generation.sampling.sampler import SampledToken
@@ -140,7 +140,7 @@ class Engine:
         """
         if request.max_tokens > self._capacity_tokens:
             raise PromptTooLong(
-                f"a prompt of {request.rope.tokens} tokens and sampling.max_new_tokens "
+                f"a prompt of {request.prompt.tokens} tokens and sampling.max_new_tokens "
                 f"{request.sampling.max_new_tokens} need room for {request.max_tokens} tokens, "
                 f"the cache holds {self._capacity_tokens}"
             )
@@ -185,108 +185,106 @@ class Engine:
         """Runs queued commands, launches a step and reads one. Returns False if there was nothing to do."""
         self._run_commands()
         self._step_began_ns = monotonic_ns()
-        windows, unread = self._schedule(), self._unread
-        self._unread = self._launch(windows)
+        chunks, unread = self._schedule(), self._unread
+        self._unread = self._launch(chunks)
         if not self._overlap:
             self._read()
         self._step_began_ns = None
-        return bool(windows or unread)
+        return bool(chunks or unread)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or owned twice. Only while the engine's thread does not run."""
         self._scheduler.check_integrity()
 
-    def _schedule(self) -> list[Window]:
+    def _schedule(self) -> list[Chunk]:
         with self._lock:
             try:
-                windows = self._scheduler.schedule()
+                chunks = self._scheduler.schedule()
             except Exception as error:
                 # The request at fault is unknown and the scheduler unusable: all of them fail.
                 log.exception("scheduling failed")
                 self._fail(self._scheduler.requests(), _as_failure(error))
                 return []
-            for request in (window.request for window in windows):
-                if not request.prefill_announced and request.rope.complete:
+            for request in (chunk.request for chunk in chunks):
+                if not request.prefill_announced and request.prompt.complete:
                     request.prefill_announced = True
                     self._send(request, PrefillStarted())
-        return windows
+        return chunks
 
-    def _launch(self, windows: Sequence[Window]) -> Sampled | None:
+    def _launch(self, chunks: Sequence[Chunk]) -> Sampled | None:
         """Launches the forward of a step, reads the step before it, and launches the sampling.
 
-        If that fails, each window is computed by itself: only a request that fails alone fails. Computing keys and
+        If that fails, each chunk is computed by itself: only a request that fails alone fails. Computing keys and
         values twice writes the same, and nothing that needs much memory comes after a random number is drawn, but where
         draft tokens are verified one after the other.
         """
-        if not windows:
+        if not chunks:
             self._read()
             return None
-        launched = self._attempt(windows, lambda: self._runner.launch(windows, self._unread))
+        launched = self._attempt(chunks, lambda: self._runner.launch(chunks, self._unread))
         self._read()
-        result = launched if isinstance(launched, Exception) else self._attempt(windows, launched.sample)
+        result = launched if isinstance(launched, Exception) else self._attempt(chunks, launched.sample)
         if not isinstance(result, Exception):
-            self._mark_launched(windows)
+            self._mark_launched(chunks)
             return result
         del launched  # its logits take memory
-        if len(windows) == 1:
+        if len(chunks) == 1:
             with self._lock:
-                self._fail([windows[0].request], _as_failure(result))  # unless the step before has ended it
+                self._fail([chunks[0].request], _as_failure(result))  # unless the step before has ended it
             return None
-        for window in windows:
-            if window.request.status is not Status.DONE:  # the step before may have ended it
-                self._unread = self._launch([window])
+        for chunk in chunks:
+            if chunk.request.status is not Status.DONE:  # the step before may have ended it
+                self._unread = self._launch([chunk])
                 self._read()
         return None
 
-    def _attempt(self, windows: Sequence[Window], work: Callable[[], T]) -> T | Exception:
+    def _attempt(self, chunks: Sequence[Chunk], work: Callable[[], T]) -> T | Exception:
         """The result of work, or why it failed."""
         try:
             return work()
         except (torch.AcceleratorError, OutOfStep):  # the device or the other ranks are unusable: the thread must end
             raise
         except Exception as error:
-            log.exception("step failed", request_ids=[window.request.id for window in windows])
+            log.exception("step failed", request_ids=[chunk.request.id for chunk in chunks])
             return error.with_traceback(None)  # whose frames hold the step's memory
 
-    def _mark_launched(self, windows: Sequence[Window]) -> None:
+    def _mark_launched(self, chunks: Sequence[Chunk]) -> None:
         """Later steps are computed behind this one, so they may use the keys and values that it will write."""
         with self._lock:
-            for window in windows:
-                if window.request.status is Status.DONE:  # the step before has ended it
+            for chunk in chunks:
+                if chunk.request.status is Status.DONE:  # the step before has ended it
                     continue
-                self._scheduler.mark_computed(window.request, window.end - window.num_draft_tokens)
-                if window.samples:
-                    window.request.num_unread += 1
-                    if window.request.siblings:
-                        self._scheduler.start_siblings(window.request)
+                self._scheduler.mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens)
+                if chunk.samples:
+                    chunk.request.num_unread += 1
+                    if chunk.request.siblings:
+                        self._scheduler.start_siblings(chunk.request)
 
     def _read(self) -> None:
         """Reads the tokens of the unread step, if there is one."""
         step, self._unread = self._unread, None
         if step:
-            self._publish(step, self._postprocess(step.windows, step.read()))
+            self._publish(step, self._postprocess(step.chunks, step.read()))
 
-    def _postprocess(
-        self, windows: Sequence[Window], sampled: Mapping[Window, Sequence[SampledToken] | Exception]
-    ) -> int:
+    def _postprocess(self, chunks: Sequence[Chunk], sampled: Mapping[Chunk, Sequence[SampledToken] | Exception]) -> int:
         """Appends sampled tokens to their answers, ends answers and sends events. Returns the accepted draft tokens.
 
-        sampled: for each window that samples, its accepted draft tokens and one more, or why its request must fail.
+        sampled: for each chunk that samples, its accepted draft tokens and one more, or why its request must fail.
         """
         total_accepted = 0
         with self._lock:
-            for window in windows:
-                request = window.request
+            for chunk in chunks:
+                request = chunk.request
                 try:
-                    total_accepted += self._append(window, sampled.get(window, ()))
+                    total_accepted += self._append(chunk, sampled.get(chunk, ()))
                 except Exception as error:
                     log.exception("request failed", request_id=request.id)
                     self._fail([request], _as_failure(error))
         return total_accepted
 
-    def _append(self, window: Window, sampled: Sequence[SampledToken] | Exception) -> int:
-        """Appends the tokens of one window. Returns its accepted draft tokens."""
-        request = window.request
+    def _append(self, chunk: Chunk, sampled: Sequence[SampledToken] | Exception) -> int:
+        """Appends the tokens of one chunk. Returns its accepted draft tokens."""
+        request = chunk.request
         if request.status is Status.DONE or not sampled:  # it ended or was cancelled meanwhile
             return 0
         if isinstance(sampled, Exception):
@@ -294,7 +292,7 @@ class Engine:
         request.num_unread -= 1
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token: its keys and values are in the cache
-                self._scheduler.mark_computed(request, window.end - window.num_draft_tokens + accepted)
+                self._scheduler.mark_computed(request, chunk.end - chunk.num_draft_tokens + accepted)
             tokens, reason = request.append(token)
             self._send(request, tokens)
             if reason:
@@ -307,7 +305,7 @@ class Engine:
         preemptions = self._scheduler.preemptions - self._totals.preemptions
         began_ns, self._read_ns = max(sampled.began_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9
-        step = Step.of(sampled.windows, accepted, preemptions, seconds, sampled.replayed)
+        step = Step.of(sampled.chunks, accepted, preemptions, seconds, sampled.replayed)
         self._totals = self._totals.plus(step)
         self._on_step(step)
 
@@ -364,7 +362,7 @@ class Engine:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
         encoded = self._encoded_media.add(request.media_keys[index], item)
         request.add_media(index, encoded, embeds)
-        if request.rope.complete:
+        if request.prompt.complete:
             self._scheduler.media_complete(request)
 
     def _send(self, request: Request, event: Event) -> None:

@@ -9,7 +9,7 @@ from framesieve.common.contract.plan import Modality, PromptPlan
 from framesieve.common.contract.requests import check_tools
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.wire import grid_message, modality_message
-from framesieve.services.generation.request.request import FinishReason, Tokens
+from framesieve.services.generation.request.request import Delta, FinishReason
 from framesieve.services.generation.rpc.arriving_item import Progress
 from framesieve.services.generation.rpc.timing import Stage, StageClock
 from framesieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
@@ -127,22 +127,22 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
 
 
 def delta_response(
-    tokens: Tokens, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
+    delta: Delta, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
 ) -> generation_pb2.GenerateResponse:
-    if not tokens.logprobs and not calls:
-        delta = generation_pb2.Delta(choice_index=choice_index, text=tokens.text, token_ids=tokens.token_ids)
-        return generation_pb2.GenerateResponse(delta=delta)
-    named = {one for top in tokens.top_logprobs for one, _ in top}.union(tokens.token_ids) if tokens.logprobs else ()
+    if not delta.logprobs and not calls:
+        plain = generation_pb2.Delta(choice_index=choice_index, text=delta.text, token_ids=delta.token_ids)
+        return generation_pb2.GenerateResponse(delta=plain)
+    named = {one for top in delta.top_logprobs for one, _ in top}.union(delta.token_ids) if delta.logprobs else ()
     texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
             choice_index=choice_index,
-            text=tokens.text,
-            token_ids=tokens.token_ids,
-            logprobs=tokens.logprobs,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
             top_logprobs=[
                 generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
-                for top in tokens.top_logprobs
+                for top in delta.top_logprobs
             ],
             token_texts=texts,
             token_bytes={one: token_bytes(tokenizer, one, text) for one, text in texts.items() if REPLACEMENT in text},

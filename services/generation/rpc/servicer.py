@@ -23,12 +23,12 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.model.adapters import NO_ADAPTERS, Adapters
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import (
+    Delta,
     Failed,
     Finished,
     FinishReason,
     PrefillStarted,
     Request,
-    Tokens,
 )
 from framesieve.services.generation.rpc.arriving_item import Progress
 from framesieve.services.generation.rpc.events import Dated, Events, Inbox
@@ -70,7 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
     requests may name. model_names: the names under which the checkpoint is served. grammars: of its tokenizer.
-    compact: see `RopeState`. reads_calls: whether the checkpoint writes tool calls in the form of `CallReader`.
+    compact: see `PrunedPrompt`. reads_calls: whether the checkpoint writes tool calls in the form of `CallReader`.
     """
 
     def __init__(
@@ -251,14 +251,14 @@ class Responses:
 
         Raises the error of Failed, and exceptions.
         """
-        tokens: dict[int, list[Tokens]] = {}  # by answer, not yet in a response
+        deltas: dict[int, list[Delta]] = {}  # by answer, not yet in a response
         for at_ns, index, event in events:
-            if isinstance(event, Tokens):
+            if isinstance(event, Delta):
                 self._count(at_ns, index)
-                tokens.setdefault(index, []).append(event)
+                deltas.setdefault(index, []).append(event)
                 continue
-            yield from self._deltas(tokens)
-            tokens = {}
+            yield from self._answered(deltas)
+            deltas = {}
             match event:
                 case Progress():
                     yield progress_response(event)
@@ -275,7 +275,7 @@ class Responses:
                             reason = FinishReason.TOOL_CALLS
                     for text, calls in pieces:
                         if text or calls:
-                            yield delta_response(Tokens(text, ()), index, self._tokenizer, calls)
+                            yield delta_response(Delta(text, ()), index, self._tokenizer, calls)
                     count_answer(reason)
                     self._usage.completion_tokens = event.completion_tokens
                     self._usage.cached_prompt_tokens = self._question.cached_tokens
@@ -284,11 +284,11 @@ class Responses:
                     raise event.error
                 case Exception():
                     raise event
-        yield from self._deltas(tokens)
+        yield from self._answered(deltas)
 
-    def _deltas(self, tokens: Mapping[int, Sequence[Tokens]]) -> Iterator[GenerateResponse]:
-        for index, several in tokens.items():
-            joined, calls = Tokens.joined(several), list[CallDelta]()
+    def _answered(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[GenerateResponse]:
+        for index, several in deltas.items():
+            joined, calls = Delta.joined(several), list[CallDelta]()
             GENERATED_TOKENS.inc(len(joined.token_ids))
             add_request_stats(completion_tokens=len(joined.token_ids))
             if self._detokenizers:

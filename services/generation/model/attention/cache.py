@@ -69,7 +69,7 @@ class PagedCache(Protocol):
     sizes: CacheSizes
 
     def batch(self, packed: Packed) -> Batch:
-        """For the windows of a step."""
+        """For the chunks of a step."""
 
     @property
     def captures(self) -> bool:
@@ -79,7 +79,7 @@ class PagedCache(Protocol):
 class CapturedCache(PagedCache, Protocol):
     """A cache whose decode batches graphs can capture."""
 
-    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
         """What the host does before the decode batch of these sequences, of at most so many blocks each, is computed,
         captured or replayed. Of several numbers of sequences the largest comes first."""
 

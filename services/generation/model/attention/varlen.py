@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framesieve.services.generation.model.attention.block_plan import last_slots
 from framesieve.services.generation.model.attention.cache import CacheSizes
-from framesieve.services.generation.model.attention.pages import last_slots
 from framesieve.services.generation.request.batch import Context, Packed
 from framesieve.services.generation.to_device import to_device
 
@@ -87,10 +87,10 @@ class VarlenCache:
         new_slots, ends_there, lengths_there, table_there = (
             to_device(array, device) for array in (packed.slots, ends, lengths, table)
         )
-        most_rows = max(each.tokens for each in contexts)
-        return VarlenBatch(self, new_slots, ends_there, lengths_there, table_there, most_rows, int(lengths.max()))
+        max_rows = max(each.tokens for each in contexts)
+        return VarlenBatch(self, new_slots, ends_there, lengths_there, table_there, max_rows, int(lengths.max()))
 
-    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
         """Implements `CapturedCache.plan_decode`: the kernel reads all that it needs from the device."""
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> VarlenBatch:
@@ -105,7 +105,7 @@ class VarlenCache:
 class VarlenBatch:
     """Implements `Batch` for S sequences.
 
-    new_slots: int64 [T]; ends: int32 [S + 1]; lengths: int32 [S]; table: int32 [S, W]; most_rows, most_tokens: maxima
+    new_slots: int64 [T]; ends: int32 [S + 1]; lengths: int32 [S]; table: int32 [S, W]; max_rows, max_tokens: maxima
     over the sequences.
     """
 
@@ -114,8 +114,8 @@ class VarlenBatch:
     ends: Tensor
     lengths: Tensor
     table: Tensor
-    most_rows: int
-    most_tokens: int
+    max_rows: int
+    max_tokens: int
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Implements `Batch.attend`."""
@@ -128,8 +128,8 @@ class VarlenBatch:
             values,
             self.ends,
             None,
-            self.most_rows,
-            self.most_tokens,
+            self.max_rows,
+            self.max_tokens,
             scale=scaling,
             window_size=(-1, 0),  # causal, aligned to the end of each sequence
             enable_gqa=query.shape[0] != key.shape[0],

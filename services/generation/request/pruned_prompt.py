@@ -36,7 +36,7 @@ class Span:
         return self.offset + self.length
 
 
-class RopeState:
+class PrunedPrompt:
     """The pruned prompt: token ids and M-RoPE positions, gathered from the full layout as `kept` arrives.
 
     tokens: length of the pruned prompt; the grids and rates determine it before any item arrives.
@@ -79,9 +79,9 @@ class RopeState:
         self.spans: list[Span] = []
         self._gather()
 
-    def undelivered(self) -> RopeState:
+    def undelivered(self) -> PrunedPrompt:
         """The state of the same prompt before any item arrived."""
-        return RopeState(self._plan, self._kept_counts, self.vocab_size, compact=self._compact)
+        return PrunedPrompt(self._plan, self._kept_counts, self.vocab_size, compact=self._compact)
 
     @property
     def complete(self) -> bool:
