@@ -21,7 +21,8 @@ from transformers import (
 
 from demo.checkpoint import TINY, Shape, make_config, make_tokenizer, randomise, save_checkpoint
 from framesieve.common.contract.plan import Grid
-from framesieve.services.generation.families.text_model import assemble, fill, make_text
+from framesieve.services.generation.loading.text_model import assemble, make_text
+from framesieve.services.generation.loading.weights import fill
 from framesieve.services.generation.model.language_model import LanguageModel
 
 

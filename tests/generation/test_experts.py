@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextExperts
 
-from framesieve.services.generation.families import text_model
+from framesieve.services.generation.loading import text_model
 from framesieve.services.generation.model import experts
 from framesieve.services.generation.model.experts import EXPERTS, MAX_ROWS, compute_experts, rows_without_wait, waits
 from tests.generation.paged_kernels import use_paged

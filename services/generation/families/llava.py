@@ -17,7 +17,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbe
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.loading import TextClasses, load_text
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 

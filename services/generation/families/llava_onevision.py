@@ -14,7 +14,7 @@ from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGener
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.families.llava import load_linear
-from framesieve.services.generation.families.text_model import read_weights
+from framesieve.services.generation.loading.weights import read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 

@@ -21,8 +21,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbe
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.minicpmv import version_of
-from framesieve.services.generation.families.loading import TextClasses, load_text
-from framesieve.services.generation.families.quantised import is_quantised
+from framesieve.services.generation.loading import TextClasses, load_text
+from framesieve.services.generation.loading.quantised import is_quantised
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 

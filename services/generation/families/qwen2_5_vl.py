@@ -11,8 +11,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families.loading import TextClasses, load_text
 from framesieve.services.generation.families.qwen2_vl import TEXT_PREFIXES
+from framesieve.services.generation.loading import TextClasses, load_text
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 

@@ -23,7 +23,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families.loading import TextClasses, load_text
+from framesieve.services.generation.loading import TextClasses, load_text
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 

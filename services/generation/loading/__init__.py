@@ -10,16 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families.fp8 import keep_fp8
-from framesieve.services.generation.families.quantised import is_quantised, load_quantised
-from framesieve.services.generation.families.text_model import (
-    fill,
-    has_weights,
-    make_text,
-    read_weights,
-    shard_text,
-    with_output_layer,
-)
+from framesieve.services.generation.loading.fp8 import keep_fp8
+from framesieve.services.generation.loading.quantised import is_quantised, load_quantised
+from framesieve.services.generation.loading.text_model import make_text, shard_text, with_output_layer
+from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 
