@@ -26,10 +26,8 @@ from framesieve.services.generation.families import check_ranks
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.rpc.arriving_item import ModelInput
-from framesieve.services.generation.rpc.media import MediaClient
+from framesieve.services.generation.request.prompt_limit import PromptLimit
 from framesieve.services.generation.rpc.metrics import count_step, watch
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
 from framesieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
 from framesieve.services.generation.sampling.defaults import sampling_defaults
 from framesieve.services.generation.sampling.detokenizer import load_tokenizer
@@ -37,6 +35,8 @@ from framesieve.services.generation.sampling.structured import Grammars
 from framesieve.services.generation.sampling.tool_calls import writes_calls
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, device_of
+from framesieve.services.generation.upstream.arriving_item import ModelInput
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 

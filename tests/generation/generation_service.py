@@ -24,12 +24,12 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.rpc.arriving_item import ModelInput
-from framesieve.services.generation.rpc.media import MediaClient
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.request.prompt_limit import PromptLimit
 from framesieve.services.generation.rpc.servicer import GenerationServicer
 from framesieve.services.generation.sampling.defaults import SamplingDefaults
 from framesieve.services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
+from framesieve.services.generation.upstream.arriving_item import ModelInput
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling

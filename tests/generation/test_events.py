@@ -10,7 +10,7 @@ import pytest
 from framesieve.services.generation.request.request import Delta, Finished, FinishReason
 from framesieve.services.generation.rpc.events import Events, Inbox
 from framesieve.services.generation.rpc.servicer import Responses
-from framesieve.services.generation.rpc.timing import StageClock
+from framesieve.services.generation.stage_clock import StageClock
 from framesieve.v1.generation_pb2 import Usage
 
 STEPS = [[Delta("a", (1,), (-0.5,)), Delta("x", (7,), ())], [Delta("b", (2,), (-0.25,)), Delta("y", (8,), ())]]

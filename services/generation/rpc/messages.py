@@ -10,13 +10,13 @@ from framesieve.common.contract.requests import check_tools
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.wire import grid_message, modality_message
 from framesieve.services.generation.request.request import Delta, FinishReason
-from framesieve.services.generation.rpc.arriving_item import Progress
-from framesieve.services.generation.rpc.timing import Stage, StageClock
 from framesieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
 from framesieve.services.generation.sampling.params import SamplingRequest, check_counts
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
 from framesieve.services.generation.sampling.token_bytes import token_bytes
 from framesieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
+from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.services.generation.upstream.arriving_item import Progress
 from framesieve.v1 import encoder_pb2, generation_pb2
 
 _REASONS = {

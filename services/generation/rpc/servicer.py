@@ -22,6 +22,7 @@ from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.model.adapters import NO_ADAPTERS, Adapters
 from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.prompt_limit import PromptLimit
 from framesieve.services.generation.request.request import (
     Delta,
     Failed,
@@ -30,9 +31,7 @@ from framesieve.services.generation.request.request import (
     PrefillStarted,
     Request,
 )
-from framesieve.services.generation.rpc.arriving_item import Progress
 from framesieve.services.generation.rpc.events import Dated, Events, Inbox
-from framesieve.services.generation.rpc.media import MediaClient, MediaSession
 from framesieve.services.generation.rpc.messages import (
     accepted_response,
     delta_response,
@@ -48,8 +47,6 @@ from framesieve.services.generation.rpc.metrics import (
     count_next_token,
     count_prompt,
 )
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
-from framesieve.services.generation.rpc.timing import Stage, StageClock, record_stages
 from framesieve.services.generation.sampling.banned import spellings
 from framesieve.services.generation.sampling.defaults import SamplingDefaults
 from framesieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
@@ -57,6 +54,9 @@ from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.generation.sampling.structured import Grammar, Grammars
 from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
+from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
+from framesieve.services.generation.upstream.arriving_item import Progress
+from framesieve.services.generation.upstream.media import MediaClient, MediaSession
 from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
