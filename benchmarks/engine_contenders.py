@@ -27,6 +27,7 @@ from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from framesieve.services.generation.sampling.sampler import SamplingParams
@@ -120,7 +121,8 @@ class EngineContender:
         counts = [question.embeds.shape[1] for _ in question.plan.media]
         keys = [os.urandom(32) for _ in counts]  # unique, so that no question hits the prefix cache
         detokenizer = Detokenizer(self._tokenizer)
-        request = Request("bench", question.plan, counts, keys, SamplingParams(new_tokens), detokenizer, on_event)
+        prompt = PrunedPrompt(question.plan, counts)
+        request = Request("bench", prompt, keys, SamplingParams(new_tokens), detokenizer, on_event)
         self.engine.submit(request)
         for key in keys:
             self.engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(self._dtype), 0, key))

@@ -25,7 +25,7 @@ from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled, Workers
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY
+from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
 from framesieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
@@ -196,18 +196,8 @@ def make_request(
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     kept_counts, keys = [item.kept_count for item in items], [key_of(item) for item in items]
-    request = Request(
-        name,
-        make_plan(parts),
-        kept_counts,
-        keys,
-        params,
-        WholeWords(params.stop),
-        events.append,
-        adapter=adapter,
-        vocab_size=vocab_size,
-        compact=any(item.compact for item in items),
-    )
+    prompt = PrunedPrompt(make_plan(parts), kept_counts, vocab_size, compact=any(item.compact for item in items))
+    request = Request(name, prompt, keys, params, WholeWords(params.stop), events.append, adapter)
     return Asked(request, events)
 
 

@@ -23,6 +23,7 @@ from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
@@ -147,7 +148,7 @@ class SteppedEngine:
         answer, plan = Answer(), question.plan
         counts = [question.embeds.shape[1] for _ in plan.media]
         keys = [os.urandom(32) for _ in counts]  # no question hits the prefix cache
-        answer.request = Request("bench", plan, counts, keys, params, None, answer)
+        answer.request = Request("bench", PrunedPrompt(plan, counts), keys, params, None, answer)
         self._answers.append(answer)
         self._engine.submit(answer.request)
         for key in keys:

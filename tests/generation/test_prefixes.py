@@ -60,7 +60,7 @@ class SequenceRunner:
             for rows in media_rows(chunk, 0):
                 embeds = chunk.request.embeds[rows.media_index]
                 assert embeds is not None
-                dropped = chunk.request.kept_counts[rows.media_index] - embeds.shape[1]
+                dropped = chunk.request.prompt.kept_counts[rows.media_index] - embeds.shape[1]
                 assert rows.first_row >= dropped, f"{chunk} computes rows again that it has not received"
         # Answers alternate between two tokens, so that answers of different requests are as alike as their prompts.
         sampling = (chunk for chunk in chunks if chunk.samples)

@@ -357,7 +357,11 @@ class Engine:
         index, embeds = item.media_index, item.embeds
         if index not in request.wanted_media:
             raise PeerContract(f"media item {index} does not exist or was delivered twice")
-        expected = (1 + request.plan.embed_levels, request.kept_counts[index], self._runner.model.hidden_size)
+        expected = (
+            1 + request.prompt.plan.embed_levels,
+            request.prompt.kept_counts[index],
+            self._runner.model.hidden_size,
+        )
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
         encoded = self._encoded_media.add(request.media_keys[index], item)

@@ -82,7 +82,6 @@ class Scheduler:
     def start_siblings(self, request: Request) -> None:
         """Queues the siblings of a request that has prefilled their prompt and still has its blocks."""
         for sibling in (each for each in request.siblings if each.status is Status.AWAITING_SIBLING):
-            sibling.share_prompt(request)
             self._pin(sibling, request.blocks[: request.num_pinned_blocks])
             self.awaiting_sibling.remove(sibling)
             self._enter(sibling, Status.WAITING)

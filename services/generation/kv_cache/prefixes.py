@@ -71,7 +71,7 @@ class PrefixCache:
         blocks, _ = self._lookup(prompt, min(prompt.ready, prompt.tokens - 1), 0, request.root)
         items = end = 0
         for index, encoded in enumerate(encoded_media):
-            rows_end = prompt.rows_end(index, request.kept_counts[index] - encoded.last_rows.shape[1])
+            rows_end = prompt.rows_end(index, prompt.kept_counts[index] - encoded.last_rows.shape[1])
             if rows_end > len(blocks) * self._allocator.block_tokens:
                 break
             items, end = index + 1, max(end, rows_end)

@@ -260,7 +260,7 @@ class Runner:
 def _features(media: MediaRows) -> Tensor:
     embeds = media.request.embeds[media.media_index]
     assert embeds is not None
-    first = media.first_row - (media.request.kept_counts[media.media_index] - embeds.shape[1])
+    first = media.first_row - (media.request.prompt.kept_counts[media.media_index] - embeds.shape[1])
     assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that the cache lacks, too"
     return embeds[:, first : first + media.rows]
 

@@ -39,6 +39,7 @@ class Span:
 class PrunedPrompt:
     """The pruned prompt: token ids and M-RoPE positions, gathered from the full layout as `kept` arrives.
 
+    plan: the full layout. kept_counts: how many tokens of each of its media items are kept.
     tokens: length of the pruned prompt; the grids and rates determine it before any item arrives.
     ids: int32 [tokens]; positions: int32 [3, tokens]; both valid up to `ready`.
     ready: tokens gathered so far: those before the first item that has not arrived.
@@ -57,19 +58,19 @@ class PrunedPrompt:
     ) -> None:
         """vocab_size: ids from this on name vectors that the model stores, not text.
 
-        compact: positions are the places in the pruned prompt, for checkpoints that were trained so; else pruned
-        positions keep their gaps.
+        compact: a position is the place in the pruned prompt, for checkpoints that were trained so. Otherwise tokens
+        keep the positions of the full layout, with gaps where tokens were dropped.
         """
-        self._plan = plan
+        self.plan = plan
         self.vocab_size = vocab_size
         self._compact = compact
-        self._kept_counts = tuple(kept_counts)
+        self.kept_counts = tuple(kept_counts)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
         self._encoded_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
-        dropped = sum(item.grid.tokens for item in plan.media) - sum(self._kept_counts)
+        dropped = sum(item.grid.tokens for item in plan.media) - sum(self.kept_counts)
         self.tokens = plan.tokens - dropped
         self.delta = 0 if compact else int(plan.positions.max()) + 1 - self.tokens
         self.ids = np.empty(self.tokens, np.int32)
@@ -81,7 +82,7 @@ class PrunedPrompt:
 
     def undelivered(self) -> PrunedPrompt:
         """The state of the same prompt before any item arrived."""
-        return PrunedPrompt(self._plan, self._kept_counts, self.vocab_size, compact=self._compact)
+        return PrunedPrompt(self.plan, self.kept_counts, self.vocab_size, compact=self._compact)
 
     @property
     def complete(self) -> bool:
@@ -95,7 +96,7 @@ class PrunedPrompt:
         """
         if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
             raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
-        item, count = self._plan.media[media_index], self._kept_counts[media_index]
+        item, count = self.plan.media[media_index], self.kept_counts[media_index]
         if kept is None:
             kept = np.arange(item.grid.tokens, dtype=np.int32)
         if kept.shape != (count,) or kept[0] < 0 or kept[-1] >= item.grid.tokens or (np.diff(kept) <= 0).any():
@@ -124,15 +125,15 @@ class PrunedPrompt:
 
     def _gather(self) -> None:
         """Gathers up to the first item that has not arrived, or to the end of the prompt."""
-        media = self._plan.media
+        media = self.plan.media
         first = self._next_item
         while self._next_item < len(media) and self._kept[self._next_item] is not None:
             self._next_item += 1
-        limit = media[self._next_item].runs[0].offset if self._next_item < len(media) else self._plan.tokens
+        limit = media[self._next_item].runs[0].offset if self._next_item < len(media) else self.plan.tokens
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
-        self.ids[self.ready : end] = self._plan.input_ids[taken]
-        kept_positions = np.arange(self.ready, end) if self._compact else self._plan.positions[:, taken]
+        self.ids[self.ready : end] = self.plan.input_ids[taken]
+        kept_positions = np.arange(self.ready, end) if self._compact else self.plan.positions[:, taken]
         self.positions[:, self.ready : end] = kept_positions
         self.identities[0, self.ready : end] = 0
         self.identities[1, self.ready : end] = self.ids[self.ready : end]
@@ -142,7 +143,7 @@ class PrunedPrompt:
 
     def _add_spans(self, index: int, taken: NDArray[np.intp]) -> None:
         row = 0
-        for run in self._plan.media[index].runs:
+        for run in self.plan.media[index].runs:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
                 span = Span(self.ready + int(start), int(end - start), index, row)

@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.plan import Int32Array, PromptPlan
+from framesieve.common.contract.plan import Int32Array
 from framesieve.services.generation.request.encoded_media import EncodedMedia
-from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
@@ -154,36 +154,28 @@ class Request:
     Other threads may read `encoded_media` and `wanted_media` until media are delivered, and `cached_tokens` after the
     first event: these do not change meanwhile.
 
-    kept_counts: how many tokens of each media item of the plan are kept.
+    prompt: shared with its siblings, other answers to the same prompt.
     media_keys: key of each media item in the cache of encoded media.
     on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
     detokenizer: finds stop strings; None without any: then the reader of the events makes text of tokens, many at once
         and not in the engine's thread.
-    prompt: shared with another request for the same prompt.
     adapter: None to compute with the model alone.
-    vocab_size, compact: see `PrunedPrompt`.
     """
 
     def __init__(
         self,
         id: str,  # noqa: A002  (the usual name)
-        plan: PromptPlan,
-        kept_counts: Sequence[int],
+        prompt: PrunedPrompt,
         media_keys: Sequence[bytes],
         sampling: SamplingParams,
         detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
-        prompt: PrunedPrompt | None = None,
         adapter: Adapter | None = None,
-        vocab_size: int = MAX_VOCABULARY,
-        compact: bool = False,
     ) -> None:
         self.id = id
         self.adapter = adapter
-        self.plan = plan
-        self.kept_counts = tuple(kept_counts)
+        self.prompt = prompt
         self.media_keys = tuple(media_keys)
-        self.prompt = prompt or PrunedPrompt(plan, kept_counts, vocab_size, compact=compact)
         # The most tokens it can have in the KV cache: the last token of an answer is never computed.
         self.max_tokens = self.prompt.tokens + sampling.max_new_tokens - 1
         self.sampling = sampling
@@ -191,8 +183,8 @@ class Request:
         self.on_event = on_event
         # For each item [1 + embed_levels, R, D] on the host: all its embeddings, or, where the KV cache holds the rows
         # before them, `EncodedMedia.last_rows`.
-        self.embeds: list[Tensor | None] = [None] * len(plan.media)
-        self.encoded_media: list[EncodedMedia | None] = [None] * len(plan.media)
+        self.embeds: list[Tensor | None] = [None] * len(self.media_keys)
+        self.encoded_media: list[EncodedMedia | None] = [None] * len(self.media_keys)
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
         self.output_ids: list[int] = []
         self.num_unread = 0  # tokens behind `output_ids` that the device samples and the host has not read
@@ -245,9 +237,8 @@ class Request:
         on_event: Callable[[Event], None],
     ) -> Request:
         """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
-        sibling = Request(
-            id, self.plan, self.kept_counts, self.media_keys, sampling, detokenizer, on_event, self.prompt, self.adapter
-        )
+        sibling = Request(id, self.prompt, self.media_keys, sampling, detokenizer, on_event, self.adapter)
+        sibling.encoded_media, sibling.embeds = self.encoded_media, self.embeds
         self.siblings.append(sibling)
         return sibling
 
@@ -256,10 +247,6 @@ class Request:
         self.prompt.deliver(media_index, encoded.kept, encoded.id)
         self.encoded_media[media_index] = encoded
         self.embeds[media_index] = embeds
-
-    def share_prompt(self, other: Request) -> None:
-        """Takes over the complete prompt of a sibling."""
-        self.prompt, self.encoded_media, self.embeds = other.prompt, other.encoded_media, other.embeds
 
     def append(self, sampled: SampledToken) -> tuple[Delta, FinishReason | None]:
         """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""

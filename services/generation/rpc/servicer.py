@@ -20,9 +20,7 @@ from framesieve.common.serving.interceptors import passed_on
 from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.model.adapters import NO_ADAPTERS, Adapters
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.prompt_limit import PromptLimit
 from framesieve.services.generation.request.request import (
     Delta,
     Failed,
@@ -47,12 +45,12 @@ from framesieve.services.generation.rpc.metrics import (
     count_next_token,
     count_prompt,
 )
+from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.sampling.banned import spellings
-from framesieve.services.generation.sampling.defaults import SamplingDefaults
 from framesieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import Grammar, Grammars
+from framesieve.services.generation.sampling.structured import Grammar
 from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
 from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from framesieve.services.generation.upstream.arriving_item import Progress
@@ -66,56 +64,34 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves requests with one engine.
-
-    defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name. model_names: the names under which the checkpoint is served. grammars: of its tokenizer.
-    compact: see `PrunedPrompt`. reads_calls: whether the checkpoint writes tool calls in the form of `CallReader`.
-    """
+    """Serves requests with one engine. model: the one that it runs. credentials: sent upstream."""
 
     def __init__(
-        self,
-        engine: Engine,
-        media: MediaClient,
-        tokenizer: Tokenizer,
-        defaults: SamplingDefaults,
-        limit: PromptLimit,
-        credentials: Credentials = NO_CREDENTIALS,
-        adapters: Adapters = NO_ADAPTERS,
-        model_names: Sequence[str] = (),
-        grammars: Grammars | None = None,
-        compact: bool = False,
-        reads_calls: bool = False,
+        self, engine: Engine, media: MediaClient, model: ServedModel, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
         self._engine = engine
         self._media = media
-        self._tokenizer = tokenizer
-        self._defaults = defaults
-        self._limit = limit
+        self._model = model
         self._credentials = credentials
-        self._adapters = adapters
-        self._model_names = model_names
-        self._grammars = grammars
-        self._compact = compact
-        self._reads_calls = reads_calls
         self._inbox = Inbox()
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        for name in self._model_names:
-            yield generation_pb2.ListModelsResponse(name=name, max_model_len=self._limit.tokens)
-        for name in self._adapters.names:
-            yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=self._limit.tokens)
+        max_model_len = self._model.limit.tokens
+        for name in self._model.names:
+            yield generation_pb2.ListModelsResponse(name=name, max_model_len=max_model_len)
+        for name in self._model.adapters.names:
+            yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=max_model_len)
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
-        clock = StageClock()
+        clock, model = StageClock(), self._model
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request)
         self._check_tools(request.prompt, wanted.tool_use)
-        adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
+        adapter = model.adapters.find(request.adapter) if request.HasField("adapter") else None
         grammar = await self._grammar(wanted) if wanted.is_held else None
-        bad_words = await asyncio.to_thread(spellings, self._tokenizer, wanted.bad_words) if wanted.bad_words else ()
+        bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
@@ -123,22 +99,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, kept_counts = session.plan, session.prunings, session.kept_counts
-            answer_tokens = self._limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
+            answer_tokens = model.limit.answer_tokens(plan, prunings, kept_counts, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, kept_counts)
-            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar, bad_words)
+            first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
-            keys, listener = session.media_keys, events.listener
+            prompt, listener = model.pruned(plan, kept_counts), events.listener
             question = Request(
-                request_id,
-                plan,
-                kept_counts,
-                keys,
-                first,
-                self._detokenizer(first),
-                listener(0),
-                adapter=adapter,
-                vocab_size=self._defaults.vocab_size,
-                compact=self._compact,
+                request_id, prompt, session.media_keys, first, self._detokenizer(first), listener(0), adapter
             )
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
@@ -158,7 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 )
                 yield accepted_response(request_id, usage)
                 responses = Responses(
-                    question, len(answers), usage, clock, self._tokenizer, _readers(wanted.tool_use, len(answers))
+                    question, len(answers), usage, clock, model.tokenizer, _readers(wanted.tool_use, len(answers))
                 )
                 while not responses.complete:
                     for response in responses.of(await events.next()):
@@ -178,19 +145,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
         if use is None:
             prompt.ClearField("tools")
-        elif not self._reads_calls:
+        elif not self._model.reads_calls:
             raise InvalidRequest(
                 "prompt.tools must be empty: the checkpoint's chat template teaches no form of tool calls that is read "
                 "here (Hermes)"
             )
 
     async def _grammar(self, wanted: SamplingRequest) -> Grammar:
-        assert self._grammars is not None
-        return await asyncio.to_thread(self._grammars.compile, wanted.json_schema, wanted.tool_use)
+        return await asyncio.to_thread(self._model.grammars.compile, wanted.json_schema, wanted.tool_use)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
         """For the engine, which must find stop strings in the text."""
-        return Detokenizer(self._tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
+        return Detokenizer(self._model.tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
