@@ -346,7 +346,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))
 
     if cause == "bug":
-        monkeypatch.setattr(tiny.engine, "_publish", Mock(side_effect=ZeroDivisionError))
+        monkeypatch.setattr(tiny.engine._stepper, "_publish", Mock(side_effect=ZeroDivisionError))
     if cause == "device":
         monkeypatch.setattr(tiny.runner, "launch", Mock(side_effect=torch.AcceleratorError("illegal memory access")))
     tiny.engine.start()

@@ -218,14 +218,14 @@ async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        launch = service.engine._runner.launch
+        launch = service.engine._stepper._runner.launch
 
         # So that the answer cannot finish before the client leaves.
         def slowly(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
             time.sleep(0.02)
             return launch(chunks, before)
 
-        service.engine._runner.launch = slowly  # type: ignore[method-assign]
+        service.engine._stepper._runner.launch = slowly  # type: ignore[method-assign]
         call = service.ask_text(sampling=Sampling(max_new_tokens=200))
         while not (await call.read()).HasField("delta"):
             pass
