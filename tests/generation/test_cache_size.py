@@ -30,7 +30,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention import sdpa
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
 from framesieve.services.generation.startup.cache_size import _SAMPLING
@@ -213,7 +213,7 @@ def test_nothing_that_requests_may_ask_of_the_sampler_needs_more_memory_than_is_
     def most(batch: list[SamplingParams]) -> int:
         logits, states = torch.randn(4, 10_000), [SamplingState(each, np.arange(9, dtype=np.int32)) for each in batch]
         with torch.inference_mode(), Allocated() as allocated, DistantDevice() as device:
-            Choice(device.put(logits), states)
+            choose(device.put(logits), states)
         return allocated.most
 
     assert most(batch) <= most([_SAMPLING] * 4)

@@ -23,7 +23,7 @@ from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from framesieve.services.generation.sampling.truncation import floors
 from framesieve.services.generation.settings import GenerationSettings
@@ -124,9 +124,9 @@ def test_tokens_are_chosen_without_a_wait_and_as_on_the_cpu(tiny_checkpoint: Pat
     found = []
     for device in (torch.device("cpu"), CUDA):
         first, states = ([SamplingState(one, np.arange(5, dtype=np.int32)) for one in each] for _ in range(2))
-        Choice(logits.to(device), first)  # a first run, which allocates
+        choose(logits.to(device), first)  # a first run, which allocates
         with waits_forbidden():
-            chosen = Choice(logits.to(device, non_blocking=True), states)
+            chosen = choose(logits.to(device, non_blocking=True), states)
         found.append([(token.token_id, [one for one, _ in token.top]) for token in chosen.read()])
     assert found[0] == found[1]
 

@@ -30,7 +30,13 @@ from framesieve.services.generation.request.batch import (
     slots_of,
 )
 from framesieve.services.generation.request.request import Request, Status
-from framesieve.services.generation.sampling.sampler import Choice, SampledToken, SamplingState, sample_and_verify
+from framesieve.services.generation.sampling.sampler import (
+    Choice,
+    SampledToken,
+    SamplingState,
+    choose,
+    sample_and_verify,
+)
 from framesieve.services.generation.to_device import pinned_for, to_device
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
@@ -77,7 +83,7 @@ class Launched:
             choice = sample_and_verify(self.logits, states, drafts)
         elif sampling:
             # Also if all have ended: only what is read tells that the forward has read its pinned inputs.
-            choice = Choice(self.logits, [_state_of(chunk.request) for chunk in sampling])
+            choice = choose(self.logits, [_state_of(chunk.request) for chunk in sampling])
         return Sampled(self.chunks, sampling, choice, self.began_ns, self.replayed)
 
 
