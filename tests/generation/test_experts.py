@@ -58,7 +58,7 @@ def test_the_law_holds_and_decode_steps_are_captured_where_torch_would_wait(tmp_
     video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
     questions = [Question((Text((20 + number, 21)), video, Text((30,) * number)), 7 + number) for number in range(4)]
     with patch.object(experts, "MAX_ROWS", 4):
-        assert use_paged(engine, "flash_infer").runner.capture_decoding(4, 256, capture)
+        assert use_paged(engine).runner.capture_decoding(4, 256, capture)
         assert_law(models, engine, questions, answer(engine, questions, arrivals=[0, 1, 3, 8]))
     assert capture.replayed
 

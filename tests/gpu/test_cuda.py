@@ -18,7 +18,6 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
-from framesieve.services.generation.model.attention.varlen import check_kernel, find_kernel
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.norms import FusedNorm, fuse_norms
@@ -164,11 +163,3 @@ def test_the_engine_with_a_cache_in_fp8_computes_nearly_the_logits_of_the_cpu(fa
         tiny.drain()
         found.append(torch.stack([row.cpu() for row in tiny.runner.logits["text"]]))
     assert torch.allclose(found[0], found[1], atol=0.1)
-
-
-def test_a_kernel_that_reads_a_block_table_is_correct() -> None:
-    like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
-    kernel = find_kernel(SIZES, like)
-    if kernel is None:
-        pytest.skip("this torch has no attention kernel for this card that reads a block table")
-    check_kernel(kernel.attend, SIZES, like)

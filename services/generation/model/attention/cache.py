@@ -1,4 +1,4 @@
-"""The interface of a paged KV cache. `sdpa`, `varlen` and `flash_infer` implement it, each with a layout of its own.
+"""The interface of a paged KV cache. `sdpa` and `flash_infer` implement it, each with a layout of its own.
 
 Source: PagedAttention, arXiv 2309.06180; e4m3, arXiv 2209.05433.
 """

@@ -134,69 +134,32 @@ class FlashInferBatch:
         return self.kernel.run(query.transpose(0, 1).contiguous(), keys, values)
 
 
-class _Prefill:
-    """`Kernel` by FlashInfer's wrapper for prefill."""
+class _Planned:
+    """`Kernel` by one of FlashInfer's wrappers: for prefill, or for decoding, whose buffers stay where they are."""
 
-    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, backend: str) -> None:
-        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-        self._device = like.device
-        self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
+    def __init__(self, wrapper: Any, sizes: CacheSizes, like: Tensor, is_prefill: bool) -> None:
+        self._wrapper, self._sizes, self._like, self._is_prefill = wrapper, sizes, like, is_prefill
         self._copied = torch.cuda.Event()
 
     def plan(self, blocks: BlockPlan) -> None:
         self._copied.synchronize()
-        sizes = self._sizes
+        sizes, device = self._sizes, self._like.device
+        row_ends, block_ends, last_block_tokens = (
+            pinned_for(torch.from_numpy(each), device)
+            for each in (blocks.row_ends, blocks.block_ends, blocks.last_block_tokens)
+        )
         self._wrapper.plan(
-            pinned_for(torch.from_numpy(blocks.row_ends), self._device),
-            pinned_for(torch.from_numpy(blocks.block_ends), self._device),
-            to_device(blocks.blocks, self._device),
-            pinned_for(torch.from_numpy(blocks.last_block_tokens), self._device),
+            *((row_ends,) if self._is_prefill else ()),
+            block_ends,
+            to_device(blocks.blocks, device),
+            last_block_tokens,
             sizes.heads,
             sizes.kv_heads,
             sizes.head_dim,
             sizes.block_tokens,
-            causal=True,
-            q_data_type=self._dtype,
-            kv_data_type=self._kv_dtype,
-        )
-        self._copied.record()
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found: Tensor = self._wrapper.run(query, (key, value))
-        return found
-
-
-class _Decode:
-    """`Kernel` by FlashInfer's wrapper for decoding, with buffers that stay where they are."""
-
-    def __init__(
-        self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, rows: int, blocks: Tensor
-    ) -> None:
-        self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
-        self._device, self._copied = like.device, torch.cuda.Event()
-        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=sizes.heads // sizes.kv_heads >= TENSOR_CORES_FROM,
-            paged_kv_indptr_buffer=like.new_zeros(rows + 1, dtype=torch.int32),
-            paged_kv_indices_buffer=blocks,
-            paged_kv_last_page_len_buffer=like.new_zeros(rows, dtype=torch.int32),
-        )
-
-    def plan(self, blocks: BlockPlan) -> None:
-        self._copied.synchronize()
-        sizes = self._sizes
-        self._wrapper.plan(
-            pinned_for(torch.from_numpy(blocks.block_ends), self._device),
-            to_device(blocks.blocks, self._device),
-            pinned_for(torch.from_numpy(blocks.last_block_tokens), self._device),
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            sizes.block_tokens,
-            q_data_type=self._dtype,
-            kv_data_type=self._kv_dtype,
+            **({"causal": True} if self._is_prefill else {}),
+            q_data_type=self._like.dtype,
+            kv_data_type=sizes.dtype(self._like),
         )
         self._copied.record()
 
@@ -220,13 +183,24 @@ class FlashInferKernels:
 
     def prefill(self) -> Kernel:
         """Implements `Kernels.prefill`."""
-        return _Prefill(self._library, self._sizes, self._like, self._workspace, self._backend)
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._backend)
+        return _Planned(wrapper, self._sizes, self._like, is_prefill=True)
 
     def decode(self, rows: int, max_blocks: int) -> Kernel:
         """Implements `Kernels.decode`. Kernels share the list of blocks of the one before, if it is long enough."""
         if self._blocks.numel() < max_blocks:
             self._blocks = self._like.new_zeros(max_blocks, dtype=torch.int32)
-        return _Decode(self._library, self._sizes, self._like, self._workspace, rows, self._blocks)
+        sizes = self._sizes
+        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=sizes.heads // sizes.kv_heads >= TENSOR_CORES_FROM,
+            paged_kv_indptr_buffer=self._like.new_zeros(rows + 1, dtype=torch.int32),
+            paged_kv_indices_buffer=self._blocks,
+            paged_kv_last_page_len_buffer=self._like.new_zeros(rows, dtype=torch.int32),
+        )
+        return _Planned(wrapper, sizes, self._like, is_prefill=False)
 
 
 def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
