@@ -268,12 +268,12 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Drops all blocks except the pinned ones."""
-        kept = request.num_pinned_blocks
-        self.allocator.decref(request.blocks[kept:])
-        del request.blocks[kept:]
-        request.num_computed_tokens = kept * self.allocator.block_tokens
-        request.num_cached_blocks = kept
-        request.parent_serial = self.allocator.serial_of(request.blocks[-1]) if kept else request.root
+        pinned = request.num_pinned_blocks
+        self.allocator.decref(request.blocks[pinned:])
+        del request.blocks[pinned:]
+        request.num_computed_tokens = pinned * self.allocator.block_tokens
+        request.num_cached_blocks = pinned
+        request.parent_serial = self.allocator.serial_of(request.blocks[-1]) if pinned else request.root
 
     def _can_pin(self, request: Request, blocks: Sequence[int]) -> bool:
         """Whether every request still fits into the cache beside all pinned blocks."""

@@ -9,7 +9,7 @@ feeds them to it. The host reads them, and prepares what sampling depends on, gr
 computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled. Draft
 tokens need the tokens: steps with them are read at once.
 
-It knows neither threads nor the queue of commands: `engine` calls it, one step after the other.
+It runs in the engine's thread and does not know the queue of commands: `engine` calls it, one step after another.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ T = TypeVar("T")
 class Stepper:
     """Computes the requests of a scheduler step by step, and ends them.
 
-    lock: protects requests, scheduler and totals. `step` takes it itself and does not hold it while the model computes;
-        callers of `send`, `fail` and `forget` hold it.
+    lock: protects requests, scheduler and totals. `step` takes it itself, and not while the model computes; callers of
+        `fail` and `forget` hold it.
     cancel: called if a listener fails; must forget the request before the next step.
     on_step: called after each step.
     overlap: whether a forward is launched before the step before it is read.
@@ -76,10 +76,6 @@ class Stepper:
         self.began_ns = None
         return bool(chunks or unread)
 
-    def send(self, request: Request, event: Event) -> None:
-        if not self.given_up:
-            self._call_listener(request, event)
-
     def give_up(self, error: FramesieveError) -> None:
         """Fails all requests without waiting for the step, which may hang. They get no more events.
 
@@ -96,7 +92,7 @@ class Stepper:
         for request in [each for one in requests for each in (*one.siblings, one)]:
             if request.status is not Status.DONE:
                 self.forget(request)
-                self.send(request, Failed(_as_failure(error)))
+                self._send(request, Failed(_as_failure(error)))
 
     def forget(self, request: Request) -> None:
         """Ends a request, and the siblings that have not started, without an event. Its blocks are free."""
@@ -119,7 +115,7 @@ class Stepper:
             for request in (chunk.request for chunk in chunks):
                 if not request.prefill_announced and request.prompt.complete:
                     request.prefill_announced = True
-                    self.send(request, PrefillStarted())
+                    self._send(request, PrefillStarted())
         return chunks
 
     def _launch(self, chunks: Sequence[Chunk]) -> Sampled | None:
@@ -205,10 +201,10 @@ class Stepper:
             if accepted:  # the token before this one was a draft token: its keys and values are in the cache
                 self._scheduler.mark_computed(request, chunk.end - chunk.num_draft_tokens + accepted)
             delta, reason = request.append(token)
-            self.send(request, delta)
+            self._send(request, delta)
             if reason:
                 self.forget(request)
-                self.send(request, Finished(reason, len(request.output_ids)))
+                self._send(request, Finished(reason, len(request.output_ids)))
                 return accepted
         return len(sampled) - 1
 
@@ -219,6 +215,10 @@ class Stepper:
         step = Step.of(sampled.chunks, accepted, preemptions, seconds, sampled.replayed)
         self.totals = self.totals.plus(step)
         self._on_step(step)
+
+    def _send(self, request: Request, event: Event) -> None:
+        if not self.given_up:
+            self._call_listener(request, event)
 
     def _call_listener(self, request: Request, event: Event) -> None:
         """An exception of a listener is a bug: it costs its own request only."""

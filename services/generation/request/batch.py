@@ -1,9 +1,9 @@
 """What one packed forward reads: each request's chunk of its pruned sequence, laid end to end.
 
-    pruned:   [text][0 3 4 7][text]            spans: rows 0..3 of item 0 are at 4
+    pruned:   [text][0 3 4 7][text]           spans: rows 0..3 of item 0 are at 4
     chunk:            [4 7 text]              [6, 9): rows 2..3 of item 0, then one text token
     packed:   [d][d][chunk of A][chunk of B]  decodes (chunks of one token) first, so that they form a rectangle;
-                                                within both parts, chunks of one adapter are adjacent
+                                              within both parts, chunks of one adapter are adjacent
 
 It works on numpy arrays and knows neither the model nor torch.
 """

@@ -187,7 +187,7 @@ class Request:
         self.encoded_media: list[EncodedMedia | None] = [None] * len(self.media_keys)
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
         self.output_ids: list[int] = []
-        self.num_unread = 0  # tokens behind `output_ids` that the device samples and the host has not read
+        self.num_unread = 0  # tokens after `output_ids` that the device samples and the host has not read
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # assigned by the engine in the order of submission

@@ -15,7 +15,7 @@ from framesieve.services.generation.sampling.params import SamplingRequest, chec
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
 from framesieve.services.generation.sampling.token_bytes import token_bytes
 from framesieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
-from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.services.generation.stage_clock import StageClock
 from framesieve.services.generation.upstream.arriving_item import Progress
 from framesieve.v1 import encoder_pb2, generation_pb2
 
@@ -30,25 +30,20 @@ _NS = 1e-9
 def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
     message = request.sampling
+    optional = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
+    given = {name: getattr(message, name) for name in optional if message.HasField(name)}
     # Before copying what may be millions.
     check_counts(len(message.stop), len(message.stop_token_ids), len(message.logit_bias), len(message.bad_words))
     check_tools(request.prompt)
     return SamplingRequest(
-        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        min_p=message.min_p if message.HasField("min_p") else None,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        **given,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        seed=message.seed if message.HasField("seed") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
-        n=message.n if message.HasField("n") else 1,
         min_new_tokens=message.min_new_tokens,
         logit_bias=dict(message.logit_bias),
         bad_words=tuple(message.bad_words),
@@ -165,18 +160,8 @@ def finished_response(
 
 
 def timings_message(clock: StageClock) -> generation_pb2.Timings:
-    stages = clock.stages_ns()
     return generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
-        fetch_s=stages[Stage.FETCH] * _NS,
-        plan_s=stages[Stage.PLAN] * _NS,
-        decode_s=stages[Stage.DECODE] * _NS,
-        resize_s=stages[Stage.RESIZE] * _NS,
-        wait_for_encoder_s=stages[Stage.WAIT_FOR_ENCODER] * _NS,
-        encode_s=stages[Stage.ENCODE] * _NS,
-        prune_s=stages[Stage.PRUNE] * _NS,
-        transfer_s=stages[Stage.TRANSFER] * _NS,
-        wait_for_prefill_s=stages[Stage.WAIT_FOR_PREFILL] * _NS,
-        prefill_s=stages[Stage.PREFILL] * _NS,
         generate_s=clock.generate_ns * _NS,
+        **{f"{stage.name.lower()}_s": duration_ns * _NS for stage, duration_ns in clock.stages_ns().items()},
     )
