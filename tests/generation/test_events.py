@@ -9,7 +9,7 @@ import pytest
 
 from framesieve.services.generation.request.request import Delta, Finished, FinishReason
 from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.servicer import Responses
+from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.stage_clock import StageClock
 from framesieve.v1.generation_pb2 import Usage
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import count, takewhile
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import structlog
 import torch
@@ -180,12 +180,8 @@ class Engine:
         self._commands.put((None, lambda: None))
 
     def _run_commands(self) -> None:
-        while True:
-            try:
-                request, command = self._commands.get_nowait()
-            except Empty:
-                return
-            self._run_command(request, command)
+        while not self._commands.empty():
+            self._run_command(*self._commands.get())
 
     def _run_command(self, request: Request | None, command: Callable[[], None]) -> None:
         with self._lock:

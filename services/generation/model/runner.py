@@ -196,8 +196,8 @@ class Runner:
         unread: int64 [U], the tokens of the requests that have an unread one, in the order of the chunks.
 
         Returns raw logits, float32 [S, vocab_size]: for each chunk that samples, in order, one row for each draft
-        token and one for the token before them. Any failure after the broadcast raises OutOfStep; a
-        failure before leaves them untouched.
+        token and one for the token before them. Under tensor parallelism, a failure raises OutOfStep once the step was
+        sent to the other ranks; a failure before that leaves them as they were.
         """
         packed, media = pack(chunks, self._cache.sizes.block_tokens)
         features = self._uploaded(media) if media else None

@@ -1,4 +1,4 @@
-"""What one packed forward reads: each request's chunk of its pruned sequence, laid end to end.
+"""The input of one packed forward: a chunk of each request's pruned sequence, laid end to end.
 
     pruned:   [text][0 3 4 7][text]           spans: rows 0..3 of item 0 are at 4
     chunk:            [4 7 text]              [6, 9): rows 2..3 of item 0, then one text token

@@ -1,4 +1,4 @@
-"""What a kernel over a paged cache must know of a step: where each sequence's rows and blocks are.
+"""Where each sequence of a step has its rows and blocks, as kernels over a paged cache read it.
 
     sequences   a: 1 row, 9 tokens    b: 3 rows, 4 tokens        blocks of 4 tokens
     row_ends    [0, 1, 4]

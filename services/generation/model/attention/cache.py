@@ -80,8 +80,10 @@ class CapturedCache(PagedCache, Protocol):
     """A cache whose decode batches graphs can capture."""
 
     def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
-        """What the host does before the decode batch of these sequences, of at most so many blocks each, is computed,
-        captured or replayed. Of several numbers of sequences the largest comes first."""
+        """Called on the host each time before a decode batch of these sequences is computed, captured or replayed.
+
+        max_blocks: of one sequence. The first call is for the largest number of sequences.
+        """
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> Batch:
         """For one new token of each of R sequences, whose slot is that of the sequence's last token.

@@ -4,7 +4,7 @@
     decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
                     before each replay
 
-What it has kernels for, of what is used here (flashinfer 0.7.2, below flashinfer/):
+flashinfer 0.7.2 has kernels for the following; paths are those below flashinfer/:
 
     device          compute capability 8.0 on             bfloat16 on tensor cores
     queries         bfloat16, float16                     data/include/flashinfer/attention/prefill.cuh, hopper/
