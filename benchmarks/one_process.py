@@ -26,7 +26,8 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
+from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.defaults import sampling_defaults
 from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from framesieve.services.generation.sampling.params import SamplingRequest
@@ -72,7 +73,7 @@ class OneProcess:
         detokenizer = Detokenizer(self._tokenizer, sampling.stop)
         keeps = [num_kept(planned.plan.media[0].grid, pruning)]
         key = os.urandom(32)  # unique, so that no question hits the prefix cache
-        request = Request("bench", planned.plan, keeps, [key], sampling, detokenizer, events.put)
+        request = Request("bench", PrunedPrompt(planned.plan, keeps), [key], sampling, detokenizer, events.put)
         self._engine.submit(request)
         with planned.files:
             kept, embeds = self._encode(planned.media[0], planned.plan.media[0], pruning)
@@ -81,7 +82,7 @@ class OneProcess:
         while not isinstance(event := events.get(), Finished):
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Tokens):
+            if isinstance(event, Delta):
                 times.append(time.perf_counter() - start)
         return Timed(times[0], time.perf_counter() - start, event.completion_tokens)
 

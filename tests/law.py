@@ -146,7 +146,7 @@ def assert_law(
         name = each.request.id
         text_model = (adapted or {})[asking.adapter] if asking.adapter else models.reference.model.language_model
         expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
-        assert each.request.rope.tokens == len(expected.ids)
+        assert each.request.prompt.tokens == len(expected.ids)
         assert each.request.cached_tokens < len(expected.ids)
         assert len(each.answer) == asking.new_tokens
         reference = expected_logprobs(text_model, lm_head, expected, asking.items, each.answer, models.family.linear)

@@ -23,10 +23,10 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled, Workers
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request, Tokens
-from framesieve.services.generation.request.rope import MAX_VOCABULARY
+from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
+from framesieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
@@ -76,7 +76,7 @@ class WholeWords:
 
 
 class RecordingRunner(Runner):
-    """Records the windows of each step, and the logits that each request's tokens were sampled from."""
+    """Records the chunks of each step, and the logits that each request's tokens were sampled from."""
 
     def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
         super().__init__(model, blocks, block_tokens, workers)
@@ -90,18 +90,18 @@ class RecordingRunner(Runner):
         sizes = {name: len(each.output_ids) + each.num_unread for name, each in self._requests.items()}
         return {name: rows[: sizes[name]] for name, rows in self._logits.items()}
 
-    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
-        self.steps.append([(window.request.id, window.start, window.end) for window in windows])
-        return super().launch(windows, before)
+    def launch(self, chunks: Sequence[Chunk], before: Sampled | None = None) -> Launched:
+        self.steps.append([(chunk.request.id, chunk.start, chunk.end) for chunk in chunks])
+        return super().launch(chunks, before)
 
-    def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], unread: Tensor | None = None) -> Tensor:
         self._logits = self.logits
-        logits = super().forward(windows, unread).clone()  # a graph overwrites its own
+        logits = super().forward(chunks, unread).clone()  # a graph overwrites its own
         rows = iter(logits)
-        for window in windows:
-            if window.samples:
-                self._requests[window.request.id] = window.request
-                self._logits.setdefault(window.request.id, []).extend(islice(rows, 1 + window.num_draft_tokens))
+        for chunk in chunks:
+            if chunk.samples:
+                self._requests[chunk.request.id] = chunk.request
+                self._logits.setdefault(chunk.request.id, []).extend(islice(rows, 1 + chunk.num_draft_tokens))
         return logits
 
 
@@ -116,7 +116,7 @@ class Asked:
 
     @property
     def answer(self) -> list[int]:
-        return [token for event in self.events if isinstance(event, Tokens) for token in event.token_ids]
+        return [token for event in self.events if isinstance(event, Delta) for token in event.token_ids]
 
     @property
     def finished(self) -> Finished | None:
@@ -197,18 +197,9 @@ def make_request(
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
-    request = Request(
-        name,
-        make_plan(parts),
-        num_kept,
-        keys,
-        params,
-        WholeWords(params.stop),  # type: ignore[arg-type]
-        events.append,
-        adapter=adapter,
-        vocab_size=vocab_size,
-        compact=any(item.compact for item in items),
-    )
+    prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, compact=any(item.compact for item in items))
+    detokenizer: Any = WholeWords(params.stop)
+    request = Request(name, prompt, keys, params, detokenizer, events.append, adapter)
     return Asked(request, events)
 
 

@@ -40,10 +40,11 @@ from framesieve.common.serving.probe import is_serving, serves_http
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.model.attention.block_plan import BlockPlan
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
-from framesieve.services.generation.model.attention.pages import PagePlan
 from framesieve.services.generation.model.graphs import Captured
 from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Event, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
@@ -72,10 +73,10 @@ class _NoKernels:
     def prefill(self) -> _NoKernels:
         return self
 
-    def decode(self, rows: int, most_pages: int) -> _NoKernels:
+    def decode(self, rows: int, max_blocks: int) -> _NoKernels:
         return self
 
-    def plan(self, pages: PagePlan) -> None:
+    def plan(self, blocks: BlockPlan) -> None:
         pass
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -101,7 +102,8 @@ def _engine(rows: int, rounds: int) -> Row:
     engine = Engine(runner, BlockAllocator(blocks, BLOCK_TOKENS), 2**15, rows, 0, overlap=True)
     events = list[Event]()
     sampling = SamplingParams(tokens - CONTEXT_TOKENS)
-    requests = [Request(str(number), _plan(number), (), (), sampling, None, events.append) for number in range(rows)]
+    prompts = [PrunedPrompt(_plan(number), ()) for number in range(rows)]
+    requests = [Request(str(number), each, (), sampling, None, events.append) for number, each in enumerate(prompts)]
     for request in requests:
         engine.submit(request)
     for _ in range(WARM_UP_STEPS - 2):

@@ -23,7 +23,7 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.request import Event, Failed, Finished, Tokens
+from framesieve.services.generation.request.request import Delta, Event, Failed, Finished
 from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
@@ -74,7 +74,7 @@ class EngineContender:
             index, event = events.get()
             if isinstance(event, Failed):
                 raise event.error
-            if isinstance(event, Tokens):
+            if isinstance(event, Delta):
                 first.setdefault(index, time.perf_counter() - started[index])
             if isinstance(event, Finished):
                 timed.append(Timed(first[index], time.perf_counter() - started[index], event.completion_tokens))

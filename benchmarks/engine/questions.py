@@ -19,6 +19,7 @@ from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, MediaP
 from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Event, Request
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.sampler import SamplingParams
@@ -55,7 +56,7 @@ def submit(
     """Submits a question with its media, if any, already encoded; nothing of it hits the prefix cache."""
     counts = [question.embeds.shape[1] for _ in question.plan.media]
     keys = [os.urandom(32) for _ in counts]
-    request = Request("bench", question.plan, counts, keys, params, detokenizer, on_event)
+    request = Request("bench", PrunedPrompt(question.plan, counts), keys, params, detokenizer, on_event)
     engine.submit(request)
     for key in keys:
         engine.deliver(request, MediaItem(0, question.kept, question.embeds.to(dtype), 0, key))

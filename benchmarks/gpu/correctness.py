@@ -238,7 +238,7 @@ class Law:
 def forced(model: Any, asked: Question, answer: Answer, implementation: str = "sdpa") -> Tensor:
     """transformers' log-probabilities of each token of an answer, in one forward: float32 [tokens, V], on the CPU."""
     assert answer.request is not None
-    prompt, token_ids = answer.request.rope, answer.token_ids
+    prompt, token_ids = answer.request.prompt, answer.token_ids
     ids = torch.tensor([*prompt.ids.tolist(), *token_ids[:-1]], device=model.device)
     embeds = model.get_input_embeddings()(ids)
     for span in prompt.spans:

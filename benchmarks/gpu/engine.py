@@ -28,7 +28,8 @@ from benchmarks.gpu.device import give_back, wait
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
 from benchmarks.table import Row
-from framesieve.services.generation.families.text_model import assemble, fill, make_text
+from framesieve.services.generation.loading.text_model import assemble, make_text
+from framesieve.services.generation.loading.weights import fill
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.sampling.sampler import SamplingParams
 

@@ -20,8 +20,8 @@ from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
-from framesieve.services.generation.request.batch import Window
-from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens
+from framesieve.services.generation.request.batch import Chunk
+from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
 T = TypeVar("T")
@@ -57,9 +57,9 @@ class TimedRunner(Runner):
         self.failures: list[str] = []
         self.watch: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
-        launched = self.timed(lambda: super(TimedRunner, self).launch(windows, before))
-        return _TimedLaunched(launched.windows, launched.logits, launched.began_ns, launched.replayed, self)
+    def launch(self, chunks: Sequence[Chunk], before: Sampled | None = None) -> Launched:
+        launched = self.timed(lambda: super(TimedRunner, self).launch(chunks, before))
+        return _TimedLaunched(launched.chunks, launched.logits, launched.began_ns, launched.replayed, self)
 
     def timed(self, work: Callable[[], T]) -> T:
         began, start_s = Moment(self.model.device), time.perf_counter()
@@ -91,14 +91,14 @@ class Answer:
     request: Request | None = None
     asked_s: float = field(default_factory=time.perf_counter)
     times_s: list[float] = field(default_factory=list)
-    events: list[Tokens] = field(default_factory=list)
+    events: list[Delta] = field(default_factory=list)
     finished: bool = False
     error: FramesieveError | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Failed):
             self.error = event.error
-        if isinstance(event, Tokens):
+        if isinstance(event, Delta):
             self.times_s.append(time.perf_counter())
             self.events.append(event)
         self.finished |= isinstance(event, Finished)

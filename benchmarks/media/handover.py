@@ -32,7 +32,7 @@ from framesieve.common.handover import Receiver, Sender, sender_to
 from framesieve.common.process import keep_freed_memory
 from framesieve.common.sealed_memory import SealedMemory, sealed
 from framesieve.services.encoder.items.item import in_shared_memory
-from framesieve.services.generation.rpc.arriving_item import ArrivingItem, ModelInput
+from framesieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 

@@ -13,7 +13,6 @@ import torch
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.channels import open_channel
-from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.handover import receiver_of
 from framesieve.common.process import ExitStatus, leave_cores_to_others
@@ -24,19 +23,15 @@ from framesieve.common.telemetry.metrics import begin, begin_method, served_name
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import check_ranks
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.rpc.arriving_item import ModelInput
-from framesieve.services.generation.rpc.media import MediaClient
 from framesieve.services.generation.rpc.metrics import count_step, watch
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
 from framesieve.services.generation.sampling.defaults import sampling_defaults
 from framesieve.services.generation.sampling.detokenizer import load_tokenizer
-from framesieve.services.generation.sampling.structured import Grammars
-from framesieve.services.generation.sampling.tool_calls import writes_calls
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, device_of
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 
@@ -55,6 +50,8 @@ async def main() -> ExitStatus:
         workers = _start_workers(settings, checkpoint, ends, broken)
         built = build(settings, checkpoint, workers.group if workers else None, workers)
         model = built.runner.model
+        names = served_names(checkpoint, settings.served_model_name)
+        served = ServedModel.of(checkpoint, names, tokenizer, defaults, model, built.limit_tokens)
         engine = Engine(
             built.runner,
             BlockAllocator(built.blocks, BLOCK_TOKENS),
@@ -87,29 +84,12 @@ async def main() -> ExitStatus:
             media = MediaClient(
                 preprocessing,
                 encoder,
-                _model_input(checkpoint, model),
+                served.input,
                 media_buffer,
                 settings.max_inline_bytes,
                 partial(receiver_of, settings.encoder),
             )
-            limit = PromptLimit(
-                built.limit_tokens, model.context_tokens if model.position_axes == 1 and not model.compact else None
-            )
-            names = served_names(checkpoint, settings.served_model_name)
-            grammars = Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids)
-            servicer = GenerationServicer(
-                engine,
-                media,
-                tokenizer,
-                defaults,
-                limit,
-                credentials,
-                model.adapters,
-                names,
-                grammars,
-                model.compact,
-                writes_calls(chat_templates(checkpoint)),
-            )
+            servicer = GenerationServicer(engine, media, served, credentials)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step)
@@ -140,17 +120,6 @@ def _give_up(engine: Engine, break_off: Callable[[], object]) -> None:
     """Called in the thread that noticed the loss of a rank."""
     engine.give_up()
     break_off()
-
-
-def _model_input(checkpoint: Checkpoint, model: LanguageModel) -> ModelInput:
-    return ModelInput(
-        fingerprint=checkpoint.fingerprint,
-        vocab_size=model.embed_tokens.num_embeddings,
-        hidden_size=model.hidden_size,
-        embed_levels=model.embed_levels,
-        dtype=model.dtype,
-        device=model.device,
-    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.telemetry import tracing
 from framesieve.common.telemetry.tracing import Metadata, RequestSpan, passed_on_trace, record, span
-from framesieve.services.generation.rpc.timing import Stage, StageClock, record_stages
+from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from tests.common.guarded_service import METHOD
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
 from framesieve.common.contract.errors import Overloaded
 from framesieve.common.contract.wire import plan_messages
-from framesieve.services.generation.rpc.media import MediaClient
-from framesieve.services.generation.rpc.timing import StageClock
+from framesieve.services.generation.stage_clock import StageClock
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from tests.common.guarded_service import METHOD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.rpc.arriving_item import ModelInput
-from framesieve.services.generation.rpc.media import MediaClient
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.rpc.servicer import GenerationServicer
 from framesieve.services.generation.sampling.defaults import SamplingDefaults
 from framesieve.services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
@@ -100,7 +99,7 @@ async def service_of(
 ) -> AsyncIterator[Service]:
     """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.
 
-    compact: see `RopeState`.
+    compact: see `PrunedPrompt`.
     """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)
@@ -109,9 +108,8 @@ async def service_of(
     )
     engine.start()
     room = ByteSemaphore(ROOM_BYTES)
-    shape = ModelInput(
-        checkpoint.fingerprint, model.embed_tokens.num_embeddings, HIDDEN, 0, torch.float32, torch.device("cpu")
-    )
+    defaults = SamplingDefaults(model.vocab_size, eos_ids=eos_ids)
+    served = ServedModel.of(checkpoint, (), tokenizer, defaults, replace(model, compact=compact), LIMIT)
     encoder.setdefault("items", video_items())
     peers = (
         Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),
@@ -119,9 +117,8 @@ async def service_of(
     )
     try:
         async with serving(f"unix:{folder}/peers", *peers) as upstream:
-            media = MediaClient(preprocessing_channel or upstream, encoder_channel or upstream, shape, room)
-            defaults = SamplingDefaults(shape.vocab_size, eos_ids=eos_ids)
-            servicer = GenerationServicer(engine, media, tokenizer, defaults, PromptLimit(LIMIT), compact=compact)
+            media = MediaClient(preprocessing_channel or upstream, encoder_channel or upstream, served.input, room)
+            servicer = GenerationServicer(engine, media, served)
             async with serving(f"unix:{folder}/generation", servicer) as channel:
                 yield Service(GenerationServiceStub(channel), servicer, engine, room, *peers)
     finally:

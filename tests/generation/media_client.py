@@ -13,9 +13,9 @@ from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.common.handover import Receiver
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.rpc.arriving_item import ModelInput, Progress
-from framesieve.services.generation.rpc.media import MediaClient, MediaSession
-from framesieve.services.generation.rpc.timing import StageClock
+from framesieve.services.generation.stage_clock import StageClock
+from framesieve.services.generation.upstream.arriving_item import ModelInput, Progress
+from framesieve.services.generation.upstream.media import MediaClient, MediaSession
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import embeds_messages, progress_message, prompt_message, prompt_plan, serving

@@ -1,27 +1,29 @@
-"""Kernels over paged blocks, computed plainly: as torch's variable-length function, and as FlashInfer's.
+"""Attention over paged blocks, computed plainly: by a cache that needs no kernel, and as FlashInfer's kernels.
 
 They read no number back from a device, so that capturing them is watched as a card would watch it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.services.generation.model.attention.cache import CacheSizes
+from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots
+from framesieve.services.generation.model.attention.cache import CacheSizes, write
 from framesieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
     FlashInferKernels,
     Kernel,
     check_kernels,
 )
-from framesieve.services.generation.model.attention.pages import PagePlan
-from framesieve.services.generation.model.attention.varlen import VarlenCache
 from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.request.batch import Context, Packed
+from framesieve.services.generation.to_device import to_device
 from tests.tiny import TinyEngine
 
 
@@ -40,41 +42,70 @@ def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor, places: Ten
     return torch.einsum("rch,rchd->rhd", weights, values)
 
 
-def varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, **named: Any
-) -> Tensor:
-    """torch's documented function."""
-    rows = torch.arange(len(query), device=query.device)
-    sequence = torch.searchsorted(cu_seq_q[1:].contiguous(), rows, right=True)
-    places = named["seqused_k"][sequence] - (cu_seq_q[1:][sequence] - rows)
-    return attend(query, key, value, named["block_table"][sequence], places, named["scale"])
+class InPlaceCache:
+    """A cache that reads blocks in place, on any device and in any dtype."""
+
+    captures = True
+
+    def __init__(self, sizes: CacheSizes, like: Tensor) -> None:
+        self.sizes = sizes
+        shape = (2, sizes.layers, sizes.blocks + 1, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
+        self.keys, self.values = like.new_zeros(shape)
+
+    def batch(self, packed: Packed) -> InPlaceBatch:
+        contexts, device = packed.row_contexts, self.keys.device
+        table = np.zeros((len(contexts), max(len(each.blocks) for each in contexts)), np.int32)
+        for row, each in zip(table, contexts, strict=True):
+            row[: len(each.blocks)] = each.blocks
+        places = np.array([each.end - 1 for each in contexts])
+        return InPlaceBatch(self, *(to_device(each, device) for each in (packed.slots, table, places)))
+
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
+        pass
+
+    def decode_batch(self, table: Tensor, lengths: Tensor) -> InPlaceBatch:
+        return InPlaceBatch(self, last_slots(table, lengths, self.sizes.block_tokens), table, lengths - 1)
+
+
+@dataclass(frozen=True)
+class InPlaceBatch:
+    cache: InPlaceCache
+    new_slots: Tensor
+    table: Tensor
+    places: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        write(keys.flatten(0, 1), 0, self.new_slots, key.transpose(0, 1))
+        write(values.flatten(0, 1), 0, self.new_slots, value.transpose(0, 1))
+        return attend(query.transpose(0, 1), keys, values, self.table, self.places, scaling)
 
 
 def read_in_place(runner: Runner) -> None:
     """Gives a runner whose cache gathers one that reads blocks in place, as graphs need."""
     if not runner._cache.captures:
-        runner._cache = VarlenCache(runner._cache.sizes, runner.model.embed_tokens.weight, varlen_attn)
+        runner._cache = InPlaceCache(runner._cache.sizes, runner.model.embed_tokens.weight)
 
 
 class PlainKernel(Kernel):
     """Reads the arrays of its plan as FlashInfer documents them."""
 
-    def plan(self, pages: PagePlan) -> None:
-        assert {array.dtype for array in (pages.row_ends, pages.page_ends, pages.pages)} == {np.dtype(np.int32)}
-        self._pages = pages
+    def plan(self, blocks: BlockPlan) -> None:
+        assert {array.dtype for array in (blocks.row_ends, blocks.block_ends, blocks.blocks)} == {np.dtype(np.int32)}
+        self._blocks = blocks
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        plan, block_tokens = self._pages, key.shape[1]
+        plan, block_tokens = self._blocks, key.shape[1]
         key, value = key.to(query.dtype), value.to(query.dtype)
         tables: list[list[int]] = []
         places: list[int] = []
-        most = int(np.diff(plan.page_ends).max())
-        for index, last in enumerate(plan.last_page_tokens):
-            pages = plan.pages[plan.page_ends[index] : plan.page_ends[index + 1]]
+        most = int(np.diff(plan.block_ends).max())
+        for index, last in enumerate(plan.last_block_tokens):
+            blocks = plan.blocks[plan.block_ends[index] : plan.block_ends[index + 1]]
             rows = plan.row_ends[index + 1] - plan.row_ends[index]
-            tokens = (len(pages) - 1) * block_tokens + last
+            tokens = (len(blocks) - 1) * block_tokens + last
             places += range(tokens - rows, tokens)
-            tables += [[*pages, *[pages[0]] * (most - len(pages))]] * rows
+            tables += [[*blocks, *[blocks[0]] * (most - len(blocks))]] * rows
         scale = query.shape[2] ** -0.5
         return attend(query, key, value, torch.tensor(np.array(tables)), torch.tensor(np.array(places)), scale)
 
@@ -87,8 +118,8 @@ class _Wrapper:
         self._kernel = PlainKernel()
         self.dtypes: tuple[torch.dtype, ...] = ()
 
-    def _plan(self, row_ends: Tensor, page_ends: Tensor, pages: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
-        self._kernel.plan(PagePlan(row_ends.numpy(), page_ends.numpy(), pages.numpy(), last.numpy()))
+    def _plan(self, row_ends: Tensor, block_ends: Tensor, blocks: Tensor, last: Tensor, *dtypes: torch.dtype) -> None:
+        self._kernel.plan(BlockPlan(row_ends.numpy(), block_ends.numpy(), blocks.numpy(), last.numpy()))
         self.dtypes = dtypes
 
     def run(self, query: Tensor, key_and_value: tuple[Tensor, Tensor]) -> Tensor:
@@ -176,16 +207,13 @@ class Kernels(FlashInferKernels):
         with patch.object(torch.cuda, "Event"):
             return super().prefill()
 
-    def decode(self, rows: int, most_pages: int) -> Kernel:
+    def decode(self, rows: int, max_blocks: int) -> Kernel:
         with patch.object(torch.cuda, "Event"):
-            return super().decode(rows, most_pages)
+            return super().decode(rows, max_blocks)
 
 
-def use_paged(tiny: TinyEngine, name: str) -> TinyEngine:
-    """Gives an engine a cache that reads blocks in place: varlen or flash_infer."""
+def use_paged(tiny: TinyEngine) -> TinyEngine:
+    """Gives an engine the cache of FlashInfer."""
     sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
-    varlen = name == "varlen"
-    tiny.runner._cache = (
-        VarlenCache(sizes, like, varlen_attn) if varlen else FlashInferCache(sizes, like, Kernels(sizes, like))
-    )
+    tiny.runner._cache = FlashInferCache(sizes, like, Kernels(sizes, like))
     return tiny

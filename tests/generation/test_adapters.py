@@ -199,7 +199,7 @@ def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
 
 
 def test_steps_with_adapters_are_not_replayed_as_graphs(adapted: Adapted) -> None:
-    capture, engine = Recorder(), use_paged(TinyEngine(adapted.models.engine), "flash_infer")
+    capture, engine = Recorder(), use_paged(TinyEngine(adapted.models.engine))
     engine.runner.capture_decoding(4, 256, capture)
     asking = Question((Text(tuple(range(20, 40))),), 9)
     questions = [replace(asking, adapter="plain", new_tokens=5), asking]

@@ -18,17 +18,15 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from framesieve.services.generation.model import attention
 from framesieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
+from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
     FlashInferKernels,
     workspace_bytes,
 )
-from framesieve.services.generation.model.attention.pages import plan_pages
 from framesieve.services.generation.model.attention.sdpa import SdpaCache
-from framesieve.services.generation.model.attention.varlen import VarlenCache, check_kernel, find_kernel
 from framesieve.services.generation.request.batch import Context, Packed, slots_of
 from tests.generation.paged_kernels import FakeFlashInfer, Kernels, PlainKernel
 
@@ -41,7 +39,7 @@ IN_FP8 = replace(SIZES, fp8=True)
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[tuple[list[int], int, int]]:
-    """Blocks, computed tokens and window's end of each sequence, in packed order: single-token windows first."""
+    """Blocks, computed tokens and chunk's end of each sequence, in packed order: single-token chunks first."""
     shift = draw(st.integers(1, BLOCKS - 1))
     neighbours = [*range(shift, BLOCKS), *range(1, shift)]  # block 0 is never theirs, so padding must not read it
     free = draw(st.sampled_from([neighbours, draw(st.permutations(range(1, BLOCKS)))]))
@@ -63,24 +61,6 @@ def by_formula(query: Tensor, key: Tensor, value: Tensor, start: int, scale: flo
     return torch.einsum("hrc,chd->rhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
-def checked_varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, **named: Any
-) -> Tensor:
-    """torch's documented function, computed by the formula above."""
-    table_of, tokens_of = named["block_table"], named["seqused_k"]
-    assert named["window_size"] == (-1, 0)
-    assert named["enable_gqa"] == (query.shape[1] != key.shape[2])
-    assert table_of.dtype == tokens_of.dtype == cu_seq_q.dtype == torch.int32
-    found = torch.empty_like(query)
-    for first, last, tokens, table in zip(cu_seq_q, cu_seq_q[1:], tokens_of, table_of, strict=False):
-        rows = int(last - first)
-        assert 0 < rows <= max_q
-        assert rows <= tokens <= max_k
-        own_key, own_value = (each[table.long()].flatten(0, 1)[:tokens] for each in (key, value))
-        found[first:last] = by_formula(query[first:last], own_key, own_value, int(tokens) - rows, named["scale"])
-    return found
-
-
 @settings(max_examples=60)
 @given(
     batch=batches(),
@@ -93,7 +73,7 @@ def test_every_row_sees_its_own_sequence_and_nothing_else(
 ) -> None:
     with (
         patch.object(sdpa, "IN_PLACE_TOKENS", in_place_tokens),
-        patch.object(sdpa, "MOST_GATHERED_TOKENS", gathered),
+        patch.object(sdpa, "MAX_GATHERED_TOKENS", gathered),
     ):
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
@@ -115,50 +95,42 @@ def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
-def paged(name: str) -> VarlenCache | FlashInferCache:
-    like = torch.zeros(())
-    if name == "varlen":
-        return VarlenCache(SIZES, like, checked_varlen_attn)
-    return FlashInferCache(SIZES, like, Kernels(SIZES, like))
+def flash_infer() -> FlashInferCache:
+    return FlashInferCache(SIZES, torch.zeros(()), Kernels(SIZES, torch.zeros(())))
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash_infer"])
 @settings(max_examples=20)
 @given(batch=batches(), seed=st.integers(0, 2**16))
 def test_a_kernel_that_reads_paged_blocks_gets_each_sequences_blocks(
-    name: str, batch: list[tuple[list[int], int, int]], seed: int
+    batch: list[tuple[list[int], int, int]], seed: int
 ) -> None:
-    check(paged(name), batch, seed)
+    check(flash_infer(), batch, seed)
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash_infer"])
 @settings(max_examples=20)
 @given(batch=batches(), seed=st.integers(0, 2**16), width=st.integers(4, 6))
 def test_a_decode_batch_needs_only_a_plan_a_block_table_and_lengths(
-    name: str, batch: list[tuple[list[int], int, int]], seed: int, width: int
+    batch: list[tuple[list[int], int, int]], seed: int, width: int
 ) -> None:
-    check(paged(name), [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
+    check(flash_infer(), [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
 
 
 @given(batch=batches())
-def test_plans_of_pages_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
-    spare = [0, 0]  # blocks behind the window's end are not read
-    plan = plan_pages([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
-    row, page = 0, 0
+def test_plans_of_blocks_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
+    spare = [0, 0]  # blocks behind the chunk's end are not read
+    plan = plan_blocks([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
+    row, block = 0, 0
     for index, (blocks, start, end) in enumerate(batch):
-        assert (plan.row_ends[index], plan.page_ends[index]) == (row, page)
-        assert plan.pages[page : page + len(blocks)].tolist() == blocks
-        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_page_tokens[index] == end
-        row, page = row + end - start, page + len(blocks)
-    assert (plan.row_ends[-1], plan.page_ends[-1], len(plan.pages)) == (row, page, page)
+        assert (plan.row_ends[index], plan.block_ends[index]) == (row, block)
+        assert plan.blocks[block : block + len(blocks)].tolist() == blocks
+        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_block_tokens[index] == end
+        row, block = row + end - start, block + len(blocks)
+    assert (plan.row_ends[-1], plan.block_ends[-1], len(plan.blocks)) == (row, block, block)
 
 
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_kernel(checked_varlen_attn, SIZES, torch.zeros(()))
     Kernels(SIZES, torch.zeros(()))
     Kernels(IN_FP8, torch.zeros(()))
-    with pytest.raises(AssertionError, match=r"differs by 0\.1"):
-        check_kernel(lambda *arrays, **named: checked_varlen_attn(*arrays, **named) + 0.1, SIZES, torch.zeros(()))
     right = PlainKernel.run
     monkeypatch.setattr(PlainKernel, "run", lambda *arrays: right(*arrays) + 0.1)
     with pytest.raises(AssertionError, match=r"differs by 0\.1"):
@@ -179,7 +151,7 @@ def attended(
     change: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> tuple[Tensor, Tensor]:
     """What a cache attends to, and the formula, of random rows, whose keys and values `change` changes."""
-    assert isinstance(cache, SdpaCache | VarlenCache | FlashInferCache)
+    assert isinstance(cache, SdpaCache | FlashInferCache)
     generator = torch.Generator().manual_seed(seed)
     for layer in (*cache.keys, *cache.values):
         layer.fill_(torch.nan)  # slots of other sequences must not be read
@@ -294,13 +266,6 @@ def test_the_workspace_holds_the_results_of_split_contexts(
     assert workspace_bytes(sizes, num_multiprocessors) >= max(needed, 128 * 2**20)
 
 
-def test_torchs_kernels_are_not_tried_with_a_cache_in_fp8() -> None:
-    on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    with capture_logs() as logs:
-        assert find_kernel(IN_FP8, cast(Tensor, on_cuda)) is None
-    assert [each["error"] for each in logs] == ["no keys in fp8 with queries in torch.bfloat16"]
-
-
 @pytest.mark.parametrize(
     ("dtype", "heads", "kv_heads", "head_dim", "capability", "said"),
     [
@@ -317,7 +282,6 @@ def test_what_flash_infer_has_no_kernels_for_is_refused_before_it_compiles(
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=capability),
         patch.object(torch.cuda, "get_device_properties"),
-        patch.object(attention, "find_kernel", return_value=None),
         patch.object(importlib.util, "find_spec"),
         patch.object(importlib, "import_module", side_effect=ImportError("nvcc")) as imported,
         capture_logs() as logs,

@@ -30,7 +30,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention import sdpa
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
 from framesieve.services.generation.startup.cache_size import _SAMPLING
@@ -74,8 +74,8 @@ class FakeMemory:
         cache = -(-rows // BLOCK_TOKENS) * BLOCK_TOKENS + BLOCK_TOKENS
         self._most = max(self._most, self.weights + self.step + cache * self.model.token_bytes)
 
-    def capture(self, runner: Runner, most_rows: int, most_tokens: int) -> bool:
-        self.captured.append(most_tokens)
+    def capture(self, runner: Runner, max_rows: int, max_tokens: int) -> bool:
+        self.captured.append(max_tokens)
         return True
 
 
@@ -124,7 +124,7 @@ def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkey
     monkeypatch.setattr(sdpa, "IN_PLACE_TOKENS", 10**9)
     flags = limits("--max-num-batched-tokens", "100", "--max-num-seqs", "9")
     fitting_tokens(flags, step_limits(flags, CPU), memory.model, None, memory, memory.capture)
-    assert max(gathered) == sdpa.MOST_GATHERED_TOKENS // 9 * 9 > 32768
+    assert max(gathered) == sdpa.MAX_GATHERED_TOKENS // 9 * 9 > 32768
 
 
 def test_a_cache_in_fp8_holds_as_many_tokens_as_one_byte_a_value_allows(memory: FakeMemory) -> None:
@@ -213,7 +213,7 @@ def test_nothing_that_requests_may_ask_of_the_sampler_needs_more_memory_than_is_
     def most(batch: list[SamplingParams]) -> int:
         logits, states = torch.randn(4, 10_000), [SamplingState(each, np.arange(9, dtype=np.int32)) for each in batch]
         with torch.inference_mode(), Allocated() as allocated, DistantDevice() as device:
-            Choice(device.put(logits), states)
+            choose(device.put(logits), states)
         return allocated.most
 
     assert most(batch) <= most([_SAMPLING] * 4)

@@ -79,17 +79,16 @@ def answers(models: Models, tiny: TinyEngine, prompts: list[int], new_tokens: in
     prompts=st.lists(st.integers(1, 14), min_size=1, max_size=7),
     new_tokens=st.integers(2, 9),
     blocks=st.sampled_from([12, 64]),
-    cache=st.sampled_from(["varlen", "flash_infer"]),
     chunk_tokens=st.sampled_from([3, 64]),
     rate=st.sampled_from([0.0, 0.75]),
 )
 def test_replays_compute_what_eager_steps_compute(
-    models: Models, prompts: list[int], new_tokens: int, blocks: int, cache: str, chunk_tokens: int, rate: float
+    models: Models, prompts: list[int], new_tokens: int, blocks: int, chunk_tokens: int, rate: float
 ) -> None:
     found = []
     for capture in (None, Recorder()):
         tiny = TinyEngine(models.engine, blocks=blocks, max_num_batched_tokens=chunk_tokens, max_num_seqs=5)
-        use_paged(tiny, cache)
+        use_paged(tiny)
         if capture:
             tiny.runner.capture_decoding(5, 4 * blocks, capture)
         found.append((answers(models, tiny, prompts, new_tokens, rate), tiny.runner.logits, tiny.runner.steps))
@@ -122,7 +121,7 @@ def test_the_law_holds_over_flash_infer(
         max_draft_tokens=most_drafts,
         overlap=data.draw(st.booleans()),
     )
-    assert use_paged(tiny, "flash_infer").runner.capture_decoding(8, 1024, Recorder())
+    assert use_paged(tiny).runner.capture_decoding(8, 1024, Recorder())
     assert_law(
         models, tiny, questions, answer(tiny, questions, arrivals=data.draw(st.permutations(range(len(questions)))))
     )
@@ -133,14 +132,14 @@ def test_each_step_is_one_forward_and_replayed_if_every_row_is_sampled(models: M
     """Chunks of prompts, media and draft tokens: a second forward in a step would read all weights twice."""
     capture, steps, forwards = Recorder(), list[Step](), list[int]()
     tiny = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2, on_step=steps.append)
-    use_paged(tiny, "flash_infer").runner.capture_decoding(12, 256, capture)
+    use_paged(tiny).runner.capture_decoding(12, 256, capture)
     assert capture.captured == [12, 8, 4, 2, 1]
     plain = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2)
     expected = answers(models, plain, [5, 30, 9, 22], 24, 0.5)
     counting = models.engine.text.register_forward_hook(lambda *_: forwards.append(1))
     assert answers(models, tiny, [5, 30, 9, 22], 24, 0.5) == expected
     counting.remove()
-    prompts = {each.id: each.rope.tokens for each in tiny.runner._requests.values()}
+    prompts = {each.id: each.prompt.tokens for each in tiny.runner._requests.values()}
     sampled = [all(start >= prompts[name] - 1 for name, start, _ in step) for step in tiny.runner.steps]
     drafts = [any(end - start > 1 for _, start, end in step) for step in tiny.runner.steps]
     assert [step.replayed for step in steps] == sampled
@@ -155,7 +154,7 @@ def test_a_cache_that_gathers_is_not_captured(models: Models) -> None:
 
 def test_a_prompt_of_chunks_of_one_token_is_not_replayed(models: Models) -> None:
     """Nothing is sampled, so nothing would synchronise before the next replay reuses the pinned rows."""
-    capture, tiny = Recorder(), use_paged(TinyEngine(models.engine, max_num_batched_tokens=1), "varlen")
+    capture, tiny = Recorder(), use_paged(TinyEngine(models.engine, max_num_batched_tokens=1))
     tiny.runner.capture_decoding(2, 256, capture)
     asked = tiny.ask("0", [Text(tuple(range(10, 40)))], SamplingParams(8))
     tiny.drain()
@@ -163,6 +162,6 @@ def test_a_prompt_of_chunks_of_one_token_is_not_replayed(models: Models) -> None
 
 
 def test_a_model_that_cannot_be_captured_runs_eagerly(models: Models) -> None:
-    tiny = use_paged(TinyEngine(models.engine), "varlen")
+    tiny = use_paged(TinyEngine(models.engine))
     assert not tiny.runner.capture_decoding(4, 64, Mock(side_effect=RuntimeError("not permitted when capturing")))
     assert len(answers(models, tiny, [3], 4, 0.0)[0]) == 4

@@ -23,9 +23,9 @@ from framesieve.common.contract.errors import (
 )
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.model.runner import Launched, Sampled
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Finished, FinishReason, PrefillStarted, Tokens
+from framesieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
@@ -63,9 +63,9 @@ def test_an_answer_is_announced_streamed_and_finished(tiny: TinyEngine) -> None:
     start, *tokens, end = asked.events
     assert start == PrefillStarted()
     assert end == Finished(FinishReason.LENGTH, 3)
-    assert all(isinstance(token, Tokens) and len(token.token_ids) == 1 for token in tokens)
+    assert all(isinstance(token, Delta) and len(token.token_ids) == 1 for token in tokens)
     rows = torch.stack(tiny.runner.logits["a"]).log_softmax(dim=-1)
-    logprobs = [value for token in tokens if isinstance(token, Tokens) for value in token.logprobs]
+    logprobs = [value for token in tokens if isinstance(token, Delta) for value in token.logprobs]
     assert logprobs == pytest.approx(rows.amax(dim=-1).tolist())
 
 
@@ -77,7 +77,7 @@ def test_an_end_token_ends_the_answer_and_has_no_text(models: Models, tiny: Tiny
     tiny.drain()
     assert asked.answer == usual[: before + 1]
     assert asked.finished == Finished(FinishReason.STOP, before + 1)
-    texts = [event.text for event in asked.events if isinstance(event, Tokens)]
+    texts = [event.text for event in asked.events if isinstance(event, Delta)]
     assert "".join(texts) == "".join(f"{token} " for token in usual[:before])
 
 
@@ -177,10 +177,10 @@ def test_a_request_that_fails_in_a_step_fails_alone(
     tiny.engine.step()
     launch = tiny.runner.launch
 
-    def failing(windows: Sequence[Window], before: Sampled | None) -> Launched:
-        if any(window.request.id == "a" for window in windows):
+    def failing(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+        if any(chunk.request.id == "a" for chunk in chunks):
             raise fault
-        return launch(windows, before)
+        return launch(chunks, before)
 
     with monkeypatch.context() as patched:
         patched.setattr(tiny.runner, "launch", failing)
@@ -204,10 +204,10 @@ def test_the_engine_knows_how_long_its_step_takes(models: Models, monkeypatch: p
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
-    def stuck(windows: Sequence[Window], before: Sampled | None) -> Launched:
+    def stuck(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
         begun.set()
         assert go_on.wait(20)
-        return launch(windows, before)
+        return launch(chunks, before)
 
     monkeypatch.setattr(tiny.runner, "launch", stuck)
     tiny.engine.start()
@@ -346,7 +346,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))
 
     if cause == "bug":
-        monkeypatch.setattr(tiny.engine, "_publish", Mock(side_effect=ZeroDivisionError))
+        monkeypatch.setattr(tiny.engine._stepper, "_publish", Mock(side_effect=ZeroDivisionError))
     if cause == "device":
         monkeypatch.setattr(tiny.runner, "launch", Mock(side_effect=torch.AcceleratorError("illegal memory access")))
     tiny.engine.start()
@@ -364,10 +364,10 @@ def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, m
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
-    def stuck(windows: Sequence[Window], before: Sampled | None) -> Launched:
+    def stuck(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
         begun.set()
         assert go_on.wait(20)
-        return launch(windows, before)
+        return launch(chunks, before)
 
     monkeypatch.setattr(tiny.runner, "launch", stuck)
     tiny.engine.start()

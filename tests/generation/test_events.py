@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from framesieve.services.generation.request.request import Finished, FinishReason, Tokens
+from framesieve.services.generation.request.request import Delta, Finished, FinishReason
 from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.servicer import Responses
-from framesieve.services.generation.rpc.timing import StageClock
+from framesieve.services.generation.rpc.responses import Responses
+from framesieve.services.generation.stage_clock import StageClock
 from framesieve.v1.generation_pb2 import Usage
 
-STEPS = [[Tokens("a", (1,), (-0.5,)), Tokens("x", (7,), ())], [Tokens("b", (2,), (-0.25,)), Tokens("y", (8,), ())]]
+STEPS = [[Delta("a", (1,), (-0.5,)), Delta("x", (7,), ())], [Delta("b", (2,), (-0.25,)), Delta("y", (8,), ())]]
 
 
 async def test_what_a_step_sends_to_several_requests_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextExperts
 
-from framesieve.services.generation.families import text_model
+from framesieve.services.generation.loading import text_model
 from framesieve.services.generation.model import experts
-from framesieve.services.generation.model.experts import EXPERTS, MOST_ROWS, compute_experts, rows_without_wait, waits
+from framesieve.services.generation.model.experts import EXPERTS, MAX_ROWS, compute_experts, rows_without_wait, waits
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import NoSynchronisation, Recorder
 from tests.law import Question, answer, assert_law
@@ -26,7 +26,7 @@ from tests.tiny import TinyEngine, load_models, random_item
 NUM_EXPERTS, CHOSEN, WIDTH, INNER = 16, 3, 8, 24
 
 
-@pytest.mark.parametrize("count", [1, 2, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("count", [1, 2, MAX_ROWS, MAX_ROWS + 1])
 def test_each_row_is_computed_by_its_experts_and_few_rows_without_a_wait(count: int) -> None:
     draw = torch.Generator().manual_seed(count)
     sizes = {"num_experts": NUM_EXPERTS, "hidden_size": WIDTH, "moe_intermediate_size": INNER}
@@ -35,7 +35,7 @@ def test_each_row_is_computed_by_its_experts_and_few_rows_without_a_wait(count: 
         parameter.data = torch.randn(parameter.shape, generator=draw)
     rows, weights = torch.randn(count, WIDTH, generator=draw), torch.rand(count, CHOSEN, generator=draw)
     chosen = torch.rand(count, NUM_EXPERTS, generator=draw).argsort()[:, :CHOSEN]
-    with torch.inference_mode(), NoSynchronisation() if count <= MOST_ROWS else nullcontext():
+    with torch.inference_mode(), NoSynchronisation() if count <= MAX_ROWS else nullcontext():
         found = compute_experts(module, rows, chosen, weights)
     expected = torch.zeros_like(rows)
     for row in range(count):
@@ -53,12 +53,12 @@ def test_the_law_holds_and_decode_steps_are_captured_where_torch_would_wait(tmp_
         models = load_models("qwen3_vl_moe", tmp_path)
     config = cast(Any, models.engine.text.config)
     assert config._experts_implementation == EXPERTS
-    assert rows_without_wait(models.engine.text, 1000) == MOST_ROWS
+    assert rows_without_wait(models.engine.text, 1000) == MAX_ROWS
     engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
     video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
     questions = [Question((Text((20 + number, 21)), video, Text((30,) * number)), 7 + number) for number in range(4)]
-    with patch.object(experts, "MOST_ROWS", 4):
-        assert use_paged(engine, "flash_infer").runner.capture_decoding(4, 256, capture)
+    with patch.object(experts, "MAX_ROWS", 4):
+        assert use_paged(engine).runner.capture_decoding(4, 256, capture)
         assert_law(models, engine, questions, answer(engine, questions, arrivals=[0, 1, 3, 8]))
     assert capture.replayed
 

@@ -57,7 +57,7 @@ def test_the_law_holds_for_rounded_keys_and_values(
         in_fp8, blocks=2 * questions[0].most_blocks - 1, max_num_batched_tokens=chunk_tokens, max_draft_tokens=2
     )
     if cache == "flash_infer":
-        use_paged(engine, cache)
+        use_paged(engine)
     asked = answer(engine, questions, arrivals=[0, 2, 4])
     assert engine.engine.stats().totals.preemptions > 0
     assert max(each.request.cached_tokens for each in asked) > 0

@@ -22,8 +22,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from demo.checkpoint import TINY, write_checkpoint
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.families import fp8, load_language_model
-from framesieve.services.generation.families.text_model import make_text
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.loading import fp8
+from framesieve.services.generation.loading.text_model import make_text
 from framesieve.services.generation.model.fp8_linear import (
     Fp8Linear,
     check_product,

@@ -13,7 +13,7 @@ import torch
 from framesieve.common.contract import errors
 from framesieve.common.sealed_memory import SealedMemory, sealed
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.rpc.arriving_item import ArrivingItem
+from framesieve.services.generation.upstream.arriving_item import ArrivingItem
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import Encoder, embeds_messages, progress_message, prompt_plan
 from tests.generation.media_client import (

@@ -50,7 +50,7 @@ def test_a_second_question_about_media_computes_only_its_own_text(
     cached = (questions[1].prompt_tokens - len(ids)) // BLOCK_TOKENS * BLOCK_TOKENS
     assert asked[1].spared == (0,)
     assert asked[1].request.cached_tokens == cached
-    computed = [window for step in engine.runner.steps for window in step if window[0] == "1"]
+    computed = [chunk for step in engine.runner.steps for chunk in step if chunk[0] == "1"]
     assert computed[0] == ("1", cached, questions[1].prompt_tokens)
     assert_law(models, engine, questions, asked)
 

@@ -17,8 +17,8 @@ from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import plan_messages
 from framesieve.common.serving.retries import COST
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.rpc.arriving_item import Progress
-from framesieve.services.generation.rpc.media import MediaClient
+from framesieve.services.generation.upstream.arriving_item import Progress
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.awake import SOON_S, within
 from tests.generation import media_client

@@ -17,8 +17,8 @@ from framesieve.common.contract.plan import FrameShape, Grid, Modality, PromptPl
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.rpc.arriving_item import Progress
-from framesieve.services.generation.rpc.timing import StageClock
+from framesieve.services.generation.stage_clock import StageClock
+from framesieve.services.generation.upstream.arriving_item import Progress
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (

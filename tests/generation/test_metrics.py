@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from framesieve.services.generation.rpc.metrics import watch
-from framesieve.services.generation.rpc.timing import Stage
+from framesieve.services.generation.stage_clock import Stage
 from framesieve.v1.generation_pb2 import Sampling
 from tests.common.loopback import eventually
 from tests.generation.generation_service import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of

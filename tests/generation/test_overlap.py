@@ -213,7 +213,7 @@ def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
     wishes, steps = [SamplingParams(9, repetition_penalty=1.2, seed=4)] * 4, list[Step]()
     without = asked_of(models, wishes, False)
     tiny = TinyEngine(models.engine, overlap=True, max_num_batched_tokens=8, on_step=steps.append)
-    use_paged(tiny, "flash_infer").runner.capture_decoding(4, 64, Recorder())
+    use_paged(tiny).runner.capture_decoding(4, 64, Recorder())
     asked = [
         tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
     ]
@@ -237,8 +237,8 @@ def test_a_launch_that_fails_costs_its_own_request_only(
     work = getattr(owner, name)
 
     def failing(self: Any, *args: Any) -> Any:
-        windows = self.windows if isinstance(self, Launched) else args[0]
-        if any(window.request.id == "2" for window in windows):
+        chunks = self.chunks if isinstance(self, Launched) else args[0]
+        if any(chunk.request.id == "2" for chunk in chunks):
             raise ValueError("broken")
         return work(self, *args)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.runner import Launched, Sampled
-from framesieve.services.generation.request.batch import Window, media_rows
+from framesieve.services.generation.request.batch import Chunk, media_rows
 from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
@@ -47,42 +47,42 @@ class SequenceRunner:
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
-    def launch(self, windows: Sequence[Window], before: Sampled | None) -> Launched:
-        assert sum(window.tokens for window in windows) <= self.max_num_batched_tokens
-        for window in windows:
-            adapter = window.request.adapter and window.request.adapter.digest
-            sequence = [(adapter, *self.row(window, token)) for token in range(window.end)]
-            for token in range(window.end):
-                slot = window.request.blocks[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
-                if token >= window.start:
+    def launch(self, chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+        assert sum(chunk.tokens for chunk in chunks) <= self.max_num_batched_tokens
+        for chunk in chunks:
+            adapter = chunk.request.adapter and chunk.request.adapter.digest
+            sequence = [(adapter, *self.row(chunk, token)) for token in range(chunk.end)]
+            for token in range(chunk.end):
+                slot = chunk.request.blocks[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
+                if token >= chunk.start:
                     self.slots[slot] = tuple(sequence[: token + 1])
-                assert self.slots[slot] == tuple(sequence[: token + 1]), f"{window} reads another sequence at {token}"
-            for rows in media_rows(window, 0):
-                embeds = window.request.embeds[rows.media_index]
+                assert self.slots[slot] == tuple(sequence[: token + 1]), f"{chunk} reads another sequence at {token}"
+            for rows in media_rows(chunk, 0):
+                embeds = chunk.request.embeds[rows.media_index]
                 assert embeds is not None
-                dropped = window.request.num_kept[rows.media_index] - embeds.shape[1]
-                assert rows.first_row >= dropped, f"{window} computes rows again that it has not received"
+                dropped = chunk.request.prompt.num_kept[rows.media_index] - embeds.shape[1]
+                assert rows.first_row >= dropped, f"{chunk} computes rows again that it has not received"
         # Answers alternate between two tokens, so that answers of different requests are as alike as their prompts.
-        sampling = (window for window in windows if window.samples)
-        ends = [end for window in sampling for end in range(window.end - window.num_draft_tokens, window.end + 1)]
+        sampling = (chunk for chunk in chunks if chunk.samples)
+        ends = [end for chunk in sampling for end in range(chunk.end - chunk.num_draft_tokens, chunk.end + 1)]
         logits = torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
-        return Launched(windows, logits, 0, 0)
+        return Launched(chunks, logits, 0, 0)
 
-    def row(self, window: Window, token: int) -> tuple[object, ...]:
+    def row(self, chunk: Chunk, token: int) -> tuple[object, ...]:
         """What a token's own key depends on, from the request's items and what was kept of them."""
-        request = window.request
-        if token >= request.rope.tokens:
-            said = [*request.output_ids, *window.draft_tokens]
-            return (said[token - request.rope.tokens], (token + request.rope.delta,) * 3)
-        place = tuple(request.rope.positions[:, token].tolist())
-        for span in request.rope.spans:
+        request = chunk.request
+        if token >= request.prompt.tokens:
+            said = [*request.output_ids, *chunk.draft_tokens]
+            return (said[token - request.prompt.tokens], (token + request.prompt.delta,) * 3)
+        place = tuple(request.prompt.positions[:, token].tolist())
+        for span in request.prompt.spans:
             if span.offset <= token < span.end:
                 encoded = request.encoded_media[span.media_index]
                 assert encoded
                 assert encoded.kept is not None
                 kept = int(encoded.kept[span.first_row + token - span.offset])
                 return (self.items[request][span.media_index].embeds[kept].tobytes(), place)
-        return (int(request.rope.ids[token]), place)
+        return (int(request.prompt.ids[token]), place)
 
 
 class Desk:
@@ -137,7 +137,7 @@ class Desk:
         assert self.engine.stats().running <= self.max_num_seqs
         assert stepped or not self.engine.step(), "the engine would sleep although something can run"
         assert not [each.failed for each in self.asked if each.failed]
-        assert all(each.request.cached_tokens < each.request.rope.tokens for each in self.asked)
+        assert all(each.request.cached_tokens < each.request.prompt.tokens for each in self.asked)
         return stepped
 
     def run(self) -> None:
@@ -228,7 +228,7 @@ def test_simultaneous_questions_share_what_the_first_has_computed() -> None:
     desk.step()
     desk.deliver()
     desk.run()
-    tokens = desk.asked[1].request.rope.tokens
+    tokens = desk.asked[1].request.prompt.tokens
     assert desk.asked[1].request.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from framesieve.common.contract.errors import PromptTooLong
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
+from framesieve.services.generation.request.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28

@@ -273,5 +273,5 @@ def test_the_law_holds_with_layers_joined_and_norms_fused_as_they_are_on_cuda(fa
     engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
     video = random_item(models.family, (4, 2, 3), Fraction(1), rate=0.5)
     questions = [law.Question((Text((20 + number, 21)), video, Text((30,))), 7 + number) for number in range(3)]
-    assert use_paged(engine, "flash_infer").runner.capture_decoding(4, 256, capture)
+    assert use_paged(engine).runner.capture_decoding(4, 256, capture)
     law.assert_law(models, engine, questions, law.answer(engine, questions, arrivals=[0, 1, 3]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from framesieve.services.generation.sampling import sampler
-from framesieve.services.generation.sampling.sampler import Choice, SampledToken, SamplingParams, SamplingState, sample
+from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, choose, sample
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from tests.generation.distant_device import DistantDevice, HostWaits
 from tests.tiny import Models
@@ -66,7 +66,7 @@ def states_of(given: dict[str, Any], grammars: Grammars) -> list[SamplingState]:
 def sampled_far(logits: Tensor, states: Sequence[SamplingState], monkeypatch: pytest.MonkeyPatch) -> list[SampledToken]:
     with monkeypatch.context() as patched, torch.inference_mode(), DistantDevice() as device:
         patched.setattr(sampler, "ToHost", FarResults)
-        choice = Choice(device.put(logits), states)
+        choice = choose(device.put(logits), states)
     found = choice.read()
     assert not choice.errors
     return found

@@ -8,7 +8,7 @@ import numpy as np
 
 from framesieve.services.generation.engine.scheduler import Scheduler
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.request import Request, Status
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
@@ -18,7 +18,7 @@ VIDEO = Item(2, 2, 2, Fraction(1), np.zeros((8, 1), np.float32))
 
 
 class Desk:
-    """A scheduler without a model: every window that samples yields a token."""
+    """A scheduler without a model: every chunk that samples yields a token."""
 
     def __init__(self, blocks: int = 64, max_num_batched_tokens: int = 16, max_num_seqs: int = 8) -> None:
         self.scheduler = Scheduler(BlockAllocator(blocks, BLOCK_TOKENS), max_num_batched_tokens, max_num_seqs)
@@ -34,19 +34,19 @@ class Desk:
         return request
 
     def deliver(self, request: Request) -> None:
-        request.rope.deliver(0, None, 1)
+        request.prompt.deliver(0, None, 1)
         self.scheduler.media_complete(request)
 
-    def step(self) -> list[Window]:
-        windows = self.scheduler.schedule()
-        for window in windows:
-            self.scheduler.mark_computed(window.request, window.end)
-            if window.samples:
-                window.request.output_ids.append(1)
-                if len(window.request.output_ids) == window.request.sampling.max_new_tokens:
-                    self.scheduler.remove(window.request)
+    def step(self) -> list[Chunk]:
+        chunks = self.scheduler.schedule()
+        for chunk in chunks:
+            self.scheduler.mark_computed(chunk.request, chunk.end)
+            if chunk.samples:
+                chunk.request.output_ids.append(1)
+                if len(chunk.request.output_ids) == chunk.request.sampling.max_new_tokens:
+                    self.scheduler.remove(chunk.request)
         self.scheduler.check_integrity()
-        return windows
+        return chunks
 
 
 def test_decodes_come_before_prefill_and_older_prompts_before_newer_ones() -> None:
@@ -99,8 +99,8 @@ def test_the_newest_request_is_preempted_and_resumes_before_waiting_ones() -> No
     assert old.status is Status.RUNNING
     tokens = new.tokens
     order = []
-    while windows := desk.step():
-        order += [w.request for w in windows if w.request is not old]
+    while chunks := desk.step():
+        order += [w.request for w in chunks if w.request is not old]
         if new in order:
             assert new.tokens == tokens + 1, "lost blocks are recomputed before the next token"
             break

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from framesieve.common.channels import REQUEST_ID_KEY
 from framesieve.common.contract.errors import MediaDamaged
 from framesieve.services.generation.model.runner import Launched, Sampled
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.v1 import generation_pb2, prompt_pb2
@@ -218,14 +218,14 @@ async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
-        launch = service.engine._runner.launch
+        launch = service.engine._stepper._runner.launch
 
         # So that the answer cannot finish before the client leaves.
-        def slowly(windows: Sequence[Window], before: Sampled | None) -> Launched:
+        def slowly(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
             time.sleep(0.02)
-            return launch(windows, before)
+            return launch(chunks, before)
 
-        service.engine._runner.launch = slowly  # type: ignore[method-assign]
+        service.engine._stepper._runner.launch = slowly  # type: ignore[method-assign]
         call = service.ask_text(sampling=Sampling(max_new_tokens=200))
         while not (await call.read()).HasField("delta"):
             pass

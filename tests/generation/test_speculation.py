@@ -42,7 +42,7 @@ def test_draft_tokens_are_what_followed_the_last_occurrence_of_the_last_three_to
 def test_media_rows_are_neither_matched_nor_proposed(parts: list[Text | Item]) -> None:
     request = make_request("a", parts, SamplingParams(9)).request
     for index in (0, 1):
-        request.rope.deliver(index, None, 1 + index)
+        request.prompt.deliver(index, None, 1 + index)
     assert propose_draft_tokens(request, 3) == ()
 
 

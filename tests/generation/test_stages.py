@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract import errors
 from framesieve.common.contract.plan import PromptPlan
-from framesieve.services.generation.rpc.media import MediaClient
-from framesieve.services.generation.rpc.timing import Stage, StageClock
+from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (

@@ -15,10 +15,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
-from framesieve.services.generation.model.attention.pages import plan_pages
-from framesieve.services.generation.model.attention.varlen import check_kernel, find_kernel
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.norms import FusedNorm, fuse_norms
@@ -104,16 +103,16 @@ def test_flash_infer_is_correct_also_as_a_replayed_graph(sizes: CacheSizes) -> N
     key, value = torch.randn(shape, generator=random, device=like.device).to(sizes.dtype(like))
     query = torch.randn(2, SIZES.heads, SIZES.head_dim, generator=random, device=like.device).to(like.dtype)
     decode, prefill = kernels.decode(2, 16), kernels.prefill()
-    decode.plan(plan_pages([Context(0, 1, (0,)), Context(0, 1, (0,))], SIZES.block_tokens))
+    decode.plan(plan_blocks([Context(0, 1, (0,)), Context(0, 1, (0,))], SIZES.block_tokens))
     decode.run(query, key, value)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = decode.run(query, key, value)
     for ends in ((5, 33), (70, 16), (1, 128)):
         contexts = [Context(end - 1, end, range(-(-end // SIZES.block_tokens))) for end in ends]
-        decode.plan(plan_pages(contexts, SIZES.block_tokens))
+        decode.plan(plan_blocks(contexts, SIZES.block_tokens))
         graph.replay()
-        prefill.plan(plan_pages(contexts, SIZES.block_tokens))
+        prefill.plan(plan_blocks(contexts, SIZES.block_tokens))
         assert torch.allclose(found, prefill.run(query, key, value), atol=2e-2)
 
 
@@ -164,11 +163,3 @@ def test_the_engine_with_a_cache_in_fp8_computes_nearly_the_logits_of_the_cpu(fa
         tiny.drain()
         found.append(torch.stack([row.cpu() for row in tiny.runner.logits["text"]]))
     assert torch.allclose(found[0], found[1], atol=0.1)
-
-
-def test_a_kernel_that_reads_a_block_table_is_correct() -> None:
-    like = torch.zeros((), dtype=torch.bfloat16, device=DEVICES[1])
-    kernel = find_kernel(SIZES, like)
-    if kernel is None:
-        pytest.skip("this torch has no attention kernel for this card that reads a block table")
-    check_kernel(kernel.attend, SIZES, like)

@@ -22,8 +22,8 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
 from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.request.batch import Window
-from framesieve.services.generation.sampling.sampler import Choice, SamplingParams, SamplingState
+from framesieve.services.generation.request.batch import Chunk
+from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from framesieve.services.generation.sampling.truncation import floors
 from framesieve.services.generation.settings import GenerationSettings
@@ -99,10 +99,10 @@ def test_no_step_synchronises_with_the_device(
     answer(engine, questions(family))  # a first run, which allocates
     launch, sample, watched = Runner.launch, Launched.sample, []
 
-    def launched(runner: Runner, windows: Sequence[Window], before: Sampled | None) -> Launched:
+    def launched(runner: Runner, chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
         watched.append(before is not None)
         with waits_forbidden():
-            return launch(runner, windows, before)
+            return launch(runner, chunks, before)
 
     def sampled(step: Launched) -> Sampled:
         with waits_forbidden():
@@ -124,9 +124,9 @@ def test_tokens_are_chosen_without_a_wait_and_as_on_the_cpu(tiny_checkpoint: Pat
     found = []
     for device in (torch.device("cpu"), CUDA):
         first, states = ([SamplingState(one, np.arange(5, dtype=np.int32)) for one in each] for _ in range(2))
-        Choice(logits.to(device), first)  # a first run, which allocates
+        choose(logits.to(device), first)  # a first run, which allocates
         with waits_forbidden():
-            chosen = Choice(logits.to(device, non_blocking=True), states)
+            chosen = choose(logits.to(device, non_blocking=True), states)
         found.append([(token.token_id, [one for one, _ in token.top]) for token in chosen.read()])
     assert found[0] == found[1]
 

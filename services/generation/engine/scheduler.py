@@ -29,7 +29,7 @@ from operator import attrgetter
 from framesieve.services.generation.engine.speculation import propose_draft_tokens
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.prefixes import PrefixCache
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import EncodedMedia
 from framesieve.services.generation.request.request import BlockTable, Request, Status
 
@@ -75,14 +75,13 @@ class Scheduler:
                 request.add_media(index, encoded, encoded.last_rows)
             self._pin(request, blocks)
         self._prefix_cache.reuse(request)
-        self._enter(request, Status.WAITING if request.rope.complete else Status.AWAITING_MEDIA)
+        self._enter(request, Status.WAITING if request.prompt.complete else Status.AWAITING_MEDIA)
         for sibling in request.siblings:
             self._enter(sibling, Status.AWAITING_SIBLING)
 
     def start_siblings(self, request: Request) -> None:
         """Queues the siblings of a request that has prefilled their prompt and still has its blocks."""
         for sibling in (each for each in request.siblings if each.status is Status.AWAITING_SIBLING):
-            sibling.share_prompt(request)
             self._pin(sibling, request.blocks[: request.num_pinned_blocks])
             self.awaiting_sibling.remove(sibling)
             self._enter(sibling, Status.WAITING)
@@ -125,25 +124,25 @@ class Scheduler:
         pinned = Counter(block for request in self.requests() for block in request.blocks[: request.num_pinned_blocks])
         assert pinned == self._pins, "pins differ from the pinned blocks of requests"
 
-    def schedule(self) -> list[Window]:
-        """The windows of the next step, with blocks allocated; empty if nothing can run until something arrives."""
-        windows = list(self._allocate(self._assign_tokens()))
-        if not windows and self.waiting:
-            # The newest request was preempted for its own window; an older, waiting one may use the blocks it had.
-            windows = list(self._allocate(self._assign_tokens()))
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, with blocks allocated; empty if nothing can run until something arrives."""
+        chunks = list(self._allocate(self._assign_tokens()))
+        if not chunks and self.waiting:
+            # The newest request was preempted for its own chunk; an older, waiting one may use the blocks it had.
+            chunks = list(self._allocate(self._assign_tokens()))
         # The oldest request that can run is always among them: it is admitted and served first and may preempt any
         # other. Only blocks pinned by requests that await media are out of its reach.
-        if not windows:
+        if not chunks:
             pinned = any(request.num_pinned_blocks for request in self.awaiting_media)
             unread = any(request.num_unread for request in (*self.running, *self.waiting))
             assert pinned or unread or not (self.running or self.waiting), "requests can run, none is scheduled"
-        return windows + self._prefill_before_media(windows)
+        return chunks + self._prefill_before_media(chunks)
 
     # --- assigning tokens --------------------------------------------------------------------------------------
 
-    def _assign_tokens(self) -> list[Window]:
+    def _assign_tokens(self) -> list[Chunk]:
         budget = self._max_num_batched_tokens
-        windows: list[Window] = []
+        chunks: list[Chunk] = []
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self.running:
@@ -157,18 +156,18 @@ class Scheduler:
             if self._max_draft_tokens:
                 limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
                 draft_tokens = propose_draft_tokens(request, limit) if limit > 0 else ()
-            windows.append(_decode_window(request, draft_tokens))
+            chunks.append(_decode_chunk(request, draft_tokens))
             budget -= 1 + len(draft_tokens)
             draft_budget -= len(draft_tokens)
         for request in prefills:
             if not budget:
-                return windows
-            windows.append(_prefill_window(request, budget))
-            budget -= windows[-1].tokens
+                return chunks
+            chunks.append(_prefill_chunk(request, budget))
+            budget -= chunks[-1].tokens
         while budget and (admitted := self._admit()):
-            windows.append(_prefill_window(admitted, budget))
-            budget -= windows[-1].tokens
-        return windows
+            chunks.append(_prefill_chunk(admitted, budget))
+            budget -= chunks[-1].tokens
+        return chunks
 
     def _admit(self) -> Request | None:
         """Moves the oldest waiting request to the running ones, if its blocks fit."""
@@ -193,14 +192,14 @@ class Scheduler:
         request.move_to(status)
         insort(self._queues[status], request, key=BY_ARRIVAL)
 
-    def _prefill_before_media(self, others: Sequence[Window]) -> list[Window]:
-        """Windows of text before missing media, within tokens and free blocks that no other request needs now."""
-        windows: list[Window] = []
+    def _prefill_before_media(self, others: Sequence[Chunk]) -> list[Chunk]:
+        """Chunks of text before missing media, within tokens and free blocks that no other request needs now."""
+        chunks: list[Chunk] = []
         if not self.awaiting_media:
-            return windows
-        budget = self._max_num_batched_tokens - sum(window.tokens for window in others)
+            return chunks
+        budget = self._max_num_batched_tokens - sum(chunk.tokens for chunk in others)
         if not budget:
-            return windows
+            return chunks
         promised = sum(self._missing_blocks(other, other.tokens) for other in (*self.running, *self.waiting))
         for request in self.awaiting_media:
             spare = max(0, self.allocator.free - promised)
@@ -210,28 +209,28 @@ class Scheduler:
             end = self._whole_blocks(min(start + budget, fitting, request.ready_tokens))
             if request.reclaimed or end <= start:
                 continue
-            windows.append(Window(request, start, end, samples=False))
+            chunks.append(Chunk(request, start, end, samples=False))
             request.blocks += self.allocator.allocate(self._missing_blocks(request, end))
             budget -= end - start
             if not budget:
                 break
-        return windows
+        return chunks
 
     # --- assigning blocks --------------------------------------------------------------------------------------
 
-    def _allocate(self, windows: Sequence[Window]) -> Iterator[Window]:
-        """Yields the windows that got their blocks. Oldest first, so a window never loses blocks to a later one."""
+    def _allocate(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        """Yields the chunks that got their blocks. Oldest first, so a chunk never loses blocks to a later one."""
         block_tokens = self.allocator.block_tokens
-        for window in sorted(windows, key=attrgetter("request.arrival")):
-            request = window.request
-            if request.status is Status.RUNNING and window.end <= len(request.blocks) * block_tokens:
-                yield window
+        for chunk in sorted(chunks, key=attrgetter("request.arrival")):
+            request = chunk.request
+            if request.status is Status.RUNNING and chunk.end <= len(request.blocks) * block_tokens:
+                yield chunk
                 continue
-            if window.draft_tokens and self._missing_blocks(request, window.end) > self.allocator.free:
-                window = _decode_window(request, ())  # no request is preempted for draft tokens
-            if request.status is Status.RUNNING and self._free_blocks(request, window.end):
-                request.blocks += self.allocator.allocate(self._missing_blocks(request, window.end))
-                yield window
+            if chunk.draft_tokens and self._missing_blocks(request, chunk.end) > self.allocator.free:
+                chunk = _decode_chunk(request, ())  # no request is preempted for draft tokens
+            if request.status is Status.RUNNING and self._free_blocks(request, chunk.end):
+                request.blocks += self.allocator.allocate(self._missing_blocks(request, chunk.end))
+                yield chunk
 
     def _free_blocks(self, request: Request, tokens: int) -> bool:
         """Takes blocks from other requests until this one can have `tokens`.
@@ -269,12 +268,12 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Drops all blocks except the pinned ones."""
-        kept = request.num_pinned_blocks
-        self.allocator.decref(request.blocks[kept:])
-        del request.blocks[kept:]
-        request.num_computed_tokens = kept * self.allocator.block_tokens
-        request.num_cached_blocks = kept
-        request.parent_serial = self.allocator.serial_of(request.blocks[-1]) if kept else request.root
+        pinned = request.num_pinned_blocks
+        self.allocator.decref(request.blocks[pinned:])
+        del request.blocks[pinned:]
+        request.num_computed_tokens = pinned * self.allocator.block_tokens
+        request.num_cached_blocks = pinned
+        request.parent_serial = self.allocator.serial_of(request.blocks[-1]) if pinned else request.root
 
     def _can_pin(self, request: Request, blocks: Sequence[int]) -> bool:
         """Whether every request still fits into the cache beside all pinned blocks."""
@@ -299,12 +298,12 @@ class Scheduler:
         return max(0, self.allocator.blocks_for(tokens) - len(request.blocks))
 
 
-def _decode_window(request: Request, draft_tokens: tuple[int, ...]) -> Window:
+def _decode_chunk(request: Request, draft_tokens: tuple[int, ...]) -> Chunk:
     start = request.num_computed_tokens
-    return Window(request, start, start + 1 + len(draft_tokens), samples=True, draft_tokens=draft_tokens)
+    return Chunk(request, start, start + 1 + len(draft_tokens), samples=True, draft_tokens=draft_tokens)
 
 
-def _prefill_window(request: Request, budget: int) -> Window:
+def _prefill_chunk(request: Request, budget: int) -> Chunk:
     start = request.num_computed_tokens
     end = min(start + budget, request.tokens)
-    return Window(request, start, end, samples=end == request.tokens)
+    return Chunk(request, start, end, samples=end == request.tokens)

@@ -20,7 +20,7 @@ MATCHED_TOKENS = (3, 2)
 
 def propose_draft_tokens(request: Request, limit: int) -> tuple[int, ...]:
     """At most `limit` tokens that may follow the answer so far; empty if nothing matches. Media rows never match."""
-    history = np.concatenate([request.rope.text_ids, np.array(request.output_ids, np.int32)])
+    history = np.concatenate([request.prompt.text_ids, np.array(request.output_ids, np.int32)])
     for length in MATCHED_TOKENS:
         tail = history[-length:]
         matches = np.ones(max(0, history.size - length), np.bool_)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framesieve.services.generation.engine.scheduler import Scheduler
-from framesieve.services.generation.request.batch import Window
+from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.request import Request
 
 
@@ -26,21 +26,21 @@ class Step:
 
     @classmethod
     def of(
-        cls, windows: Sequence[Window], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: bool
+        cls, chunks: Sequence[Chunk], accepted_draft_tokens: int, preemptions: int, seconds: float, replayed: bool
     ) -> Step:
-        """The step that computed `windows`."""
+        """The step that computed `chunks`."""
         prompt_tokens = sum(
-            min(window.end, window.request.rope.tokens) - window.start
-            for window in windows
-            if window.start < window.request.rope.tokens
+            min(chunk.end, chunk.request.prompt.tokens) - chunk.start
+            for chunk in chunks
+            if chunk.start < chunk.request.prompt.tokens
         )
         return cls(
             seconds=seconds,
-            sequences=len(windows),
+            sequences=len(chunks),
             prompt_tokens=prompt_tokens,
-            answer_tokens=sum(window.tokens for window in windows) - prompt_tokens,
+            answer_tokens=sum(chunk.tokens for chunk in chunks) - prompt_tokens,
             preemptions=preemptions,
-            draft_tokens=sum(window.num_draft_tokens for window in windows),
+            draft_tokens=sum(chunk.num_draft_tokens for chunk in chunks),
             accepted_draft_tokens=accepted_draft_tokens,
             replayed=replayed,
         )

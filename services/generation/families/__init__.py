@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from transformers import AutoConfig
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.generation.families import (
@@ -17,30 +18,28 @@ from framesieve.services.generation.families import (
     qwen2_vl,
     qwen3_vl,
 )
+from framesieve.services.generation.loading import TextFamily, load
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import check_sizes
 
-FAMILIES = {
-    "internvl": internvl.load,
-    "llava": llava.load,
-    "llava_next_video": llava_next_video.load,
-    "llava_onevision": llava_onevision.load,
-    "minicpmv": minicpmv.load,
-    "mistral3": mistral3.load,
-    "qwen2_vl": qwen2_vl.load,
-    "qwen2_5_vl": qwen2_5_vl.load,
-    "qwen3_vl": qwen3_vl.load,
-    "qwen3_vl_moe": qwen3_vl.load_moe,
+FAMILIES: Mapping[str, TextFamily] = {
+    "internvl": internvl.FAMILY,
+    "llava": llava.FAMILY,
+    "llava_next_video": llava_next_video.FAMILY,
+    "llava_onevision": llava_onevision.FAMILY,
+    "minicpmv": minicpmv.FAMILY,
+    "mistral3": mistral3.FAMILY,
+    "qwen2_vl": qwen2_vl.FAMILY,
+    "qwen2_5_vl": qwen2_5_vl.FAMILY,
+    "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl.MOE_FAMILY,
 }
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""
-    checkpoint.pick(FAMILIES)
-    flat = checkpoint.model_type == "minicpmv"
-    text = minicpmv.text_config(checkpoint) if flat else checkpoint.config_as(AutoConfig).get_text_config()
-    check_sizes(text, ranks)
+    check_sizes(checkpoint.pick(FAMILIES).config(checkpoint).text_config, ranks)
 
 
 def load_language_model(
@@ -51,4 +50,4 @@ def load_language_model(
     Raises StartupError for an unsupported model type, missing or unknown weights, attention features that the engine
     does not support, and heads that cannot be divided among the ranks.
     """
-    return checkpoint.pick(FAMILIES)(checkpoint, dtype, device, group)
+    return load(checkpoint.pick(FAMILIES), checkpoint, dtype, device, group)

@@ -5,16 +5,8 @@ Source: `LlavaNextVideoForConditionalGeneration` of transformers 5.24; weight na
 
 from __future__ import annotations
 
-import torch
 from transformers import LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families.llava_onevision import load_with_newline
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.families.llava import NEWLINES, linear_family
 
-
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """The family's `load_language_model`."""
-    config = checkpoint.config_as(LlavaNextVideoConfig)
-    return load_with_newline(checkpoint, config, LlavaNextVideoForConditionalGeneration, dtype, device, group)
+FAMILY = linear_family(LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration, stored=NEWLINES)

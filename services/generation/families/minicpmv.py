@@ -9,10 +9,9 @@ MiniCPM-V-4_5.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
@@ -21,10 +20,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbe
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.minicpmv import version_of
-from framesieve.services.generation.families.loading import TextClasses, load_text
-from framesieve.services.generation.families.quantised import is_quantised
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.loading import TextClasses, TextFamily
+from framesieve.services.generation.loading.quantised import is_quantised
 
 _LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
 _QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))
@@ -35,28 +32,20 @@ _NOT_OF_TEXT = ("model_type", "architectures", "auto_map", "vision_config", "sli
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """What the loaders read of the config of a whole model."""
+    """What is read of the config of a whole model, and its classes."""
 
     text_config: Any
     tie_word_embeddings: bool
+    classes: TextClasses
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """The family's `load_language_model`."""
+def _config(checkpoint: Checkpoint) -> _Whole:
     if is_quantised(checkpoint):
         raise StartupError("quantised checkpoints of MiniCPM-V are not supported")
-    text_config, classes = _text(checkpoint)
-    whole = _Whole(text_config, text_config.tie_word_embeddings)
-    model = load_text(checkpoint, whole, classes, ("llm.model.",), dtype, device, group)
-    return replace(model, position_axes=1)
-
-
-def text_config(checkpoint: Checkpoint) -> Any:
-    """The config of the language model. Raises StartupError for a version that is not supported."""
-    return _text(checkpoint)[0]
-
-
-def _text(checkpoint: Checkpoint) -> tuple[Any, TextClasses]:
     config = checkpoint.config
     make, classes = _BY_VERSION[version_of(config)]
-    return make(**{name: value for name, value in config.items() if name not in _NOT_OF_TEXT}), classes
+    text = make(**{name: value for name, value in config.items() if name not in _NOT_OF_TEXT})
+    return _Whole(text, text.tie_word_embeddings, classes)
+
+
+FAMILY = TextFamily(_config, lambda config: config.classes, ("llm.model.",), position_axes=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -22,10 +21,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     Qwen3VLMoeTextRotaryEmbedding,
 )
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families.loading import TextClasses, load_text
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.loading import TextClasses, TextFamily
 
 TEXT_PREFIX = "model.language_model."
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -50,43 +46,6 @@ class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
         return can_set
 
 
-_CLASSES = TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding)
-_MOE_CLASSES = TextClasses(Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding)
-
-
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """The family's `load_language_model`."""
-    return _load(checkpoint, Qwen3VLConfig.from_pretrained(checkpoint.folder), _CLASSES, dtype, device, group)
-
-
-def load_moe(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None) -> LanguageModel:
-    """The family's `load_language_model`."""
-    return _load(checkpoint, Qwen3VLMoeConfig.from_pretrained(checkpoint.folder), _MOE_CLASSES, dtype, device, group)
-
-
-def _load(
-    checkpoint: Checkpoint,
-    config: Any,
-    classes: TextClasses,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: Group | None,
-) -> LanguageModel:
-    return load_text(
-        checkpoint,
-        config,
-        classes,
-        (TEXT_PREFIX,),
-        dtype,
-        device,
-        group,
-        embed_levels=len(config.vision_config.deepstack_visual_indexes),
-        # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
-        plan=Qwen3Config.base_model_tp_plan,
-        change=_transpose_experts,
-    )
-
-
 def _transpose_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
     """Published checkpoints store the weights of experts with their last two axes swapped."""
     for name, parameter in text.named_parameters():
@@ -95,3 +54,21 @@ def _transpose_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
         experts, rows, columns = parameter.shape
         if weights[name].shape == (experts, columns, rows) != (experts, rows, columns):
             weights[name] = weights[name].transpose(1, 2).contiguous()
+
+
+def _family(config_class: Any, classes: TextClasses) -> TextFamily:
+    return TextFamily(
+        lambda checkpoint: checkpoint.config_as(config_class),
+        lambda _: classes,
+        (TEXT_PREFIX,),
+        embed_levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
+        # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
+        plan=Qwen3Config.base_model_tp_plan,
+        change=_transpose_experts,
+    )
+
+
+FAMILY = _family(Qwen3VLConfig, TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding))
+MOE_FAMILY = _family(
+    Qwen3VLMoeConfig, TextClasses(Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding)
+)

@@ -107,7 +107,7 @@ class BlockAllocator:
                 self._empty.append(block)
 
     def lookup(self, parent: int, content: bytes) -> CachedBlock | None:
-        """The cached block with this content behind the block with serial `parent`."""
+        """The cached block of this content that follows the block with serial `parent`."""
         return self._by_content.get((parent, content))
 
     def serial_of(self, block: int) -> int:

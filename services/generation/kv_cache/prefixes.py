@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.request.encoded_media import EncodedMedia
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Request
-from framesieve.services.generation.request.rope import RopeState
 
 
 class PrefixCache:
@@ -65,20 +65,20 @@ class PrefixCache:
 
         encoded_media: what is still known of the request's first items.
         """
-        rope = request.rope.undelivered()
+        prompt = request.prompt.undelivered()
         for index, encoded in enumerate(encoded_media):
-            rope.deliver(index, encoded.kept, encoded.id)
-        blocks, _ = self._lookup(rope, min(rope.ready, rope.tokens - 1), 0, request.root)
+            prompt.deliver(index, encoded.kept, encoded.id)
+        blocks, _ = self._lookup(prompt, min(prompt.ready, prompt.tokens - 1), 0, request.root)
         items = end = 0
         for index, encoded in enumerate(encoded_media):
-            rows_end = rope.rows_end(index, request.num_kept[index] - encoded.last_rows.shape[1])
+            rows_end = prompt.rows_end(index, prompt.num_kept[index] - encoded.last_rows.shape[1])
             if rows_end > len(blocks) * self._allocator.block_tokens:
                 break
             items, end = index + 1, max(end, rows_end)
         return items, blocks[: self._allocator.blocks_for(end)]
 
     def _lookup(
-        self, sequence: Request | RopeState, tokens: int, first_block: int, serial: int
+        self, sequence: Request | PrunedPrompt, tokens: int, first_block: int, serial: int
     ) -> tuple[list[int], int]:
         """The cached blocks within the first `tokens`, from `first_block` on, and the serial of the last one.
 

@@ -72,9 +72,6 @@ class Adapters:
         self._by_name[adapter.name] = adapter
 
 
-NO_ADAPTERS = Adapters()
-
-
 class AdaptedLinear(nn.Module):
     """A linear layer with additions by adapter digest: [1, T, in_features] to [1, T, out_features]."""
 

@@ -30,7 +30,7 @@ from transformers.integrations.moe import (
 EXPERTS = "framesieve_experts"
 # All experts compute at most so many rows. An estimate: about here the arithmetic of 128 experts, of 768 columns each,
 # takes an A100 as long as the launches of one product for each expert.
-MOST_ROWS = 256
+MAX_ROWS = 256
 # How often a gathered weight is moved, for once otherwise.
 _GATHERED = 3
 
@@ -44,7 +44,7 @@ def waits(weight: Tensor) -> bool:
 
 def rows_without_wait(text: Any, rows: int) -> int:
     """Of so many rows, those that a text model computes without a wait: all, or as many as all experts compute."""
-    return min(rows, MOST_ROWS) if text.config._experts_implementation == EXPERTS else rows
+    return min(rows, MAX_ROWS) if text.config._experts_implementation == EXPERTS else rows
 
 
 def compute_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def compute_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor)
     count, chosen = experts.shape
     if _GATHERED * count * chosen <= module.num_experts:
         computed: Tensor = batched_mm_experts_forward(module, rows, experts, weights)
-    elif count <= MOST_ROWS:
+    elif count <= MAX_ROWS:
         computed = _by_all_experts(module, rows, experts, weights)
     else:
         computed = grouped_mm_experts_forward(module, rows, experts, weights)

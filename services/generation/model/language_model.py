@@ -23,7 +23,7 @@ class LanguageModel:
     adapters: those loaded into `text`; their rows must be set before each forward.
     context_tokens: the longest sequence that the checkpoint supports.
     compact: its checkpoint was trained with positions that count the kept tokens alone.
-    stored: vectors behind the vocabulary in `embed_tokens`.
+    stored: number of vectors after the vocabulary's in `embed_tokens`.
     fp8_cache: keys and values are stored in fp8, else in the model's dtype.
     position_axes: of the positions that `text` takes: 3, or 1 of a model whose axes are all equal.
     """
@@ -48,7 +48,7 @@ class LanguageModel:
         return positions[:, None] if self.position_axes == len(positions) else positions[: self.position_axes]
 
     def with_stored(self, *vectors: Tensor) -> LanguageModel:
-        """The model with vectors [D] that prompts name by the ids behind the vocabulary's."""
+        """The model with vectors [D] that prompts name by the ids after the vocabulary's."""
         table = nn.Embedding.from_pretrained(torch.cat([self.embed_tokens.weight, torch.stack(vectors)]))
         self.text.embed_tokens = table  # of which it keeps no second copy
         return replace(self, embed_tokens=table, stored=len(vectors))

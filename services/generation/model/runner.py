@@ -1,4 +1,4 @@
-"""Runs the windows of a step as one packed forward and samples from its logits.
+"""Runs the chunks of a step as one packed forward and samples from its logits.
 
 It owns the model and the KV cache, and knows nothing of scheduling.
 """
@@ -21,16 +21,22 @@ from framesieve.services.generation.model.attention.cache import CacheSizes, Cap
 from framesieve.services.generation.model.graphs import Capture, DecodeGraphs
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.request.batch import (
+    Chunk,
     Context,
     MediaRows,
     Packed,
-    Window,
     decodes_first,
     pack,
     slots_of,
 )
 from framesieve.services.generation.request.request import Request, Status
-from framesieve.services.generation.sampling.sampler import Choice, SampledToken, SamplingState, sample_and_verify
+from framesieve.services.generation.sampling.sampler import (
+    Choice,
+    SampledToken,
+    SamplingState,
+    choose,
+    sample_and_verify,
+)
 from framesieve.services.generation.to_device import pinned_for, to_device
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
@@ -54,11 +60,11 @@ class Workers(Protocol):
 class Launched:
     """A step whose forward the device may still be computing.
 
-    windows: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
+    chunks: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
     monotonic clock. replayed: whether a graph computed it.
     """
 
-    windows: Sequence[Window]
+    chunks: Sequence[Chunk]
     logits: Tensor
     began_ns: int
     replayed: bool
@@ -69,28 +75,28 @@ class Launched:
 
         The host knows all tokens before those that are sampled. Nothing is drawn for requests that have ended.
         """
-        sampling = [window for window in self.windows if window.samples]
+        sampling = [chunk for chunk in self.chunks if chunk.samples]
         choice: Choice | list[list[SampledToken] | Exception] = []
-        drafts = [window.draft_tokens for window in sampling]
+        drafts = [chunk.draft_tokens for chunk in sampling]
         if any(drafts):
-            states = [window.request.sampling_state for window in sampling]
+            states = [chunk.request.sampling_state for chunk in sampling]
             choice = sample_and_verify(self.logits, states, drafts)
         elif sampling:
             # Also if all have ended: only what is read tells that the forward has read its pinned inputs.
-            choice = Choice(self.logits, [_state_of(window.request) for window in sampling])
-        return Sampled(self.windows, sampling, choice, self.began_ns, self.replayed)
+            choice = choose(self.logits, [_state_of(chunk.request) for chunk in sampling])
+        return Sampled(self.chunks, sampling, choice, self.began_ns, self.replayed)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A step whose tokens the device may still be sampling.
 
-    sampling: the windows that sample. choice: their tokens; those of a step with draft tokens are known.
-    windows, began_ns, replayed: as in `Launched`.
+    sampling: the chunks that sample. choice: their tokens; those of a step with draft tokens are known.
+    chunks, began_ns, replayed: as in `Launched`.
     """
 
-    windows: Sequence[Window]
-    sampling: Sequence[Window]
+    chunks: Sequence[Chunk]
+    sampling: Sequence[Chunk]
     choice: Choice | list[list[SampledToken] | Exception]
     began_ns: int
     replayed: bool
@@ -98,19 +104,19 @@ class Sampled:
     def tokens_of(self, requests: Sequence[Request]) -> Tensor:
         """The sampled tokens of some requests, int64 [R], on the device. Not of a step with draft tokens."""
         assert isinstance(self.choice, Choice)
-        rows = {window.request: row for row, window in enumerate(self.sampling)}
+        rows = {chunk.request: row for row, chunk in enumerate(self.sampling)}
         token_ids = self.choice.token_ids
         return token_ids[to_device(np.array([rows[each] for each in requests], np.int64), token_ids.device)]
 
-    def read(self) -> dict[Window, list[SampledToken] | Exception]:
-        """For each window that samples, its accepted draft tokens and one more token, or why its request must fail.
+    def read(self) -> dict[Chunk, list[SampledToken] | Exception]:
+        """For each chunk that samples, its accepted draft tokens and one more token, or why its request must fail.
 
         Waits for the device. What it gives for requests that had ended has no meaning.
         """
         if not isinstance(self.choice, Choice):
             return dict(zip(self.sampling, self.choice, strict=True))
         tokens = [[token] for token in self.choice.read()]
-        found: dict[Window, list[SampledToken] | Exception] = dict(zip(self.sampling, tokens, strict=True))
+        found: dict[Chunk, list[SampledToken] | Exception] = dict(zip(self.sampling, tokens, strict=True))
         return found | {self.sampling[row]: error for row, error in self.choice.errors.items()}
 
 
@@ -152,8 +158,8 @@ class Runner:
         return self._cache.captures
 
     @torch.inference_mode()
-    def capture_decoding(self, most_rows: int, most_tokens: int, capture: Capture) -> bool:
-        """Captures decode steps of up to `most_rows` rows, of requests of up to `most_tokens` tokens, as graphs.
+    def capture_decoding(self, max_rows: int, max_tokens: int, capture: Capture) -> bool:
+        """Captures decode steps of up to `max_rows` rows, of requests of up to `max_tokens` tokens, as graphs.
 
         Returns False, and leaves decoding eager, if the model does something that no graph can hold, or if attention
         does not read the cache's blocks in place.
@@ -161,9 +167,9 @@ class Runner:
         if not self.captures:
             return False
         start = time.perf_counter()
-        blocks = -(-most_tokens // self._cache.sizes.block_tokens)
+        blocks = -(-max_tokens // self._cache.sizes.block_tokens)
         try:
-            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), most_rows, blocks, capture)
+            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), max_rows, blocks, capture)
         except RuntimeError as error:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
@@ -172,28 +178,28 @@ class Runner:
         return True
 
     @torch.inference_mode()
-    def launch(self, windows: Sequence[Window], before: Sampled | None = None) -> Launched:
-        """Makes the device compute windows, without waiting for it.
+    def launch(self, chunks: Sequence[Chunk], before: Sampled | None = None) -> Launched:
+        """Makes the device compute chunks, without waiting for it.
 
-        before: the step before this one, if it was not read; windows of its requests take its tokens on the device.
+        before: the step before this one, if it was not read; chunks of its requests take its tokens on the device.
         """
-        began_ns, windows = time.monotonic_ns(), decodes_first(windows)
-        late = [window.request for window in windows if window.request.num_unread]
+        began_ns, chunks = time.monotonic_ns(), decodes_first(chunks)
+        late = [chunk.request for chunk in chunks if chunk.request.num_unread]
         assert before or not late, "a token that was not read belongs to the step before"
-        logits = self.forward(windows, before.tokens_of(late) if before and late else None)
-        return Launched(windows, logits, began_ns, self.replayed)
+        logits = self.forward(chunks, before.tokens_of(late) if before and late else None)
+        return Launched(chunks, logits, began_ns, self.replayed)
 
     @torch.inference_mode()
-    def forward(self, windows: Sequence[Window], unread: Tensor | None = None) -> Tensor:
-        """Computes the keys and values of windows in packed order.
+    def forward(self, chunks: Sequence[Chunk], unread: Tensor | None = None) -> Tensor:
+        """Computes the keys and values of chunks in packed order.
 
-        unread: int64 [U], the tokens of the requests that have an unread one, in the order of the windows.
+        unread: int64 [U], the tokens of the requests that have an unread one, in the order of the chunks.
 
-        Returns raw logits, float32 [S, vocab_size]: for each window that samples, in order, one row for each draft
-        token and one for the token before them. Any failure after the broadcast raises OutOfStep; a
-        failure before leaves them untouched.
+        Returns raw logits, float32 [S, vocab_size]: for each chunk that samples, in order, one row for each draft
+        token and one for the token before them. Under tensor parallelism, a failure raises OutOfStep once the step was
+        sent to the other ranks; a failure before that leaves them as they were.
         """
-        packed, media = pack(windows, self._cache.sizes.block_tokens)
+        packed, media = pack(chunks, self._cache.sizes.block_tokens)
         features = self._uploaded(media) if media else None
         if self._workers is None:
             return self.compute(packed, features, unread)
@@ -260,7 +266,7 @@ class Runner:
 def _features(media: MediaRows) -> Tensor:
     embeds = media.request.embeds[media.media_index]
     assert embeds is not None
-    first = media.first_row - (media.request.num_kept[media.media_index] - embeds.shape[1])
+    first = media.first_row - (media.request.prompt.num_kept[media.media_index] - embeds.shape[1])
     assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that the cache lacks, too"
     return embeds[:, first : first + media.rows]
 

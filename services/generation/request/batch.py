@@ -1,9 +1,9 @@
-"""What one packed forward reads: each request's window of its pruned sequence, laid end to end.
+"""The input of one packed forward: a chunk of each request's pruned sequence, laid end to end.
 
-    pruned:   [text][0 3 4 7][text]            spans: rows 0..3 of item 0 are at 4
-    window:            [4 7 text]              [6, 9): rows 2..3 of item 0, then one text token
-    packed:   [d][d][window of A][window of B]  decodes (windows of one token) first, so that they form a rectangle;
-                                                within both parts, windows of one adapter are adjacent
+    pruned:   [text][0 3 4 7][text]           spans: rows 0..3 of item 0 are at 4
+    chunk:            [4 7 text]              [6, 9): rows 2..3 of item 0, then one text token
+    packed:   [d][d][chunk of A][chunk of B]  decodes (chunks of one token) first, so that they form a rectangle;
+                                              within both parts, chunks of one adapter are adjacent
 
 It works on numpy arrays and knows neither the model nor torch.
 """
@@ -27,11 +27,11 @@ Int64Array: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that makes creating one four times as slow, and each step creates many
-class Window:
+class Chunk:
     """Tokens [start, end) of a request's pruned sequence that one forward computes. Never changed.
 
-    samples: the token after the window is sampled.
-    draft_tokens: the last tokens of the window; a token is sampled after each of them, too.
+    samples: the token after the chunk is sampled.
+    draft_tokens: the last tokens of the chunk; a token is sampled after each of them, too.
     """
 
     request: Request
@@ -65,7 +65,7 @@ class MediaRows:
 
 
 class Context(NamedTuple):
-    """A window for attention: tokens [start, end) of a sequence whose first `end` tokens are in `blocks`."""
+    """What attention reads for a chunk: tokens [start, end) attend to the first `end` tokens, which are in `blocks`."""
 
     start: int
     end: int
@@ -87,15 +87,15 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Windows laid end to end, decodes first. It holds numbers only, so it can be sent to other processes.
+    """Chunks laid end to end, decodes first. It holds numbers only, so it can be sent to other processes.
 
-    contexts: one for each window, in order.
-    num_decodes: windows of one token, a prompt's last token among them.
+    contexts: one for each chunk, in order.
+    num_decodes: chunks of one token, a prompt's last token among them.
     ids: int64 [T], the pad token for media rows.
     positions: int64 [3, T].
     slots: int64 [T], where in the cache the keys and values are written.
     media_rows: int64 [M], packed rows that take media embeddings instead of those of `ids`.
-    last_rows: int64 [S], rows whose logits are needed: for each window that samples, 1 + its draft tokens.
+    last_rows: int64 [S], rows whose logits are needed: for each chunk that samples, 1 + its draft tokens.
     adapted: rows that are computed with an adapter.
     unread_rows: int64 [U], rows whose token was sampled and not read by the host; their `ids` are 0.
     """
@@ -125,34 +125,34 @@ class Packed:
         ]
 
 
-def decodes_first(windows: Sequence[Window]) -> list[Window]:
-    """Windows in packed order. The sort is stable."""
-    return sorted(windows, key=lambda window: (window.tokens > 1, window.request.root))
+def decodes_first(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Chunks in packed order. The sort is stable."""
+    return sorted(chunks, key=lambda chunk: (chunk.tokens > 1, chunk.request.root))
 
 
-def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:
-    """Lays windows, which are in packed order, end to end, and lists their media rows."""
-    contexts = [_context(window, block_tokens) for window in windows]
-    total = sum(window.end - window.start for window in windows)
-    num_decodes = next((index for index, window in enumerate(windows) if window.tokens > 1), len(windows))
+def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:
+    """Lays chunks, which are in packed order, end to end, and lists their media rows."""
+    contexts = [_context(chunk, block_tokens) for chunk in chunks]
+    total = sum(chunk.end - chunk.start for chunk in chunks)
+    num_decodes = next((index for index, chunk in enumerate(chunks) if chunk.tokens > 1), len(chunks))
     ids, positions, slots = np.empty(total, np.int64), np.empty((3, total), np.int64), np.empty(total, np.int64)
-    _fill_decodes(windows[:num_decodes], ids, positions)
-    starts = np.array([window.start for window in windows[:num_decodes]], np.int64)
+    _fill_decodes(chunks[:num_decodes], ids, positions)
+    starts = np.array([chunk.start for chunk in chunks[:num_decodes]], np.int64)
     last_blocks = np.array([context.blocks[-1] for context in contexts[:num_decodes]], np.int64)
     slots[:num_decodes] = last_blocks * block_tokens + starts % block_tokens
     media: list[MediaRows] = []
-    last_rows = [row for row, window in enumerate(windows[:num_decodes]) if window.samples]
-    for row, window in enumerate(windows[:num_decodes]):
-        if window.start < window.request.rope.tokens:
-            media.extend(media_rows(window, row))
+    last_rows = [row for row, chunk in enumerate(chunks[:num_decodes]) if chunk.samples]
+    for row, chunk in enumerate(chunks[:num_decodes]):
+        if chunk.start < chunk.request.prompt.tokens:
+            media.extend(media_rows(chunk, row))
     at = num_decodes
-    for window, context in zip(windows[num_decodes:], contexts[num_decodes:], strict=True):
-        end = at + window.tokens
-        _fill(window, ids[at:end], positions[:, at:end])
-        slots[at:end] = slots_of(context.blocks, window.start, window.end, block_tokens)
-        media.extend(media_rows(window, at))
-        if window.samples:
-            last_rows.extend(range(end - 1 - window.num_draft_tokens, end))
+    for chunk, context in zip(chunks[num_decodes:], contexts[num_decodes:], strict=True):
+        end = at + chunk.tokens
+        _fill(chunk, ids[at:end], positions[:, at:end])
+        slots[at:end] = slots_of(context.blocks, chunk.start, chunk.end, block_tokens)
+        media.extend(media_rows(chunk, at))
+        if chunk.samples:
+            last_rows.extend(range(end - 1 - chunk.num_draft_tokens, end))
         at = end
     packed = Packed(
         contexts=tuple(contexts),
@@ -161,17 +161,17 @@ def pack(windows: Sequence[Window], block_tokens: int) -> tuple[Packed, tuple[Me
         positions=positions,
         slots=slots,
         media_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(each.at, each.end) for each in media)]),
-        unread_rows=np.array([row for row, window in enumerate(windows) if window.request.num_unread], np.int64),
+        unread_rows=np.array([row for row, chunk in enumerate(chunks) if chunk.request.num_unread], np.int64),
         last_rows=np.array(last_rows, np.int64),
-        adapted=tuple(_adapted_rows(windows)),
+        adapted=tuple(_adapted_rows(chunks)),
     )
     return packed, tuple(media)
 
 
-def _adapted_rows(windows: Sequence[Window]) -> Iterator[AdaptedRows]:
+def _adapted_rows(chunks: Sequence[Chunk]) -> Iterator[AdaptedRows]:
     at = 0
-    for adapter, same in groupby(windows, key=lambda window: window.request.adapter):
-        end = at + sum(window.tokens for window in same)
+    for adapter, same in groupby(chunks, key=lambda chunk: chunk.request.adapter):
+        end = at + sum(chunk.tokens for chunk in same)
         if adapter:
             yield AdaptedRows(adapter.digest, at, end)
         at = end
@@ -183,51 +183,51 @@ def slots_of(blocks: Sequence[int] | Int32Array | Int64Array, start: int, end: i
     return np.asarray(blocks, np.int64)[tokens // block_tokens] * block_tokens + tokens % block_tokens
 
 
-def media_rows(window: Window, at: int) -> Iterator[MediaRows]:
-    """The media rows inside a window that starts at packed row `at`; its other rows are text."""
-    spans = window.request.rope.spans
-    if not spans or window.start >= spans[-1].end:
+def media_rows(chunk: Chunk, at: int) -> Iterator[MediaRows]:
+    """The media rows inside a chunk that starts at packed row `at`; its other rows are text."""
+    spans = chunk.request.prompt.spans
+    if not spans or chunk.start >= spans[-1].end:
         return
-    for span in spans[max(0, bisect_right(spans, window.start, key=attrgetter("offset")) - 1) :]:
-        start, end = max(span.offset, window.start), min(span.end, window.end)
-        if span.offset >= window.end:
+    for span in spans[max(0, bisect_right(spans, chunk.start, key=attrgetter("offset")) - 1) :]:
+        start, end = max(span.offset, chunk.start), min(span.end, chunk.end)
+        if span.offset >= chunk.end:
             return
         if start < end:
             yield MediaRows(
-                at=at + start - window.start,
+                at=at + start - chunk.start,
                 rows=end - start,
-                request=window.request,
+                request=chunk.request,
                 media_index=span.media_index,
                 first_row=span.first_row + start - span.offset,
             )
 
 
-def _context(window: Window, block_tokens: int) -> Context:
-    return Context(window.start, window.end, window.request.blocks.array[: -(-window.end // block_tokens)])
+def _context(chunk: Chunk, block_tokens: int) -> Context:
+    return Context(chunk.start, chunk.end, chunk.request.blocks.array[: -(-chunk.end // block_tokens)])
 
 
-def _fill_decodes(windows: Sequence[Window], ids: Int64Array, positions: Int64Array) -> None:
-    """Fills the rows of windows of one token, the first ones. The id of an unread token is 0."""
+def _fill_decodes(chunks: Sequence[Chunk], ids: Int64Array, positions: Int64Array) -> None:
+    """Fills the rows of chunks of one token, the first ones. The id of an unread token is 0."""
     known, places = [], []
-    for window in windows:
-        request, place = window.request, window.start - window.request.rope.tokens
+    for chunk in chunks:
+        request, place = chunk.request, chunk.start - chunk.request.prompt.tokens
         known.append(0 if place < 0 or request.num_unread else request.output_ids[place])
-        places.append(window.start + request.rope.delta)
-    ids[: len(windows)], positions[:, : len(windows)] = known, places
-    for row, window in enumerate(windows):
-        rope = window.request.rope
-        if window.start < rope.tokens:
-            ids[row], positions[:, row] = rope.ids[window.start], rope.positions[:, window.start]
+        places.append(chunk.start + request.prompt.delta)
+    ids[: len(chunks)], positions[:, : len(chunks)] = known, places
+    for row, chunk in enumerate(chunks):
+        prompt = chunk.request.prompt
+        if chunk.start < prompt.tokens:
+            ids[row], positions[:, row] = prompt.ids[chunk.start], prompt.positions[:, chunk.start]
 
 
-def _fill(window: Window, ids: Int64Array, positions: Int64Array) -> None:
-    """Fills the rows of a window, which reaches into the answer when a preempted request is recomputed."""
-    request, prompt = window.request, window.request.rope.tokens
-    inside = max(0, min(window.end, prompt) - window.start)
-    ids[:inside] = request.rope.ids[window.start : window.start + inside]
-    positions[:, :inside] = request.rope.positions[:, window.start : window.start + inside]
-    if inside < window.tokens:
-        first = max(window.start, prompt)
-        own = [*request.output_ids[first - prompt :], *window.draft_tokens]
-        ids[inside:] = own[: window.end - first]
-        positions[:, inside:] = np.arange(first, window.end) + request.rope.delta
+def _fill(chunk: Chunk, ids: Int64Array, positions: Int64Array) -> None:
+    """Fills the rows of a chunk, which reaches into the answer when a preempted request is recomputed."""
+    request, prompt = chunk.request, chunk.request.prompt
+    inside = max(0, min(chunk.end, prompt.tokens) - chunk.start)
+    ids[:inside] = prompt.ids[chunk.start : chunk.start + inside]
+    positions[:, :inside] = prompt.positions[:, chunk.start : chunk.start + inside]
+    if inside < chunk.tokens:
+        first = max(chunk.start, prompt.tokens)
+        own = [*request.output_ids[first - prompt.tokens :], *chunk.draft_tokens]
+        ids[inside:] = own[: chunk.end - first]
+        positions[:, inside:] = np.arange(first, chunk.end) + prompt.delta

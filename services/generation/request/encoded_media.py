@@ -30,9 +30,10 @@ class EncodedMedia:
 
     id: from 1, unique among all encodings.
     digest, kept, repaired_frames: as received.
-    last_rows: [1 + embed_levels, min(K, block_tokens − 1), D], the last embeddings. An item's rows rarely end with a
-        block; without these rows, a prompt that continues differently would need the whole item again for the few rows
-        behind the last full block. They stay on the host: device memory is budgeted at startup, and there are many.
+    last_rows: [1 + embed_levels, min(K, block_tokens − 1), D], the last embeddings. The last row of an item rarely
+        ends a block, and only full blocks are cached: a prompt that continues differently computes the few rows after
+        the last full block again, for which it would otherwise need the whole item. They stay on the host, because
+        there are many, and the device's memory is budgeted at startup.
     """
 
     __slots__ = ("__weakref__", "digest", "id", "kept", "last_rows", "repaired_frames")

@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.plan import Int32Array, PromptPlan
+from framesieve.common.contract.plan import Int32Array
 from framesieve.services.generation.request.encoded_media import EncodedMedia
-from framesieve.services.generation.request.rope import MAX_VOCABULARY, RopeState
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
@@ -55,8 +55,8 @@ class PrefillStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """More of the answer.
+class Delta:
+    """The next tokens of an answer and their text.
 
     text: whole characters only; may be empty while a stop string may have begun, and is empty without a detokenizer.
     token_ids: tokens since the last event, including one that ends the answer.
@@ -72,7 +72,7 @@ class Tokens:
     ended: bool = False
 
     @classmethod
-    def joined(cls, several: Sequence[Tokens]) -> Tokens:
+    def joined(cls, several: Sequence[Delta]) -> Delta:
         """Events of one answer that follow each other, as one."""
         if len(several) == 1:
             return several[0]
@@ -96,7 +96,7 @@ class Failed:
     error: FramesieveError
 
 
-Event: TypeAlias = PrefillStarted | Tokens | Finished | Failed
+Event: TypeAlias = PrefillStarted | Delta | Finished | Failed
 
 
 class Status(Enum):
@@ -154,48 +154,40 @@ class Request:
     Other threads may read `encoded_media` and `wanted_media` until media are delivered, and `cached_tokens` after the
     first event: these do not change meanwhile.
 
-    num_kept: how many tokens of each media item of the plan are kept.
+    prompt: shared with its siblings, other answers to the same prompt.
     media_keys: key of each media item in the cache of encoded media.
     on_event: called in the engine's thread, in order; the last event is `Finished` or `Failed`. Must not block.
     detokenizer: finds stop strings; None without any: then the reader of the events makes text of tokens, many at once
         and not in the engine's thread.
-    rope: shared with another request for the same prompt.
     adapter: None to compute with the model alone.
-    vocab_size, compact: see `RopeState`.
     """
 
     def __init__(
         self,
         id: str,  # noqa: A002  (the usual name)
-        plan: PromptPlan,
-        num_kept: Sequence[int],
+        prompt: PrunedPrompt,
         media_keys: Sequence[bytes],
         sampling: SamplingParams,
         detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
-        rope: RopeState | None = None,
         adapter: Adapter | None = None,
-        vocab_size: int = MAX_VOCABULARY,
-        compact: bool = False,
     ) -> None:
         self.id = id
         self.adapter = adapter
-        self.plan = plan
-        self.num_kept = tuple(num_kept)
+        self.prompt = prompt
         self.media_keys = tuple(media_keys)
-        self.rope = rope or RopeState(plan, num_kept, vocab_size, compact=compact)
         # The most tokens it can have in the KV cache: the last token of an answer is never computed.
-        self.max_tokens = self.rope.tokens + sampling.max_new_tokens - 1
+        self.max_tokens = self.prompt.tokens + sampling.max_new_tokens - 1
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event
         # For each item [1 + embed_levels, R, D] on the host: all its embeddings, or, where the KV cache holds the rows
         # before them, `EncodedMedia.last_rows`.
-        self.embeds: list[Tensor | None] = [None] * len(plan.media)
-        self.encoded_media: list[EncodedMedia | None] = [None] * len(plan.media)
+        self.embeds: list[Tensor | None] = [None] * len(self.media_keys)
+        self.encoded_media: list[EncodedMedia | None] = [None] * len(self.media_keys)
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
         self.output_ids: list[int] = []
-        self.num_unread = 0  # tokens behind `output_ids` that the device samples and the host has not read
+        self.num_unread = 0  # tokens after `output_ids` that the device samples and the host has not read
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # assigned by the engine in the order of submission
@@ -219,12 +211,12 @@ class Request:
     @property
     def tokens(self) -> int:
         """Tokens of the pruned prompt and the answer so far."""
-        return self.rope.tokens + len(self.output_ids) + self.num_unread
+        return self.prompt.tokens + len(self.output_ids) + self.num_unread
 
     @property
     def ready_tokens(self) -> int:
         """How many of `tokens` are known: the prompt up to the first missing media item."""
-        return self.rope.ready + len(self.output_ids)
+        return self.prompt.ready + len(self.output_ids)
 
     @property
     def wanted_media(self) -> tuple[int, ...]:
@@ -234,8 +226,8 @@ class Request:
     @cached_property
     def sampling_state(self) -> SamplingState:
         """Random generator and penalties of the answer. Needs the complete prompt."""
-        assert self.rope.complete
-        return SamplingState(self.sampling, self.rope.ids[self.rope.ids < self.rope.vocab_size])
+        assert self.prompt.complete
+        return SamplingState(self.sampling, self.prompt.ids[self.prompt.ids < self.prompt.vocab_size])
 
     def add_sibling(
         self,
@@ -245,23 +237,18 @@ class Request:
         on_event: Callable[[Event], None],
     ) -> Request:
         """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
-        sibling = Request(
-            id, self.plan, self.num_kept, self.media_keys, sampling, detokenizer, on_event, self.rope, self.adapter
-        )
+        sibling = Request(id, self.prompt, self.media_keys, sampling, detokenizer, on_event, self.adapter)
+        sibling.encoded_media, sibling.embeds = self.encoded_media, self.embeds
         self.siblings.append(sibling)
         return sibling
 
     def add_media(self, media_index: int, encoded: EncodedMedia, embeds: Tensor) -> None:
         """Adds a media item. Raises PeerContract if it contradicts the plan."""
-        self.rope.deliver(media_index, encoded.kept, encoded.id)
+        self.prompt.deliver(media_index, encoded.kept, encoded.id)
         self.encoded_media[media_index] = encoded
         self.embeds[media_index] = embeds
 
-    def share_prompt(self, other: Request) -> None:
-        """Takes over the complete prompt of a sibling."""
-        self.rope, self.encoded_media, self.embeds = other.rope, other.encoded_media, other.embeds
-
-    def append(self, sampled: SampledToken) -> tuple[Tokens, FinishReason | None]:
+    def append(self, sampled: SampledToken) -> tuple[Delta, FinishReason | None]:
         """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""
         token_id = sampled.token_id
         self.output_ids.append(token_id)
@@ -274,28 +261,28 @@ class Request:
             if (ended or full) and not stopped:
                 text += self.detokenizer.flush()
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
-        tokens = Tokens(text, (token_id,), logprobs, (sampled.top,) if sampled.top else (), ended)
-        return tokens, FinishReason.STOP if ended or stopped else FinishReason.LENGTH if full else None
+        delta = Delta(text, (token_id,), logprobs, (sampled.top,) if sampled.top else (), ended)
+        return delta, FinishReason.STOP if ended or stopped else FinishReason.LENGTH if full else None
 
     def content(self, first: int, end: int) -> bytes:
-        """`RopeState.content` for tokens of prompt and answer."""
-        prompt = self.rope.tokens
-        if end <= prompt:
-            return self.rope.content(first, end)
-        own = max(first, prompt)
-        ids = np.array(self.output_ids[own - prompt : end - prompt], np.int64)
-        positions = np.arange(own, end, dtype=np.int32) + np.int32(self.rope.delta)
+        """`PrunedPrompt.content` for tokens of prompt and answer."""
+        prompt_tokens = self.prompt.tokens
+        if end <= prompt_tokens:
+            return self.prompt.content(first, end)
+        own = max(first, prompt_tokens)
+        ids = np.array(self.output_ids[own - prompt_tokens : end - prompt_tokens], np.int64)
+        positions = np.arange(own, end, dtype=np.int32) + np.int32(self.prompt.delta)
         if own == first:
             return bytes(ids.nbytes) + ids.tobytes() + 3 * positions.tobytes()
-        identities = np.concatenate([self.rope.identities[:, first:own], [np.zeros_like(ids), ids]], axis=1)
-        both = np.concatenate([self.rope.positions[:, first:own], np.broadcast_to(positions, (3, end - own))], axis=1)
+        identities = np.concatenate([self.prompt.identities[:, first:own], [np.zeros_like(ids), ids]], axis=1)
+        both = np.concatenate([self.prompt.positions[:, first:own], np.broadcast_to(positions, (3, end - own))], axis=1)
         return identities.tobytes() + both.tobytes()
 
     def encoded_media_within(self, first: int, end: int) -> tuple[EncodedMedia, ...]:
         """The items that have rows among tokens [first, end)."""
-        if not self.rope.spans or first >= self.rope.spans[-1].end:
+        if not self.prompt.spans or first >= self.prompt.spans[-1].end:
             return ()
-        ids = set(self.rope.identities[0, first:end].tolist()) - {0}
+        ids = set(self.prompt.identities[0, first:end].tolist()) - {0}
         return tuple(encoded for encoded in self.encoded_media if encoded and encoded.id in ids) if ids else ()
 
     def move_to(self, status: Status) -> None:

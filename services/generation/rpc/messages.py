@@ -9,14 +9,14 @@ from framesieve.common.contract.plan import Modality, PromptPlan
 from framesieve.common.contract.requests import check_tools
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.wire import grid_message, modality_message
-from framesieve.services.generation.request.request import FinishReason, Tokens
-from framesieve.services.generation.rpc.arriving_item import Progress
-from framesieve.services.generation.rpc.timing import Stage, StageClock
+from framesieve.services.generation.request.request import Delta, FinishReason
 from framesieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
 from framesieve.services.generation.sampling.params import SamplingRequest, check_counts
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
 from framesieve.services.generation.sampling.token_bytes import token_bytes
 from framesieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
+from framesieve.services.generation.stage_clock import StageClock
+from framesieve.services.generation.upstream.arriving_item import Progress
 from framesieve.v1 import encoder_pb2, generation_pb2
 
 _REASONS = {
@@ -30,25 +30,20 @@ _NS = 1e-9
 def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
     message = request.sampling
+    optional = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
+    given = {name: getattr(message, name) for name in optional if message.HasField(name)}
     # Before copying what may be millions.
     check_counts(len(message.stop), len(message.stop_token_ids), len(message.logit_bias), len(message.bad_words))
     check_tools(request.prompt)
     return SamplingRequest(
-        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        min_p=message.min_p if message.HasField("min_p") else None,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        **given,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        seed=message.seed if message.HasField("seed") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs,
         top_logprobs=message.top_logprobs,
-        n=message.n if message.HasField("n") else 1,
         min_new_tokens=message.min_new_tokens,
         logit_bias=dict(message.logit_bias),
         bad_words=tuple(message.bad_words),
@@ -126,22 +121,22 @@ def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
 
 
 def delta_response(
-    tokens: Tokens, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
+    delta: Delta, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
 ) -> generation_pb2.GenerateResponse:
-    if not tokens.logprobs and not calls:
-        delta = generation_pb2.Delta(choice_index=choice_index, text=tokens.text, token_ids=tokens.token_ids)
-        return generation_pb2.GenerateResponse(delta=delta)
-    named = {one for top in tokens.top_logprobs for one, _ in top}.union(tokens.token_ids) if tokens.logprobs else ()
+    if not delta.logprobs and not calls:
+        plain = generation_pb2.Delta(choice_index=choice_index, text=delta.text, token_ids=delta.token_ids)
+        return generation_pb2.GenerateResponse(delta=plain)
+    named = {one for top in delta.top_logprobs for one, _ in top}.union(delta.token_ids) if delta.logprobs else ()
     texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
     return generation_pb2.GenerateResponse(
         delta=generation_pb2.Delta(
             choice_index=choice_index,
-            text=tokens.text,
-            token_ids=tokens.token_ids,
-            logprobs=tokens.logprobs,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
             top_logprobs=[
                 generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
-                for top in tokens.top_logprobs
+                for top in delta.top_logprobs
             ],
             token_texts=texts,
             token_bytes={one: token_bytes(tokenizer, one, text) for one, text in texts.items() if REPLACEMENT in text},
@@ -164,18 +159,8 @@ def finished_response(
 
 
 def timings_message(clock: StageClock) -> generation_pb2.Timings:
-    stages = clock.stages_ns()
     return generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
-        fetch_s=stages[Stage.FETCH] * _NS,
-        plan_s=stages[Stage.PLAN] * _NS,
-        decode_s=stages[Stage.DECODE] * _NS,
-        resize_s=stages[Stage.RESIZE] * _NS,
-        wait_for_encoder_s=stages[Stage.WAIT_FOR_ENCODER] * _NS,
-        encode_s=stages[Stage.ENCODE] * _NS,
-        prune_s=stages[Stage.PRUNE] * _NS,
-        transfer_s=stages[Stage.TRANSFER] * _NS,
-        wait_for_prefill_s=stages[Stage.WAIT_FOR_PREFILL] * _NS,
-        prefill_s=stages[Stage.PREFILL] * _NS,
         generate_s=clock.generate_ns * _NS,
+        **{f"{stage.name.lower()}_s": duration_ns * _NS for stage, duration_ns in clock.stages_ns().items()},
     )

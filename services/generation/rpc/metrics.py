@@ -13,7 +13,7 @@ from framesieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BU
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.request.request import FinishReason
-from framesieve.services.generation.rpc.timing import Stage, StageClock
+from framesieve.services.generation.stage_clock import Stage, StageClock
 
 _PREFIX = "framesieve_generation_"
 _NS = 1e-9

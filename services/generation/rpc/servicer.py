@@ -7,8 +7,7 @@ session, in this event loop; tokens come from the engine, in the engine's thread
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,43 +19,21 @@ from framesieve.common.serving.interceptors import passed_on
 from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.model.adapters import NO_ADAPTERS, Adapters
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import (
-    Failed,
-    Finished,
-    FinishReason,
-    PrefillStarted,
-    Request,
-    Tokens,
-)
-from framesieve.services.generation.rpc.arriving_item import Progress
-from framesieve.services.generation.rpc.events import Dated, Events, Inbox
-from framesieve.services.generation.rpc.media import MediaClient, MediaSession
-from framesieve.services.generation.rpc.messages import (
-    accepted_response,
-    delta_response,
-    finished_response,
-    progress_response,
-    sampling_request,
-    usage_message,
-)
-from framesieve.services.generation.rpc.metrics import (
-    GENERATED_TOKENS,
-    count_answer,
-    count_first_token,
-    count_next_token,
-    count_prompt,
-)
-from framesieve.services.generation.rpc.prompt_limit import PromptLimit
-from framesieve.services.generation.rpc.timing import Stage, StageClock, record_stages
+from framesieve.services.generation.request.request import Request
+from framesieve.services.generation.rpc.events import Events, Inbox
+from framesieve.services.generation.rpc.messages import accepted_response, sampling_request, usage_message
+from framesieve.services.generation.rpc.metrics import count_prompt
+from framesieve.services.generation.rpc.responses import Responses
+from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.sampling.banned import spellings
-from framesieve.services.generation.sampling.defaults import SamplingDefaults
-from framesieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import Grammar, Grammars
-from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
+from framesieve.services.generation.sampling.structured import Grammar
+from framesieve.services.generation.sampling.tool_calls import CallReader, ToolUse
+from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
+from framesieve.services.generation.upstream.media import MediaClient, MediaSession
 from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
 from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
@@ -66,56 +43,34 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves requests with one engine.
-
-    defaults: of the checkpoint. limit: on prompt and answer together. credentials: sent upstream. adapters: those that
-    requests may name. model_names: the names under which the checkpoint is served. grammars: of its tokenizer.
-    compact: see `RopeState`. reads_calls: whether the checkpoint writes tool calls in the form of `CallReader`.
-    """
+    """Serves requests with one engine. model: the one that it runs. credentials: sent upstream."""
 
     def __init__(
-        self,
-        engine: Engine,
-        media: MediaClient,
-        tokenizer: Tokenizer,
-        defaults: SamplingDefaults,
-        limit: PromptLimit,
-        credentials: Credentials = NO_CREDENTIALS,
-        adapters: Adapters = NO_ADAPTERS,
-        model_names: Sequence[str] = (),
-        grammars: Grammars | None = None,
-        compact: bool = False,
-        reads_calls: bool = False,
+        self, engine: Engine, media: MediaClient, model: ServedModel, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
         self._engine = engine
         self._media = media
-        self._tokenizer = tokenizer
-        self._defaults = defaults
-        self._limit = limit
+        self._model = model
         self._credentials = credentials
-        self._adapters = adapters
-        self._model_names = model_names
-        self._grammars = grammars
-        self._compact = compact
-        self._reads_calls = reads_calls
         self._inbox = Inbox()
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        for name in self._model_names:
-            yield generation_pb2.ListModelsResponse(name=name, max_model_len=self._limit.tokens)
-        for name in self._adapters.names:
-            yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=self._limit.tokens)
+        max_model_len = self._model.limit.tokens
+        for name in self._model.names:
+            yield generation_pb2.ListModelsResponse(name=name, max_model_len=max_model_len)
+        for name in self._model.adapters.names:
+            yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=max_model_len)
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
-        clock = StageClock()
+        clock, model = StageClock(), self._model
         request_id = _request_id(request.request_id)
         wanted = sampling_request(request)
         self._check_tools(request.prompt, wanted.tool_use)
-        adapter = self._adapters.find(request.adapter) if request.HasField("adapter") else None
+        adapter = model.adapters.find(request.adapter) if request.HasField("adapter") else None
         grammar = await self._grammar(wanted) if wanted.is_held else None
-        bad_words = await asyncio.to_thread(spellings, self._tokenizer, wanted.bad_words) if wanted.bad_words else ()
+        bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
@@ -123,22 +78,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
-            answer_tokens = self._limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
+            answer_tokens = model.limit.answer_tokens(plan, prunings, num_kept, wanted.max_new_tokens)
             usage = usage_message(plan, prunings, num_kept)
-            first, *others = wanted.resolve(self._defaults, answer_tokens, grammar, bad_words)
+            first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
-            keys, listener = session.media_keys, events.listener
+            prompt, listener = model.pruned(plan, num_kept), events.listener
             question = Request(
-                request_id,
-                plan,
-                num_kept,
-                keys,
-                first,
-                self._detokenizer(first),
-                listener(0),
-                adapter=adapter,
-                vocab_size=self._defaults.vocab_size,
-                compact=self._compact,
+                request_id, prompt, session.media_keys, first, self._detokenizer(first), listener(0), adapter
             )
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
@@ -158,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 )
                 yield accepted_response(request_id, usage)
                 responses = Responses(
-                    question, len(answers), usage, clock, self._tokenizer, _readers(wanted.tool_use, len(answers))
+                    question, len(answers), usage, clock, model.tokenizer, _readers(wanted.tool_use, len(answers))
                 )
                 while not responses.complete:
                     for response in responses.of(await events.next()):
@@ -178,17 +124,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
         if use is None:
             prompt.ClearField("tools")
-        elif not self._reads_calls:
+        elif not self._model.reads_calls:
             why = "the checkpoint's chat template teaches no form of tool calls that is read here (Hermes)"
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _grammar(self, wanted: SamplingRequest) -> Grammar:
-        assert self._grammars is not None
-        return await asyncio.to_thread(self._grammars.compile, wanted.json_schema, wanted.tool_use)
+        return await asyncio.to_thread(self._model.grammars.compile, wanted.json_schema, wanted.tool_use)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
         """For the engine, which must find stop strings in the text."""
-        return Detokenizer(self._tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
+        return Detokenizer(self._model.tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     async def _fetch(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
@@ -212,99 +157,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 self._engine.deliver(question, received)
             else:
                 events.put(received)
-
-
-class Responses:
-    """Turns the events of one request into responses, and counts them.
-
-    answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
-    readers: of the tool calls of each answer; empty where none can be.
-    """
-
-    def __init__(
-        self,
-        question: Request,
-        answers: int,
-        usage: generation_pb2.Usage,
-        clock: StageClock,
-        tokenizer: Tokenizer,
-        readers: Mapping[int, CallReader],
-    ) -> None:
-        self._question = question
-        self._tokenizer = tokenizer
-        self._readers = readers
-        self._usage = usage
-        self._clock = clock
-        self._unfinished = answers
-        stops = bool(question.sampling.stop)
-        self._detokenizers = {} if stops else {index: Detokenizer(tokenizer) for index in range(answers)}
-        self._last_token_ns: dict[int, int] = {}  # by answer
-
-    @property
-    def complete(self) -> bool:
-        return not self._unfinished
-
-    def of(self, events: Iterable[Dated]) -> Iterator[GenerateResponse]:
-        """The responses to events. Tokens of one answer that arrived together, as its caller reads slowly, become one.
-
-        Raises the error of Failed, and exceptions.
-        """
-        tokens: dict[int, list[Tokens]] = {}  # by answer, not yet in a response
-        for at_ns, index, event in events:
-            if isinstance(event, Tokens):
-                self._count(at_ns, index)
-                tokens.setdefault(index, []).append(event)
-                continue
-            yield from self._deltas(tokens)
-            tokens = {}
-            match event:
-                case Progress():
-                    yield progress_response(event)
-                case PrefillStarted():
-                    self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
-                case Finished():
-                    self._unfinished -= 1
-                    reason = event.reason
-                    rest = self._detokenizers[index].flush() if self._detokenizers else ""
-                    pieces = [(rest, list[CallDelta]())]
-                    if reader := self._readers.get(index):
-                        pieces = [reader.add(rest), reader.end()]
-                        if reader.calls and reason is FinishReason.STOP:
-                            reason = FinishReason.TOOL_CALLS
-                    for text, calls in pieces:
-                        if text or calls:
-                            yield delta_response(Tokens(text, ()), index, self._tokenizer, calls)
-                    count_answer(reason)
-                    self._usage.completion_tokens = event.completion_tokens
-                    self._usage.cached_prompt_tokens = self._question.cached_tokens
-                    yield finished_response(reason, self._usage, self._clock, index)
-                case Failed():
-                    raise event.error
-                case Exception():
-                    raise event
-        yield from self._deltas(tokens)
-
-    def _deltas(self, tokens: Mapping[int, Sequence[Tokens]]) -> Iterator[GenerateResponse]:
-        for index, several in tokens.items():
-            joined, calls = Tokens.joined(several), list[CallDelta]()
-            GENERATED_TOKENS.inc(len(joined.token_ids))
-            add_request_stats(completion_tokens=len(joined.token_ids))
-            if self._detokenizers:
-                shown = joined.token_ids[:-1] if joined.ended else joined.token_ids
-                joined = replace(joined, text=self._detokenizers[index].add(shown)[0])
-            if reader := self._readers.get(index):
-                text, calls = reader.add(joined.text)
-                joined = replace(joined, text=text)
-            yield delta_response(joined, index, self._tokenizer, calls)
-
-    def _count(self, at_ns: int, index: int) -> None:
-        if self._clock.token(at_ns):
-            cached_tokens = self._question.cached_tokens
-            count_first_token(self._clock, cached_tokens)
-            add_request_stats(cached_prompt_tokens=cached_tokens, first_token_ms=self._clock.first_token_ns // 10**6)
-        if index in self._last_token_ns:
-            count_next_token(at_ns - self._last_token_ns[index])
-        self._last_token_ns[index] = at_ns
 
 
 def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:

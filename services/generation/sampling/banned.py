@@ -22,7 +22,7 @@ Spelling: TypeAlias = tuple[int, ...]
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Spelling, ...]:
-    """The token ids of each word, at the beginning of a text and behind a blank. Blanks before a word are ignored."""
+    """The token ids of each word, at the beginning of a text and after a blank. Blanks before a word are ignored."""
     bare = [word.lstrip(" ") or word for word in words]
     texts = list(chain.from_iterable((word, f" {word}") for word in bare))
     encoded = [tuple(each.ids) for each in tokenizer.encode_batch(texts, add_special_tokens=False)]

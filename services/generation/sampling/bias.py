@@ -14,7 +14,7 @@ from torch import Tensor
 
 from framesieve.services.generation.to_device import to_device
 
-# Puts a token behind all others at any temperature. Finite: where a grammar allows no other token, it is still chosen.
+# Puts a token below all others at any temperature. Finite: where a grammar allows no other token, it is still chosen.
 FORBIDDEN = -1e6
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from framesieve.common.contract.plan import Int32Array
@@ -34,18 +35,29 @@ class Penalties:
         self.repetition = max(repetition, _LEAST_REPETITION)
         self.presence = presence
         self.frequency = frequency
-        # Distinct tokens, int64 [S], and how often each occurs in the answer, float32 [S].
-        self.token_ids = np.unique(prompt_ids if repetition != 1 else prompt_ids[:0]).astype(np.int64)
-        self.counts = np.zeros(self.token_ids.size, np.float32)
-        self._places = {token_id: place for place, token_id in enumerate(self.token_ids.tolist())}
+        # The first entries are used, one for each place; the arrays double when they are full.
+        self._token_ids = np.unique(prompt_ids if repetition != 1 else prompt_ids[:0]).astype(np.int64)
+        self._counts = np.zeros(self._token_ids.size, np.float32)
+        self._places = {token_id: place for place, token_id in enumerate(self._token_ids.tolist())}
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """The distinct tokens that the penalties apply to: int64 [S]."""
+        return self._token_ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """How often each of `token_ids` occurs in the answer: float32 [S]."""
+        return self._counts[: len(self._places)]
 
     def add(self, token_id: int) -> None:
         """Counts a token of the answer."""
-        place = self._places.setdefault(token_id, self.counts.size)
-        if place == self.counts.size:
-            self.token_ids = np.append(self.token_ids, token_id)
-            self.counts = np.append(self.counts, np.float32(0))
-        self.counts[place] += 1
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == self._counts.size:
+            self._token_ids = np.pad(self._token_ids, (0, place + 1))
+            self._counts = np.pad(self._counts, (0, place + 1))
+        self._token_ids[place] = token_id
+        self._counts[place] += 1
 
 
 def penalise(scores: Tensor, penalties: Mapping[int, Penalties]) -> None:

@@ -13,8 +13,8 @@ Sources: nucleus sampling, arXiv 1904.09751 (top-p); arXiv 2407.01082 (min-p).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -155,7 +155,7 @@ def sample_and_verify(
         rows = logits
         if len(active) < len(logits):
             rows = logits[_indices([first_rows[index] + position for index in active], logits)]
-        choice = Choice(rows, [states[index] for index in active])
+        choice = choose(rows, [states[index] for index in active])
         for index, token in zip(active, choice.read(), strict=True):
             sampled[index].append(token)
         errors |= {active[row]: error for row, error in choice.errors.items()}
@@ -175,61 +175,72 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
     logits: [B, V], any float dtype, one row for each state; not changed.
     """
-    choice = Choice(logits, states)
+    choice = choose(logits, states)
     sampled = choice.read()
     for error in choice.errors.values():
         raise error
     return sampled
 
 
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One sampled token for each row, which the device may still be computing.
 
-    token_ids: int64 [B], on the device. errors: by row, why the state could not take its token.
+    token_ids: int64 [B], on the device.
+    states: by row. num_tops: for each row with log-probabilities, of how many of the most likely tokens besides.
+    results: the token ids and, if any row has them, log-probabilities of `num_tops` rows: of their tokens, then ids and
+        values of the most likely ones.
+    errors: by row, why the state could not take its token; known once the choice is read.
     """
 
-    def __init__(self, logits: Tensor, states: Sequence[SamplingState | None]) -> None:
-        """Samples without waiting for the device. Draws a number for each random row.
-
-        logits: [B, V], any float dtype; not changed.
-        states: one for each row, with all tokens before this one; None for a row whose answer has ended meanwhile.
-        """
-        scores = logits.float()
-        self._states = {row: state for row, state in enumerate(states) if state}
-        self.errors: dict[int, Exception] = {}
-        # Before the draws: what may lack memory must not fail after them, or a second try would draw other numbers.
-        self._tops = {row: state.params.top_logprobs for row, state in self._states.items() if state.params.logprobs}
-        if self._tops:
-            at_logprobs = _indices([*self._tops], scores)
-            logprobs = scores[at_logprobs].log_softmax(dim=-1)
-            tops = _most_likely(logprobs, max(self._tops.values()))
-        self.token_ids = scores.argmax(dim=-1)
-        ruled = {row: state for row, state in self._states.items() if not state.plain}
-        if ruled:
-            at = _indices([*ruled], scores)
-            self.token_ids[at] = _choose(scores[at], [*ruled.values()])
-        results = [self.token_ids]
-        if self._tops:
-            results += [logprobs.gather(-1, self.token_ids[at_logprobs][:, None])[:, 0], *tops]
-        self._results = ToHost(results)
+    token_ids: Tensor
+    states: Mapping[int, SamplingState]
+    num_tops: Mapping[int, int]
+    results: ToHost
+    errors: dict[int, Exception] = field(default_factory=dict)
 
     def read(self) -> list[SampledToken]:
         """The tokens, of no meaning in rows without a state.
 
         Waits for the device, and updates the states; failures are in `errors`.
         """
-        token_ids, *logprobs = (each.tolist() for each in self._results.wait())
+        token_ids, *logprobs = (each.tolist() for each in self.results.wait())
         sampled = list(map(SampledToken, token_ids))
-        for row, state in self._states.items():
+        for row, state in self.states.items():
             try:
                 state.add(token_ids[row])
             except Exception as error:
                 self.errors[row] = error
         if logprobs:
-            for (row, count), logprob, ids, values in zip(self._tops.items(), *logprobs, strict=True):
+            for (row, count), logprob, ids, values in zip(self.num_tops.items(), *logprobs, strict=True):
                 top = tuple(zip(ids[:count], values[:count], strict=True))
                 sampled[row] = SampledToken(token_ids[row], logprob, top)
         return sampled
+
+
+def choose(logits: Tensor, states: Sequence[SamplingState | None]) -> Choice:
+    """Makes the device sample one token for each row, without waiting for it. Draws a number for each random row.
+
+    logits: [B, V], any float dtype; not changed.
+    states: one for each row, with all tokens before this one; None for a row whose answer has ended meanwhile.
+    """
+    scores = logits.float()
+    by_row = {row: state for row, state in enumerate(states) if state}
+    # Before the draws: what may lack memory must not fail after them, or a second try would draw other numbers.
+    num_tops = {row: state.params.top_logprobs for row, state in by_row.items() if state.params.logprobs}
+    if num_tops:
+        at_logprobs = _indices([*num_tops], scores)
+        logprobs = scores[at_logprobs].log_softmax(dim=-1)
+        tops = _most_likely(logprobs, max(num_tops.values()))
+    token_ids = scores.argmax(dim=-1)
+    ruled = {row: state for row, state in by_row.items() if not state.plain}
+    if ruled:
+        at = _indices([*ruled], scores)
+        token_ids[at] = _by_rules(scores[at], [*ruled.values()])
+    results = [token_ids]
+    if num_tops:
+        results += [logprobs.gather(-1, token_ids[at_logprobs][:, None])[:, 0], *tops]
+    return Choice(token_ids, by_row, num_tops, ToHost(results))
 
 
 def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -246,7 +257,7 @@ def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return scores.masked_fill_(scores < lowest.maximum(min_ps), -torch.inf)
 
 
-def _choose(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
+def _by_rules(scores: Tensor, states: Sequence[SamplingState]) -> Tensor:
     """One token for each row, by its rules and at random. scores: float32 [B, V], changed. Returns int64 [B]."""
     biases = {row: state.bias for row, state in enumerate(states) if state.bias}
     if biases:

@@ -105,7 +105,7 @@ class _Place(Enum):
     TEXT = "text"
     HEAD = "head"  # in a call, before its arguments
     ARGUMENTS = "arguments"
-    TAIL = "tail"  # behind the arguments, before the end of the call
+    TAIL = "tail"  # after the arguments, before the end of the call
 
 
 class CallReader:
@@ -121,7 +121,7 @@ class CallReader:
         self._place = _Place.TEXT
         self._unread = ""
         self._blanks = ""  # before what may be a call
-        self._behind_call = False  # nothing but blanks since the last call
+        self._after_call = False  # nothing but blanks since the last call
         self._object = _ObjectEnd()
 
     def add(self, text: str) -> tuple[str, list[CallDelta]]:
@@ -157,15 +157,15 @@ class CallReader:
         if begin:
             said = text.rstrip()
             shown.append(said)
-            self._behind_call &= not said
+            self._after_call &= not said
             self._place, self._unread, self._blanks = _Place.HEAD, rest, text[len(said) :]
             return
-        if last and self._behind_call and not text.strip():
+        if last and self._after_call and not text.strip():
             self._unread = ""
             return
         said = text if last else text[: len(text) - _may_begin(text)]
         shown.append(said)
-        self._behind_call &= not said
+        self._after_call &= not said
         self._unread = text[len(said) :]
 
     def _read_head(self, shown: list[str], deltas: list[CallDelta], last: bool) -> None:
@@ -183,7 +183,7 @@ class CallReader:
         self._place, self._unread = _Place.TEXT, rest
         if (call := _whole_call(body)) is None:
             shown.append(self._blanks + _BEGIN + body + end)
-            self._behind_call = False
+            self._after_call = False
         else:
             name, arguments = call
             deltas.append(replace(self._new_call(name), arguments=arguments))
@@ -204,7 +204,7 @@ class CallReader:
 
     def _new_call(self, name: str) -> CallDelta:
         self.calls += 1
-        self._behind_call = True
+        self._after_call = True
         return CallDelta(self.calls - 1, f"call_{secrets.token_hex(_ID_BYTES)}", _whole(name))
 
 

@@ -13,7 +13,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.families.quantised import is_quantised
+from framesieve.services.generation.loading.quantised import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.language_model import LanguageModel

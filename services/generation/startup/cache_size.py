@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from framesieve.services.generation.model.attention.sdpa import MOST_GATHERED_TOKENS
+from framesieve.services.generation.model.attention.sdpa import MAX_GATHERED_TOKENS
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.batch import Context, Packed, slots_of
@@ -164,7 +164,7 @@ def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: 
     All block tables repeat the same blocks, as above.
     """
     rows = min(sizes.requests, sizes.rows)
-    end = max(1, min(sizes.context, MOST_GATHERED_TOKENS // rows))
+    end = max(1, min(sizes.context, MAX_GATHERED_TOKENS // rows))
     own = [*islice(cycle(range(blocks)), -(-end // block_tokens))]
     runner.compute(
         Packed(

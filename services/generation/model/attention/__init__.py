@@ -1,7 +1,6 @@
 """Attention over the paged cache, as transformers calls it: once per layer, for the whole packed batch.
 
-`flash_infer` runs on CUDA with the extra `cuda`, `varlen` where torch has a kernel that reads paged blocks, and `sdpa`,
-which gathers them, on every device.
+`flash_infer` reads the cache's blocks in place, on CUDA with the extra `cuda`; `sdpa` gathers them, on every device.
 Source: `transformers.AttentionInterface`.
 """
 
@@ -20,7 +19,6 @@ from transformers import AttentionInterface
 from framesieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
 from framesieve.services.generation.model.attention.sdpa import SdpaCache
-from framesieve.services.generation.model.attention.varlen import VarlenCache, find_kernel
 
 ATTENTION = "framesieve_paged"
 
@@ -36,9 +34,6 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
     if kernels := find_kernels(sizes, like):
         log.info("attention", cache="flash_infer", device=str(like.device))
         return FlashInferCache(sizes, like, kernels)
-    if kernel := find_kernel(sizes, like):
-        log.info("attention", cache="varlen", kernel=kernel.name, device=str(like.device))
-        return VarlenCache(sizes, like, kernel.attend)
     if like.device.type == "cuda":
         why = _reason(sizes, like)
         log.warning(

@@ -1,4 +1,4 @@
-"""The interface of a paged KV cache. `sdpa`, `varlen` and `flash_infer` implement it, each with a layout of its own.
+"""The interface of a paged KV cache. `sdpa` and `flash_infer` implement it, each with a layout of its own.
 
 Source: PagedAttention, arXiv 2309.06180; e4m3, arXiv 2209.05433.
 """
@@ -69,7 +69,7 @@ class PagedCache(Protocol):
     sizes: CacheSizes
 
     def batch(self, packed: Packed) -> Batch:
-        """For the windows of a step."""
+        """For the chunks of a step."""
 
     @property
     def captures(self) -> bool:
@@ -79,9 +79,11 @@ class PagedCache(Protocol):
 class CapturedCache(PagedCache, Protocol):
     """A cache whose decode batches graphs can capture."""
 
-    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
-        """What the host does before the decode batch of these sequences, of at most so many blocks each, is computed,
-        captured or replayed. Of several numbers of sequences the largest comes first."""
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
+        """Called on the host each time before a decode batch of these sequences is computed, captured or replayed.
+
+        max_blocks: of one sequence. The first call is for the largest number of sequences.
+        """
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> Batch:
         """For one new token of each of R sequences, whose slot is that of the sequence's last token.

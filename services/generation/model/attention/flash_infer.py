@@ -1,10 +1,10 @@
-"""Attention by FlashInfer, which reads the pages of a paged cache in place, on cards from Ampere on.
+"""Attention by FlashInfer, which reads the blocks of the cache in place (its pages), on cards from Ampere on.
 
-    eager step      one plan and one kernel for all windows, decodes among them
+    eager step      one plan and one kernel for all chunks, decodes among them
     decode graph    a kernel of its own for each number of rows, whose buffers stay where they are: the host plans it
                     before each replay
 
-What it has kernels for, of what is used here (flashinfer 0.7.2, below flashinfer/):
+flashinfer 0.7.2 has kernels for the following; paths are those below flashinfer/:
 
     device          compute capability 8.0 on             bfloat16 on tensor cores
     queries         bfloat16, float16                     data/include/flashinfer/attention/prefill.cuh, hopper/
@@ -17,9 +17,9 @@ What it has kernels for, of what is used here (flashinfer 0.7.2, below flashinfe
 
 Anything else would fail only after minutes of compiling, at each start, so it is refused before FlashInfer is imported.
 
-A plan is computed on the host, once a step, from `plan_pages`, and copied without a wait: our arrays from pinned memory
+A plan is computed on the host, once a step, by `plan_blocks`, and copied without a wait: our arrays from pinned memory
 of their own, the wrapper's from memory that it has pinned once. So each kernel waits for its own last copy before it
-plans again; those of eager steps take turns.
+plans again; the kernels of eager steps take turns.
 No card has run this yet; what it passes to FlashInfer is tested on the CPU.
 Source: FlashInfer, arXiv 2501.01005; flashinfer-python 0.7.
 """
@@ -39,8 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots, plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes, write
-from framesieve.services.generation.model.attention.pages import PagePlan, last_slots, plan_pages
 from framesieve.services.generation.request.batch import Context, Packed
 from framesieve.services.generation.to_device import pinned_for, to_device
 
@@ -65,9 +65,9 @@ log = structlog.get_logger()
 
 
 class Kernel(Protocol):
-    """Attention over pages. scale: head_dim ** -0.5."""
+    """Attention over blocks. scale: head_dim ** -0.5."""
 
-    def plan(self, pages: PagePlan) -> None:
+    def plan(self, blocks: BlockPlan) -> None:
         """Prepares `run` for these sequences. May wait for the copies of the plan before."""
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class Kernels(Protocol):
     def prefill(self) -> Kernel:
         """For any sequences, causal: the rows of each are its last."""
 
-    def decode(self, rows: int, most_pages: int) -> Kernel:
-        """For `rows` sequences of one row and at most so many pages together; a graph can capture its `run`."""
+    def decode(self, rows: int, max_blocks: int) -> Kernel:
+        """For `rows` sequences of one row and at most so many blocks together; a graph can capture its `run`."""
 
 
 class FlashInferCache:
@@ -102,15 +102,15 @@ class FlashInferCache:
     def batch(self, packed: Packed) -> FlashInferBatch:
         """Implements `PagedCache.batch`."""
         kernel = next(self._turns)
-        kernel.plan(plan_pages(packed.contexts, self.sizes.block_tokens))
+        kernel.plan(plan_blocks(packed.contexts, self.sizes.block_tokens))
         return FlashInferBatch(self, to_device(packed.slots, self.keys[0].device), kernel)
 
-    def plan_decode(self, contexts: Sequence[Context], most_blocks: int) -> None:
+    def plan_decode(self, contexts: Sequence[Context], max_blocks: int) -> None:
         """Implements `CapturedCache.plan_decode`."""
         rows = len(contexts)
         if rows not in self._decoders:
-            self._decoders[rows] = self._kernels.decode(rows, rows * most_blocks)
-        self._decoders[rows].plan(plan_pages(contexts, self.sizes.block_tokens))
+            self._decoders[rows] = self._kernels.decode(rows, rows * max_blocks)
+        self._decoders[rows].plan(plan_blocks(contexts, self.sizes.block_tokens))
 
     def decode_batch(self, table: Tensor, lengths: Tensor) -> FlashInferBatch:
         """Implements `CapturedCache.decode_batch`."""
@@ -134,69 +134,32 @@ class FlashInferBatch:
         return self.kernel.run(query.transpose(0, 1).contiguous(), keys, values)
 
 
-class _Prefill:
-    """`Kernel` by FlashInfer's wrapper for prefill."""
+class _Planned:
+    """`Kernel` by one of FlashInfer's wrappers: for prefill, or for decoding, whose buffers stay where they are."""
 
-    def __init__(self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, backend: str) -> None:
-        self._wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-        self._device = like.device
-        self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
+    def __init__(self, wrapper: Any, sizes: CacheSizes, like: Tensor, is_prefill: bool) -> None:
+        self._wrapper, self._sizes, self._like, self._is_prefill = wrapper, sizes, like, is_prefill
         self._copied = torch.cuda.Event()
 
-    def plan(self, pages: PagePlan) -> None:
+    def plan(self, blocks: BlockPlan) -> None:
         self._copied.synchronize()
-        sizes = self._sizes
+        sizes, device = self._sizes, self._like.device
+        row_ends, block_ends, last_block_tokens = (
+            pinned_for(torch.from_numpy(each), device)
+            for each in (blocks.row_ends, blocks.block_ends, blocks.last_block_tokens)
+        )
         self._wrapper.plan(
-            pinned_for(torch.from_numpy(pages.row_ends), self._device),
-            pinned_for(torch.from_numpy(pages.page_ends), self._device),
-            to_device(pages.pages, self._device),
-            pinned_for(torch.from_numpy(pages.last_page_tokens), self._device),
+            *((row_ends,) if self._is_prefill else ()),
+            block_ends,
+            to_device(blocks.blocks, device),
+            last_block_tokens,
             sizes.heads,
             sizes.kv_heads,
             sizes.head_dim,
             sizes.block_tokens,
-            causal=True,
-            q_data_type=self._dtype,
-            kv_data_type=self._kv_dtype,
-        )
-        self._copied.record()
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found: Tensor = self._wrapper.run(query, (key, value))
-        return found
-
-
-class _Decode:
-    """`Kernel` by FlashInfer's wrapper for decoding, with buffers that stay where they are."""
-
-    def __init__(
-        self, library: Any, sizes: CacheSizes, like: Tensor, workspace: Tensor, rows: int, pages: Tensor
-    ) -> None:
-        self._sizes, self._dtype, self._kv_dtype = sizes, like.dtype, sizes.dtype(like)
-        self._device, self._copied = like.device, torch.cuda.Event()
-        self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=sizes.heads // sizes.kv_heads >= TENSOR_CORES_FROM,
-            paged_kv_indptr_buffer=like.new_zeros(rows + 1, dtype=torch.int32),
-            paged_kv_indices_buffer=pages,
-            paged_kv_last_page_len_buffer=like.new_zeros(rows, dtype=torch.int32),
-        )
-
-    def plan(self, pages: PagePlan) -> None:
-        self._copied.synchronize()
-        sizes = self._sizes
-        self._wrapper.plan(
-            pinned_for(torch.from_numpy(pages.page_ends), self._device),
-            to_device(pages.pages, self._device),
-            pinned_for(torch.from_numpy(pages.last_page_tokens), self._device),
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            sizes.block_tokens,
-            q_data_type=self._dtype,
-            kv_data_type=self._kv_dtype,
+            **({"causal": True} if self._is_prefill else {}),
+            q_data_type=self._like.dtype,
+            kv_data_type=sizes.dtype(self._like),
         )
         self._copied.record()
 
@@ -216,17 +179,28 @@ class FlashInferKernels:
     ) -> None:
         self._library, self._sizes, self._like, self._backend = library, sizes, like, backend
         self._workspace = like.new_zeros(workspace_bytes(sizes, num_multiprocessors), dtype=torch.uint8)
-        self._pages = like.new_zeros(0, dtype=torch.int32)
+        self._blocks = like.new_zeros(0, dtype=torch.int32)
 
     def prefill(self) -> Kernel:
         """Implements `Kernels.prefill`."""
-        return _Prefill(self._library, self._sizes, self._like, self._workspace, self._backend)
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._backend)
+        return _Planned(wrapper, self._sizes, self._like, is_prefill=True)
 
-    def decode(self, rows: int, most_pages: int) -> Kernel:
-        """Implements `Kernels.decode`. Kernels share the list of pages of the one before, if it is long enough."""
-        if self._pages.numel() < most_pages:
-            self._pages = self._like.new_zeros(most_pages, dtype=torch.int32)
-        return _Decode(self._library, self._sizes, self._like, self._workspace, rows, self._pages)
+    def decode(self, rows: int, max_blocks: int) -> Kernel:
+        """Implements `Kernels.decode`. Kernels share the list of blocks of the one before, if it is long enough."""
+        if self._blocks.numel() < max_blocks:
+            self._blocks = self._like.new_zeros(max_blocks, dtype=torch.int32)
+        sizes = self._sizes
+        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=sizes.heads // sizes.kv_heads >= TENSOR_CORES_FROM,
+            paged_kv_indptr_buffer=self._like.new_zeros(rows + 1, dtype=torch.int32),
+            paged_kv_indices_buffer=self._blocks,
+            paged_kv_last_page_len_buffer=self._like.new_zeros(rows, dtype=torch.int32),
+        )
+        return _Planned(wrapper, sizes, self._like, is_prefill=False)
 
 
 def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
@@ -272,7 +246,7 @@ def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
 
 
 def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
-    """Compares both kernels with SDPA on three pages out of order, with NaN in all slots that they must not read.
+    """Compares both kernels with SDPA on three blocks out of order, with NaN in all slots that they must not read.
 
     Raises the kernels' exceptions, and AssertionError for a wrong result.
     """
@@ -286,7 +260,7 @@ def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
     key, value = (each.float()[list(table)].flatten(0, 1)[:tokens].transpose(0, 1)[None] for each in blocks)
     for kernel, rows in ((kernels.prefill(), 2), (kernels.decode(1, 3), 1)):
         query = torch.randn(rows, sizes.heads, sizes.head_dim, generator=draw, device=device).to(like.dtype)
-        kernel.plan(plan_pages([Context(tokens - rows, tokens, table)], block_tokens))
+        kernel.plan(plan_blocks([Context(tokens - rows, tokens, table)], block_tokens))
         found = kernel.run(query, *blocks.unbind())
         seen = torch.ones(rows, tokens, dtype=torch.bool, device=device).tril(tokens - rows)
         expected = F.scaled_dot_product_attention(

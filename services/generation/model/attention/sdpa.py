@@ -1,6 +1,6 @@
 """Attention by torch's SDPA, on any device, over a paged cache whose contexts are read in place or gathered.
 
-    packed rows:  [s][s][s][   A   ][ B ]     single-token windows first
+    packed rows:  [s][s][s][   A   ][ B ]     single-token chunks first
     A, B:         one call each, causal from the row's position in its sequence
     s, on a CPU:  if contexts are long, the longest run of adjacent blocks of each is read in place, by one call each;
                   the rest of all contexts is gathered into one padded tensor; the two results are merged by their
@@ -37,7 +37,7 @@ from framesieve.services.generation.to_device import to_device
 IN_PLACE_TOKENS = 512
 
 # Maximum number of tokens gathered into one padded tensor of keys, and of values, unless a single context is longer.
-MOST_GATHERED_TOKENS = 65536
+MAX_GATHERED_TOKENS = 65536
 
 # Devices where torch has no fused kernel for a mask together with grouped KV heads. Its fallback materialises all
 # scores; repeating the KV heads takes far less memory.
@@ -62,24 +62,24 @@ class SdpaCache:
     def batch(self, packed: Packed) -> SdpaBatch:
         """Implements `PagedCache.batch`."""
         device = self.keys[0].device
-        views: list[WindowView] = []
+        views: list[ChunkView] = []
         at = packed.num_decodes
         for each in packed.contexts[packed.num_decodes :]:
             mask = None
             if each.start:
                 seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=device).tril(each.start)
                 mask = _additive(seen, self.dtype)[None, None]
-            views.append(WindowView(at, at + each.tokens, _slots(self, each), mask))
+            views.append(ChunkView(at, at + each.tokens, _slots(self, each), mask))
             at += each.tokens
         new_slots = to_device(packed.slots, device)
         return SdpaBatch(self, new_slots, tuple(_decodes(self, packed.contexts[: packed.num_decodes])), tuple(views))
 
 
 @dataclass(frozen=True, slots=True)
-class WindowView:
-    """One multi-token window: rows [first_row, end_row) of the packed batch and the slots of their sequence.
+class ChunkView:
+    """One multi-token chunk: rows [first_row, end_row) of the packed batch and the slots of their sequence.
 
-    mask: [1, 1, rows, context], added to the scores; None if the window starts its sequence.
+    mask: [1, 1, rows, context], added to the scores; None if the chunk starts its sequence.
     """
 
     first_row: int
@@ -90,7 +90,7 @@ class WindowView:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Some or all of the packed rows that are single-token windows.
+    """Some or all of the packed rows that are single-token chunks.
 
     rows: their indices, as a slice or int64 [count].
     runs: the slots that each reads in place; empty if everything is gathered.
@@ -111,7 +111,7 @@ class SdpaBatch:
     cache: SdpaCache
     new_slots: Tensor
     decodes: tuple[Decodes, ...]
-    windows: tuple[WindowView, ...]
+    chunks: tuple[ChunkView, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Implements `Batch.attend`."""
@@ -124,7 +124,7 @@ class SdpaBatch:
             # The query heads that share a KV head become query rows of that head, so no keys are repeated.
             grouped = query[:, decodes.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
             out[decodes.rows] = _attend_decodes(decodes, grouped, keys, values, scaling).flatten(1, 2)
-        for view in self.windows:
+        for view in self.chunks:
             own_keys, own_values = (_read(each, view.slots, query.dtype) for each in (keys, values))
             shared = heads // kv_heads
             if view.mask is not None and query.device.type in REPEATING_DEVICES:
@@ -212,13 +212,13 @@ def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]
 
 
 def _of_like_size(sizes: Int64Array) -> Iterator[Int64Array]:
-    """Splits the indices of `sizes` into groups that fit MOST_GATHERED_TOKENS when padded to their largest member."""
-    if sizes.size * sizes.max() <= MOST_GATHERED_TOKENS:
+    """Splits the indices of `sizes` into groups that fit MAX_GATHERED_TOKENS when padded to their largest member."""
+    if sizes.size * sizes.max() <= MAX_GATHERED_TOKENS:
         yield np.arange(sizes.size)
         return
     left = np.argsort(-sizes, kind="stable")
     while left.size:
-        count = max(1, MOST_GATHERED_TOKENS // max(1, int(sizes[left[0]])))
+        count = max(1, MAX_GATHERED_TOKENS // max(1, int(sizes[left[0]])))
         yield left[:count]
         left = left[count:]
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families.quantised import quantization_settings
-from framesieve.services.generation.families.text_model import LM_HEAD_PREFIXES
+from framesieve.services.generation.loading.quantised import quantization_settings
+from framesieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
+from framesieve.services.generation.loading.weights import stored_weights
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
 
 _SCALES = ".weight_scale_inv"
@@ -47,8 +47,9 @@ def keep_fp8(
 
 
 def _stored(checkpoint: Checkpoint, prefix: str) -> set[str]:
-    """What is in fp8 of the text model, by names without `prefix`, and the output layer if it is; none if the format is
-    another.
+    """Names of the layers that are stored in fp8: those of the text model without `prefix`, and the output layer.
+
+    Empty if the checkpoint's format is not the one above.
     """
     settings = quantization_settings(checkpoint)
     if (
@@ -60,14 +61,12 @@ def _stored(checkpoint: Checkpoint, prefix: str) -> set[str]:
         return set()
     stored: set[str] = set()
     scaled: set[str] = set()
-    for path in checkpoint.weight_files:
-        with safe_open(path, framework="pt") as file:
-            for full in file.keys():  # noqa: SIM118  (not a dict)
-                name = full.removeprefix(prefix)
-                if not full.startswith((prefix, *LM_HEAD_PREFIXES)):
-                    continue
-                if name.endswith(_SCALES):
-                    scaled.add(name.removesuffix(_SCALES))
-                elif file.get_slice(full).get_dtype() == _DTYPE:
-                    stored.add(name.removesuffix(".weight"))
+    for full, _, file in stored_weights(checkpoint, ""):
+        if not full.startswith((prefix, *LM_HEAD_PREFIXES)):
+            continue
+        name = full.removeprefix(prefix)
+        if name.endswith(_SCALES):
+            scaled.add(name.removesuffix(_SCALES))
+        elif file.get_slice(full).get_dtype() == _DTYPE:
+            stored.add(name.removesuffix(".weight"))
     return stored if scaled <= stored else set()

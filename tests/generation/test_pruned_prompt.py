@@ -1,4 +1,4 @@
-"""The pruned prompt is gathered item by item, and windows of it are packed into one batch."""
+"""The pruned prompt is gathered item by item, and chunks of it are packed into one batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import MAX_POSITION
-from framesieve.services.generation.request.batch import Window, decodes_first, pack
+from framesieve.services.generation.request.batch import Chunk, decodes_first, pack
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Adapter, BlockTable, Request
-from framesieve.services.generation.request.rope import RopeState
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text, expected_sequence
 from tests.tiny import BLOCK_TOKENS, PAD_ID, make_plan, make_request
@@ -43,7 +43,7 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
             kept.append(sorted(order[: parts[-1].num_kept].tolist()))
     parts.append(Text((7,)))
     expected = expected_sequence(parts, kept, PAD_ID)
-    state = RopeState(make_plan(parts), [len(each) for each in kept])
+    state = PrunedPrompt(make_plan(parts), [len(each) for each in kept])
     assert state.tokens == len(expected.ids)
     assert state.delta == expected.delta
     arrived: set[int] = set()
@@ -69,7 +69,7 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
     ],
 )
 def test_an_item_that_contradicts_the_plan_or_comes_twice_is_refused(index: int, kept: list[int], message: str) -> None:
-    state = RopeState(make_plan([video(2, 2, 2)]), [4])
+    state = PrunedPrompt(make_plan([video(2, 2, 2)]), [4])
     with pytest.raises(PeerContract, match=message):
         state.deliver(index, np.array(kept, np.int32), 9)
     state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
@@ -81,7 +81,7 @@ def test_an_item_that_contradicts_the_plan_or_comes_twice_is_refused(index: int,
 def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:
     request = make_request("a", [Text((5, 6))], SamplingParams(4)).request
     plan = make_plan([Text((5, 6))])
-    request.rope = RopeState(replace(plan, positions=plan.positions + np.int32(MAX_POSITION - 1)), [])
+    request.prompt = PrunedPrompt(replace(plan, positions=plan.positions + np.int32(MAX_POSITION - 1)), [])
     request.output_ids += [1, 2, 3]
     positions = np.frombuffer(request.content(2, 5), np.int32)[-9:]
     assert positions.tolist() == 3 * [MAX_POSITION + 1, MAX_POSITION + 2, MAX_POSITION + 3]
@@ -109,7 +109,7 @@ CUTS = st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers
 def gathered(name: str, blocks: list[int]) -> Request:
     request = make_request(name, PARTS, SamplingParams(8)).request
     for index, kept in enumerate(KEPT):
-        request.rope.deliver(index, np.array(kept, np.int32), 1 + index)
+        request.prompt.deliver(index, np.array(kept, np.int32), 1 + index)
     request.output_ids, request.blocks = list(ANSWER), BlockTable(blocks)
     return request
 
@@ -118,36 +118,36 @@ def gathered(name: str, blocks: list[int]) -> Request:
 @given(
     st.lists(st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30)), min_size=1, max_size=4)
 )
-def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -> None:
+def test_packed_chunks_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -> None:
     ids = [*EXPECTED.ids, *ANSWER]
-    windows = []
+    chunks = []
     for number, (start, tokens) in enumerate(cuts):
         end = min(start + tokens, len(ids))
         request = gathered(str(number), list(range(40 * number, 40 * number + 10))[::-1])
-        windows.append(Window(request, start, end, samples=end % 2 == 0))
-    packed, media = pack(decodes_first(windows), BLOCK_TOKENS)
+        chunks.append(Chunk(request, start, end, samples=end % 2 == 0))
+    packed, media = pack(decodes_first(chunks), BLOCK_TOKENS)
     prompt = len(EXPECTED.ids)
     answer_positions = [(prompt + i + EXPECTED.delta,) * 3 for i in range(len(ANSWER))]
     positions = [*EXPECTED.positions, *answer_positions]
     at = 0
     rows: dict[int, tuple[str, int, int]] = {}
     last_rows: list[int] = []
-    ordered = [window for window in windows if window.tokens == 1] + [w for w in windows if w.tokens > 1]
-    assert packed.num_decodes == sum(window.tokens == 1 for window in windows)
-    for window, context in zip(ordered, packed.contexts, strict=True):
-        assert (context.start, context.end) == (window.start, window.end)
+    ordered = [chunk for chunk in chunks if chunk.tokens == 1] + [w for w in chunks if w.tokens > 1]
+    assert packed.num_decodes == sum(chunk.tokens == 1 for chunk in chunks)
+    for chunk, context in zip(ordered, packed.contexts, strict=True):
+        assert (context.start, context.end) == (chunk.start, chunk.end)
         assert list(context.blocks) == [
-            block for n, block in enumerate(window.request.blocks) if n * BLOCK_TOKENS < window.end
+            block for n, block in enumerate(chunk.request.blocks) if n * BLOCK_TOKENS < chunk.end
         ]
-        for token in range(window.start, window.end):
+        for token in range(chunk.start, chunk.end):
             assert packed.ids[at] == ids[token]
             assert tuple(packed.positions[:, at]) == positions[token]
-            block = window.request.blocks[token // BLOCK_TOKENS]
+            block = chunk.request.blocks[token // BLOCK_TOKENS]
             assert packed.slots[at] == block * BLOCK_TOKENS + token % BLOCK_TOKENS
             if token < prompt and (source := EXPECTED.rows[token]):
-                rows[at] = (window.request.id, source[0], KEPT[source[0]].index(source[1]))
+                rows[at] = (chunk.request.id, source[0], KEPT[source[0]].index(source[1]))
             at += 1
-        if window.samples:
+        if chunk.samples:
             last_rows.append(at - 1)
     assert packed.ids.size == at
     assert packed.last_rows.tolist() == last_rows
@@ -158,16 +158,16 @@ def test_packed_windows_are_those_of_the_formulas(cuts: list[tuple[int, int]]) -
     assert packed.media_rows.tolist() == sorted(rows)
 
 
-def test_windows_of_one_adapter_are_adjacent() -> None:
-    """Within decodes and within other windows; otherwise the order stays."""
+def test_chunks_of_one_adapter_are_adjacent() -> None:
+    """Within decodes and within other chunks; otherwise the order stays."""
     one, two = Adapter("one", bytes(31) + b"1"), Adapter("two", bytes(31) + b"2")
     named, tokens = (one, None, two, one, None, two, one, two, one), (2, 1, 1, 1, 1, 1, 3, 1, 1)
-    windows = []
+    chunks = []
     for number, (adapter, count) in enumerate(zip(named, tokens, strict=True)):
         request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
         request.blocks = BlockTable([number])
-        windows.append(Window(request, 0, count, samples=False))
-    packed, _ = pack(decodes_first(windows), BLOCK_TOKENS)
+        chunks.append(Chunk(request, 0, count, samples=False))
+    packed, _ = pack(decodes_first(chunks), BLOCK_TOKENS)
     assert packed.num_decodes == 7
     adapted = sorted((rows.digest, packed.ids[rows.start : rows.end].tolist()) for rows in packed.adapted)
     assert adapted == [(one.digest, [10, 10, 16, 16, 16]), (one.digest, [13, 18]), (two.digest, [12, 15, 17])]
@@ -175,6 +175,6 @@ def test_windows_of_one_adapter_are_adjacent() -> None:
 
 def test_ids_of_stored_vectors_are_no_text() -> None:
     plan = make_plan([Text((5, 300, 6))])
-    state = RopeState(plan, [], vocab_size=300)
+    state = PrunedPrompt(plan, [], vocab_size=300)
     assert state.ids.tolist() == [5, 300, 6]
     assert state.text_ids.tolist() == [5, -1, 6]

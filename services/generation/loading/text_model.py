@@ -1,21 +1,20 @@
-"""Builds a language model from a checkpoint: the text model, its weights and the output layer.
+"""Builds a language model of transformers' text class and an output layer, whole or one rank's part of it.
 
-Independent of model families, whose files name transformers' classes and the prefixes of weights.
+It knows no model family: their files name transformers' classes and the prefixes of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.cpu.packed_linear import join_linears, pack_linears, packed
+from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.experts import EXPERTS, waits
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -129,56 +128,3 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
 def _shard_output_layer(lm_head: nn.Module, style: str, group: Group) -> dict[str, Shard]:
     shards = shard(nn.ModuleDict({"lm_head": lm_head}), {"lm_head.weight": style, "lm_head": style}, group)
     return {name.removeprefix("lm_head."): each for name, each in shards.items()}
-
-
-def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
-    """Whether any weight's name starts with `prefix`."""
-    for path in checkpoint.weight_files:
-        with safe_open(path, framework="pt") as file:
-            if any(name.startswith(prefix) for name in file.keys()):  # noqa: SIM118  (not a dict)
-                return True
-    return False
-
-
-def read_weights(
-    checkpoint: Checkpoint,
-    prefix: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    shards: Mapping[str, Shard],
-    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """The tensors whose names start with `prefix`, by the rest of their names. Of those in `shards`, this rank's part.
-
-    dtypes: of those that are not read in `dtype`.
-
-    Raises StartupError if one of these has another shape than the config says.
-    """
-    weights: dict[str, Tensor] = {}
-    for path in checkpoint.weight_files:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            for full in file.keys():  # noqa: SIM118  (not a dict)
-                name = full.removeprefix(prefix)
-                if not full.startswith(prefix):
-                    continue
-                try:
-                    own = shards[name].of(file.get_slice(full)) if name in shards else file.get_tensor(full)
-                except ValueError as error:
-                    raise StartupError(f"config.json expects {full} {error}") from error
-                weights[name] = own.to(dtypes.get(name, dtype))
-    return weights
-
-
-def fill(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
-    """Assigns `weights` to a module. Raises StartupError, with their names, if names or shapes differ."""
-    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    missing = [prefix + name for name in sorted(shapes.keys() - weights.keys())]
-    unknown = [prefix + name for name in sorted(weights.keys() - shapes.keys())]
-    if missing or unknown:
-        raise StartupError(
-            f"config.json and the weights disagree: missing weights {missing}, unknown weights {unknown}"
-        )
-    for name, shape in shapes.items():
-        if weights[name].shape != shape:
-            raise StartupError(f"config.json expects {prefix + name} {list(shape)}, got {list(weights[name].shape)}")
-    module.load_state_dict(weights, assign=True)

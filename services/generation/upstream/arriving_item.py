@@ -21,7 +21,7 @@ from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s
 from framesieve.common.telemetry.metrics import busy
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.rpc.timing import Stage
+from framesieve.services.generation.stage_clock import Stage
 from framesieve.services.generation.to_device import pinned_for
 from framesieve.v1 import encoder_pb2
 

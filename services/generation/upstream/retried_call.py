@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import grpc
 import structlog
@@ -33,7 +33,8 @@ class RetriedCall:
 
     method: of the service's stub. requests: the messages to write, given the future of the selected items and the
     address of a receiver of shared memory, empty without one. receiver: makes one for each attempt.
-    timeout: in seconds, for all attempts together; None for no limit. `cancel` must be called at the end.
+    timeout: in seconds, for all attempts together; None for no limit.
+    Entering it as a context makes the first attempt; leaving it cancels the last one.
     """
 
     def __init__(
@@ -57,7 +58,13 @@ class RetriedCall:
         self._attempt = 0
         self._answered = False
         self.fetched_ns: int | None = None
+
+    def __enter__(self) -> Self:
         self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
 
     async def plan(self) -> PromptPlan:
         """The prompt's plan. Raises PeerContract, and errors of the service.
@@ -102,13 +109,6 @@ class RetriedCall:
         self._retries.succeeded()
         del self._requests  # may hold inline media
 
-    def cancel(self) -> None:
-        self._call.cancel()
-        self._writing.cancel()
-        self._selected.cancel()
-        if self._receiver:
-            self._receiver.close()
-
     def _start(self) -> None:
         timeout = None if self._ends_s is None else max(0.0, self._ends_s - self._clock())
         self._attempt += 1
@@ -119,6 +119,13 @@ class RetriedCall:
         handover = self._receiver.address if self._receiver else b""
         self._writing = asyncio.create_task(_write_all(self._call, self._requests(self._selected, handover)))
 
+    def _cancel(self) -> None:
+        self._call.cancel()
+        self._writing.cancel()
+        self._selected.cancel()
+        if self._receiver:
+            self._receiver.close()
+
     async def _restart(self, lost: Unavailable) -> None:
         """Retries only calls that had answered: gRPC itself has already retried the others."""
         # While a call is being written to, gRPC may report UNAVAILABLE where the deadline has passed.
@@ -126,7 +133,7 @@ class RetriedCall:
             raise DeadlinePassed(f"the deadline passed while waiting for {self._stage}") from lost
         if not self._answered:
             raise lost
-        self.cancel()
+        self._cancel()
         await self._retries.wait(self._attempt + 1, lost)
         log.warning("retrying", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
         self._start()

@@ -1,10 +1,10 @@
-"""What a kernel over a paged cache must know of a step: where each sequence's rows and pages are.
+"""Where each sequence of a step has its rows and blocks, as kernels over a paged cache read it.
 
-    sequences   a: 1 row, 9 tokens    b: 3 rows, 4 tokens        pages of 4 tokens
+    sequences   a: 1 row, 9 tokens    b: 3 rows, 4 tokens        blocks of 4 tokens
     row_ends    [0, 1, 4]
-    page_ends   [0, 3, 4]
-    pages       [7 2 5 | 3]
-    last_page_tokens   [1, 4]
+    block_ends  [0, 3, 4]
+    blocks      [7 2 5 | 3]
+    last_block_tokens  [1, 4]
 
 Computed once a step, in numpy. Source: the page table of FlashInfer, arXiv 2501.01005.
 """
@@ -24,26 +24,26 @@ Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PagePlan:
-    """row_ends, page_ends: int32 [S + 1]. pages: int32 [P], block numbers. last_page_tokens: int32 [S], at least 1."""
+class BlockPlan:
+    """row_ends, block_ends: int32 [S + 1]. blocks: int32 [P], numbered. last_block_tokens: int32 [S], at least 1."""
 
     row_ends: Int32Array
-    page_ends: Int32Array
-    pages: Int32Array
-    last_page_tokens: Int32Array
+    block_ends: Int32Array
+    blocks: Int32Array
+    last_block_tokens: Int32Array
 
 
-def plan_pages(contexts: Sequence[Context], block_tokens: int) -> PagePlan:
+def plan_blocks(contexts: Sequence[Context], block_tokens: int) -> BlockPlan:
     """Of at least one context, each with the blocks of its tokens and possibly more."""
     ends = np.array([each.end for each in contexts], np.int32)
     counts = -(-ends // block_tokens)
-    return PagePlan(
+    return BlockPlan(
         row_ends=_ends([each.tokens for each in contexts]),
-        page_ends=_ends(counts),
-        pages=np.concatenate(
+        block_ends=_ends(counts),
+        blocks=np.concatenate(
             [np.asarray(each.blocks[:count], np.int32) for each, count in zip(contexts, counts, strict=True)]
         ),
-        last_page_tokens=(ends - 1) % block_tokens + 1,
+        last_block_tokens=(ends - 1) % block_tokens + 1,
     )
 
 

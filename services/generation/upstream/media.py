@@ -29,10 +29,10 @@ from framesieve.common.handover import Receiver
 from framesieve.common.serving.retries import Retries
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.rpc.arriving_item import ArrivingItem, ModelInput, Progress
-from framesieve.services.generation.rpc.prompt_limit import Limit, advice
-from framesieve.services.generation.rpc.retried_call import RetriedCall, Selected
-from framesieve.services.generation.rpc.timing import Stage, StageClock
+from framesieve.services.generation.request.prompt_limit import Limit, advice
+from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput, Progress
+from framesieve.services.generation.upstream.retried_call import RetriedCall, Selected
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
@@ -77,9 +77,9 @@ class MediaClient:
         pruning = prompt_pb2.Pruning.FromString(pruning.SerializeToString())
         check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
-        upstream = self._encode(prompt, files, pruning, call) if prunings else self._preprocess(prompt, call)
+        opening = self._encode(prompt, files, pruning, call) if prunings else self._preprocess(prompt, call)
         del files
-        try:
+        with opening as upstream:
             plan = await upstream.plan()
             check_plan(plan, prompt, self._model.fingerprint, self._model.embed_levels)
             if (largest := int(plan.input_ids.max())) >= self._model.vocab_size:
@@ -94,8 +94,6 @@ class MediaClient:
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, upstream, self._model, self._media_buffer, held)
-        finally:
-            upstream.cancel()
 
     def _encode(
         self,

@@ -37,9 +37,10 @@ class Span:
         return self.offset + self.length
 
 
-class RopeState:
+class PrunedPrompt:
     """The pruned prompt: token ids and M-RoPE positions, gathered from the full layout as `kept` arrives.
 
+    plan: the full layout. num_kept: how many tokens of each of its media items are kept.
     tokens: length of the pruned prompt; the grids and rates determine it before any item arrives.
     ids: int32 [tokens]; positions: int32 [3, tokens]; both valid up to `ready`.
     ready: tokens gathered so far: those before the first item that has not arrived.
@@ -58,19 +59,19 @@ class RopeState:
     ) -> None:
         """vocab_size: ids from this on name vectors that the model stores, not text.
 
-        compact: positions are the places in the pruned prompt, for checkpoints that were trained so; else pruned
-        positions keep their gaps.
+        compact: a position is the place in the pruned prompt, for checkpoints that were trained so. Otherwise tokens
+        keep the positions of the full layout, with gaps where tokens were dropped.
         """
-        self._plan = plan
+        self.plan = plan
         self.vocab_size = vocab_size
         self._compact = compact
-        self._num_kept = tuple(num_kept)
+        self.num_kept = tuple(num_kept)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
         self._encoded_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
-        dropped = sum(item.grid.tokens for item in plan.media) - sum(self._num_kept)
+        dropped = sum(item.grid.tokens for item in plan.media) - sum(self.num_kept)
         self.tokens = plan.tokens - dropped
         self.delta = 0 if compact else int(plan.positions.max()) + 1 - self.tokens
         self.ids = np.empty(self.tokens, np.int32)
@@ -80,9 +81,9 @@ class RopeState:
         self.spans: list[Span] = []
         self._gather()
 
-    def undelivered(self) -> RopeState:
+    def undelivered(self) -> PrunedPrompt:
         """The state of the same prompt before any item arrived."""
-        return RopeState(self._plan, self._num_kept, self.vocab_size, compact=self._compact)
+        return PrunedPrompt(self.plan, self.num_kept, self.vocab_size, compact=self._compact)
 
     @property
     def complete(self) -> bool:
@@ -96,7 +97,7 @@ class RopeState:
         """
         if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
             raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
-        item, count = self._plan.media[media_index], self._num_kept[media_index]
+        item, count = self.plan.media[media_index], self.num_kept[media_index]
         if kept is None:
             kept = np.arange(item.grid.tokens, dtype=np.int32)
         check_kept(kept, item.grid, count)
@@ -124,15 +125,15 @@ class RopeState:
 
     def _gather(self) -> None:
         """Gathers up to the first item that has not arrived, or to the end of the prompt."""
-        media = self._plan.media
+        media = self.plan.media
         first = self._next_item
         while self._next_item < len(media) and self._kept[self._next_item] is not None:
             self._next_item += 1
-        limit = media[self._next_item].runs[0].offset if self._next_item < len(media) else self._plan.tokens
+        limit = media[self._next_item].runs[0].offset if self._next_item < len(media) else self.plan.tokens
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
-        self.ids[self.ready : end] = self._plan.input_ids[taken]
-        kept_positions = np.arange(self.ready, end) if self._compact else self._plan.positions[:, taken]
+        self.ids[self.ready : end] = self.plan.input_ids[taken]
+        kept_positions = np.arange(self.ready, end) if self._compact else self.plan.positions[:, taken]
         self.positions[:, self.ready : end] = kept_positions
         self.identities[0, self.ready : end] = 0
         self.identities[1, self.ready : end] = self.ids[self.ready : end]
@@ -142,7 +143,7 @@ class RopeState:
 
     def _add_spans(self, index: int, taken: NDArray[np.intp]) -> None:
         row = 0
-        for run in self._plan.media[index].runs:
+        for run in self.plan.media[index].runs:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
                 span = Span(self.ready + int(start), int(end - start), index, row)

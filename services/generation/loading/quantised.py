@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.families.text_model import assemble, check_text
+from framesieve.services.generation.loading.text_model import assemble, check_text
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group

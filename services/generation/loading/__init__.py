@@ -1,0 +1,92 @@
+"""Loads the language model of a checkpoint, by what its family says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.loading.fp8 import keep_fp8
+from framesieve.services.generation.loading.quantised import is_quantised, load_quantised
+from framesieve.services.generation.loading.text_model import make_text, shard_text, with_output_layer
+from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class TextClasses:
+    """Transformers' classes: of the whole model, of its text model (or a subclass that adds no state), and of the text
+    model's rotary embedding."""
+
+    whole: Any
+    text: Any
+    rotary: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TextFamily:
+    """How the language models of one family differ from those of others.
+
+    config: reads the config of the whole model. Raises StartupError for what the family does not support.
+    classes: for a config.
+    prefixes: of the text model's weights; the first that the checkpoint has is used.
+    position_axes, compact: see `LanguageModel`.
+    embed_levels: for a config, see `LanguageModel`.
+    stored: names of a vector that prompts name by the id after the vocabulary's last; the first that the checkpoint has
+        is read. Empty if there is none.
+    plan: transformers' tensor-parallel plan, if the text config has none.
+    change: changes the weights that were read to those that the text model takes.
+    """
+
+    config: Callable[[Checkpoint], Any]
+    classes: Callable[[Any], TextClasses]
+    prefixes: Sequence[str]
+    position_axes: int = 3
+    compact: bool = False
+    embed_levels: Callable[[Any], int] = lambda config: 0
+    stored: Sequence[str] = ()
+    plan: Mapping[str, str] | None = None
+    change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
+
+
+def load(
+    family: TextFamily, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None
+) -> LanguageModel:
+    """The language model of a checkpoint, or with a group this rank's part of it.
+
+    Raises StartupError for missing or unknown weights, and for what the family or the engine does not support.
+    """
+    model = _load(family, checkpoint, dtype, device, group)
+    model = replace(model, position_axes=family.position_axes, compact=family.compact)
+    if not family.stored:
+        return model
+    for name in family.stored:
+        if vector := read_weights(checkpoint, name, model.dtype, device, {}):
+            return model.with_stored(vector[""])
+    raise StartupError(f"missing weights ['{family.stored[-1]}']")
+
+
+def _load(
+    family: TextFamily, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None
+) -> LanguageModel:
+    config = family.config(checkpoint)
+    classes, embed_levels = family.classes(config), family.embed_levels(config)
+    text = make_text(classes.text, classes.rotary, config.text_config, device)
+    prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
+    in_fp8: dict[str, torch.dtype] = {}
+    if is_quantised(checkpoint):
+        in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
+        if not in_fp8:
+            return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
+    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
+    weights = read_weights(checkpoint, prefix, dtype, device, shards, in_fp8)
+    family.change(text, weights)
+    fill(text, weights, prefix)
+    del weights  # while layers are joined, both copies of all weights would be held
+    return with_output_layer(checkpoint, config, text, embed_levels, classes.whole._tp_plan["lm_head"], group)

@@ -1,0 +1,80 @@
+"""What the RPCs know of the model that the engine runs: one object, made at startup, that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from framesieve.common.chat_templates import chat_templates
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.services.generation.model.adapters import Adapters
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.request.prompt_limit import PromptLimit
+from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
+from framesieve.services.generation.sampling.defaults import SamplingDefaults
+from framesieve.services.generation.sampling.detokenizer import Tokenizer
+from framesieve.services.generation.sampling.structured import Grammars
+from framesieve.services.generation.sampling.tool_calls import writes_calls
+from framesieve.services.generation.upstream.arriving_item import ModelInput
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The served model.
+
+    names: under which it is served.
+    input: what its language model takes, and peers therefore must send.
+    tokenizer, grammars: of its checkpoint.
+    defaults: for sampling fields that a request leaves unset; they hold the size of the vocabulary and the end tokens.
+    limit: on a prompt and its answer together.
+    adapters: those that requests may name.
+    compact: see `PrunedPrompt`.
+    reads_calls: whether it writes tool calls in the form that `CallReader` reads.
+    """
+
+    names: Sequence[str]
+    input: ModelInput
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
+    limit: PromptLimit
+    grammars: Grammars
+    adapters: Adapters
+    compact: bool
+    reads_calls: bool
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        names: Sequence[str],
+        tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
+        model: LanguageModel,
+        limit_tokens: int,
+    ) -> Self:
+        """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
+        context_tokens = model.context_tokens if model.position_axes == 1 and not model.compact else None
+        return cls(
+            names,
+            ModelInput(
+                checkpoint.fingerprint,
+                model.embed_tokens.num_embeddings,
+                model.hidden_size,
+                model.embed_levels,
+                model.dtype,
+                model.device,
+            ),
+            tokenizer,
+            defaults,
+            PromptLimit(limit_tokens, context_tokens),
+            Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids),
+            model.adapters,
+            model.compact,
+            writes_calls(chat_templates(checkpoint)),
+        )
+
+    def pruned(self, plan: PromptPlan, num_kept: Sequence[int]) -> PrunedPrompt:
+        """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept."""
+        return PrunedPrompt(plan, num_kept, self.defaults.vocab_size, compact=self.compact)
