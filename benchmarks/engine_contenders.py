@@ -20,11 +20,11 @@ from benchmarks.engine_models import GRID, Question
 from benchmarks.timing import Timed
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.process import keep_freed_memory
+from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Event, Failed, Finished, Request, Tokens

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.compute.graphs import Captured
 from framesieve.services.encoder.families import llava, load_tower, minicpmv, vision_model
-from framesieve.services.encoder.tower.graphs import Captured
 from framesieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
 
@@ -32,7 +32,7 @@ class Recorder:
         self.captured: list[int] = []
         self.replayed: list[int] = []
 
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         self.captured.append(len(inputs[0]))
         with NoSynchronisation(), patch.object(Tensor, "tolist", side_effect=AssertionError("the host would wait")):
             output = compute().fill_(torch.nan)

@@ -29,7 +29,6 @@ from framesieve.services.generation.parallel.sharding import check_sizes
 from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
-from tests.encoder.meeting import ended_by_a_signal
 from tests.families import FAMILIES, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.law import Question, answer, assert_law
@@ -245,10 +244,3 @@ WorkerRanks(2, ["--tensor-parallel", "none"], torch.device("cpu"))
     assert process.returncode == ExitStatus.CANNOT_START
     assert "rank 1 of 2 ended with status 2" in process.stdout
     assert "--tensor-parallel: Input should be a valid integer" in process.stdout
-
-
-@pytest.mark.deep
-def test_a_signal_ends_a_service_whose_ranks_have_not_joined_yet(tmp_path: Path) -> None:
-    arguments = f"0, 2, Path({str(tmp_path / 'meeting')!r}), torch.device('cpu')"
-    join = f"from framesieve.services.generation.parallel.group import Group\nGroup({arguments})"
-    assert ended_by_a_signal(join, tmp_path) == 7

@@ -29,7 +29,7 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVi
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation

@@ -23,7 +23,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
 from framesieve.common.contract.retention import NONE
 from framesieve.common.minicpmv import queries_of, version_of
-from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.families.llava import pass_ends_on, side_of
 from framesieve.services.encoder.families.resampler import Resampler
 from framesieve.services.encoder.families.tiles import check_plan

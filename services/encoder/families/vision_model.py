@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import Unavailable
 from framesieve.common.telemetry.metrics import busy
+from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from framesieve.services.encoder.tower.patches import Frames
-from framesieve.services.encoder.tower.transfers import Computed
 
 log = structlog.get_logger()
 

@@ -26,11 +26,11 @@ from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import Unavailable
 from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan
 from framesieve.common.contract.tensors import TensorBuffer
+from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
 from framesieve.services.encoder.tower.patches import TimedFrames
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.transfers import Computed
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2

@@ -29,16 +29,17 @@ from framesieve.common.sealed_memory import SealedMemory
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import busy
 from framesieve.common.telemetry.tracing import record, span
+from framesieve.services.compute.device import TORCH_DTYPES
+from framesieve.services.compute.transfers import Readback, beside
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes, encoding_bytes
 from framesieve.services.encoder.items.preprocess_stream import PreprocessStream
 from framesieve.services.encoder.metrics import count_item
 from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.transfers import Readback, beside
 
 _BLOCK_BYTES = 2**20
 
-_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
+_DTYPES = {dtype: wire for wire, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

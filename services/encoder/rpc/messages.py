@@ -17,6 +17,7 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.tensors import MAX_AXES
 from framesieve.common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.services.compute.device import name_of
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt
@@ -99,7 +100,7 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
         finite = values.to(dtype).isfinite()
         if not bool(finite.all()):
             token, channel = (~finite).nonzero()[0].tolist()
-            wanted, value = str(dtype).removeprefix("torch."), values[token, channel].item()
+            wanted, value = name_of(dtype), values[token, channel].item()
             raise InvalidRequest(f"{name} must be finite in {wanted}, got {value:g} at {[level, token, channel]}")
 
 

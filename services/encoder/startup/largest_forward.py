@@ -14,12 +14,12 @@ from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import NONE, Pruning
+from framesieve.services.compute.transfers import Computed, Readback, beside
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower.graph_buckets import Size
 from framesieve.services.encoder.tower.graphs import TowerGraphs, squares
 from framesieve.services.encoder.tower.parallel.tower import DataParallelTower
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.transfers import Computed, Readback, beside
 
 # Slices of the video that is pruned, and its rate, which leaves most of it.
 _SLICES, _RATE = 8, 0.1

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from framesieve.common.contract.errors import StartupError
+from framesieve.services.compute.device import name_of
+from framesieve.services.compute.kernels import avoid_cudnn, check_result
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "framesieve_flash_varlen"
-# The largest difference between two kernels on values of about one, in bfloat16.
-TOLERANCE = 2e-2
 _HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
 # A kernel is tried with these sequences, followed by empty ones and by rows in no sequence, and is told this length.
 _LENGTHS, _EMPTY, _BEHIND = (3, 64, 1, 150), 4, 20
@@ -70,10 +70,7 @@ def find_attention(
 
     resampling: what it has to compute as well. Raises StartupError if `wanted` is varlen and no kernel works.
     """
-    if device.type == "cuda":
-        # cuDNN is torch's first choice on Hopper, but plans for up to half a second for every new size, and almost
-        # every forward here has a new size.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    avoid_cudnn(device)
     attend: Attend | None = None
     obstacle = None if wanted == "sdpa" else unsuitable(device.type, dtype, head_dim)
     if wanted != "sdpa" and obstacle is None:
@@ -92,7 +89,7 @@ def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
     if device != "cuda":
         return f"varlen needs a CUDA device, got {device}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"varlen computes in bfloat16 or float16, the tower (--dtype) in {str(dtype).removeprefix('torch.')}"
+        return f"varlen computes in bfloat16 or float16, the tower (--dtype) in {name_of(dtype)}"
     if head_dim % _HEAD_DIM_STEP or head_dim > _MOST_HEAD_DIM:
         most = f"{_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}"
         return f"varlen takes head sizes that are multiples of {most}, the tower's have {head_dim}"
@@ -160,8 +157,7 @@ def _compare(found: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: 
             strict=True,
         )
     ]
-    difference = float((found[: sum(lengths)].float() - torch.cat(expected)).abs().max())
-    assert difference < TOLERANCE, f"wrong by {difference}"
+    check_result(found[: sum(lengths)], torch.cat(expected))
 
 
 def attend_by_length(

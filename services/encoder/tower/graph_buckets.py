@@ -72,15 +72,6 @@ class PackingLimit:
     size_of: Callable[[Sequence[int]], Size]
 
 
-def graph_buckets(least_tokens: int, most_tokens: int) -> tuple[int, ...]:
-    """Tokens of each bucket, ascending: the least, its doubles, and the most."""
-    found = []
-    while least_tokens < most_tokens:
-        found.append(least_tokens)
-        least_tokens *= 2
-    return (*found, most_tokens)
-
-
 def bucket_size(tokens: int, longest: int, window_tokens: int, blocks: int = BLOCKS_PER_FULL_ONE) -> Size:
     """The bucket with so many tokens, of slices of up to `longest` tokens, as many as `blocks` allows.
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.common.contract.retention import METHODS
+from framesieve.services.compute.transfers import beside, taken_over, to_device
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit
 from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
 from framesieve.services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
-from framesieve.services.encoder.tower.transfers import beside, send, taken_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ModelForward:
 
     def _send(self, layout: PackedLayout[Array]) -> PackedLayout[Tensor]:
         here = layout.map(torch.from_numpy)
-        sent = here.map(partial(send, device=self.device))
+        sent = here.map(partial(to_device, device=self.device))
         return sent if self.varlen else sent.with_ends_of(here)
 
 
@@ -127,7 +127,7 @@ class Tower:
             # Frames that are on the device already may still be arriving, and the current stream waits for them.
             there = any(frames.device.type == "cuda" for frames in pixels)
             with nullcontext() if there else beside(self.device, "upload") as uploading:
-                patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
+                patches = torch.cat([patchify(to_device(frames, self.device), self.patches) for frames in pixels])
             embeds = self.forward(taken_over(patches, uploading), [self._side(each) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))

@@ -8,44 +8,25 @@ rows are written before any row attends.
 
 These rows are the only input of a replay, beside what the cache plans on the host: slots to write, contexts and
 positions follow from them. Only caches whose attention reads blocks in place are captured. `DecodeGraphs` itself is
-independent of CUDA, which `CudaCapture` implements.
+independent of CUDA.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, cycle, repeat
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from framesieve.services.compute.graphs import Capture, doubling
 from framesieve.services.generation.model.attention.cache import CapturedCache
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.request.batch import Context, Packed
 
 # Columns of a row: token id, positions, length of the sequence in tokens, and from FIRST_BLOCK on its block table.
 ID, POSITIONS, TOKENS, FIRST_BLOCK = 0, slice(1, 4), 4, 5
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """output: the result of the last `replay`, valid until the next one."""
-
-    replay: Callable[[], None]
-    output: Tensor
-
-
-class Capture(Protocol):
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """Captures `compute`, which reads `inputs`; the content of `inputs` is written before each replay.
-
-        Raises RuntimeError if `compute` cannot be captured.
-        """
 
 
 class DecodeGraphs:
@@ -56,7 +37,7 @@ class DecodeGraphs:
     ) -> None:
         """Captures the largest first: smaller graphs reuse its memory. Raises RuntimeError as `capture`."""
         self._most_blocks = most_blocks
-        sizes = _doubling(1, most_rows)
+        sizes = doubling(1, most_rows)
         self._graphs = {rows: _Graph(model, cache, rows, most_blocks, capture) for rows in reversed(sizes)}
         self._sizes = sizes
 
@@ -90,7 +71,7 @@ class _Graph:
         self._hosts = cycle([host.clone().pin_memory() if on_cuda else host.clone() for _ in range(2)])
         self.inputs = host.to(model.device, copy=True)
         self._plan([])
-        self._captured = capture(self.inputs, partial(_decode, model, cache, self.inputs))
+        self._captured = capture([self.inputs], partial(_decode, model, cache, self.inputs))
 
     def replay(self, decodes: Packed, ids: Tensor) -> Tensor:
         contexts = decodes.row_contexts
@@ -123,50 +104,3 @@ def _decode(model: LanguageModel, cache: CapturedCache, inputs: Tensor) -> Tenso
     ).last_hidden_state[0]
     logits: Tensor = model.lm_head(hidden)
     return logits.float()
-
-
-class CudaCapture:
-    """Captures CUDA graphs into one memory pool, on a stream of its device; torch's default stream may be another's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """Implements `Capture`. Runs `compute` twice before capturing: once so that libraries initialise, once with
-        synchronisation forbidden, because a failure there leaves less state behind than a failing capture.
-        """
-        # `torch.cuda.graph` leaves its stream current if the end of the capture fails.
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                compute()
-                with _forbid_synchronisation():
-                    compute()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = compute()
-            torch.cuda.current_stream().wait_stream(self._stream)
-        return Captured(graph.replay, output)
-
-
-@contextmanager
-def _forbid_synchronisation() -> Iterator[None]:
-    """Raises RuntimeError when the host waits for the device, which a graph cannot capture."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that the mode is experimental
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _doubling(least: int, most: int) -> Sequence[int]:
-    """least, 2 · least, 4 · least, … below `most`, then `most`."""
-    found = []
-    while least < most:
-        found.append(least)
-        least *= 2
-    return [*found, most]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from framesieve.common.contract.plan import Int32Array
-from framesieve.services.generation.to_device import to_device
+from framesieve.services.compute.transfers import to_device
 
 _LEAST_REPETITION = 1e-30  # dividing by less would overflow float32
 

@@ -18,10 +18,11 @@ import structlog
 import torch
 from torch import Tensor
 
+from framesieve.common.contract.errors import Unavailable
+from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from framesieve.services.encoder.tower.parallel.assignment import assign
 from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
-from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
 from framesieve.services.encoder.tower.patches import Frames
 from framesieve.services.encoder.tower.tower import Tower
 
@@ -82,6 +83,11 @@ class DataParallelTower:
         largest = Size(*(each * self.count for each in astuple(self._packing.largest)))
         return PackingLimit(largest, self._packing.size_of)
 
+    @property
+    def failure(self) -> Unavailable:
+        """What callers get once a rank has ended."""
+        return Unavailable(f"the tower of the encoder has ended: {self.rank_failure.cause}", "encoder")
+
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
         if self.count == 1:
@@ -95,7 +101,7 @@ class DataParallelTower:
                     log.exception("a rank does not answer")
                     self._others.kill()
                     self.rank_failure.wait()
-        raise self.rank_failure.error
+        raise self.failure
 
     def _encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]

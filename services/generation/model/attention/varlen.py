@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.pages import last_slots
 from framesieve.services.generation.request.batch import Context, Packed
-from framesieve.services.generation.to_device import to_device
 
 IMPLEMENTATIONS = ("FA3", "FA4")
 # Maximum difference between two correct kernels on values of magnitude 1 in bfloat16.
