@@ -27,12 +27,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.captured: list[int] = []
+        self.outputs: list[Tensor] = []
         self.replayed: list[int] = []
 
     def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         self.captured.append(len(inputs[0]))
         with NoSynchronisation():
             output = compute().fill_(torch.nan)
+        self.outputs.append(output)
 
         def replay() -> None:
             self.replayed.append(len(inputs[0]))
