@@ -170,7 +170,7 @@ async def test_embeddings_that_a_prompt_brings_are_converted_before_they_are_rea
     monkeypatch.setattr(asyncio, "to_thread", here)
     plan = MediaPlan(Modality.IMAGE, Grid(1, 2, 3), (Run(0, 6),), 0, 0, 0, None, (), bytes(32))
     batcher: Any = SimpleNamespace(budget_tokens=MOST_TOKENS, ending_on_device_errors=nullcontext)
-    entry = CacheEntry(None, plan, TOWER, batcher, ByteSemaphore(2**20))
+    entry = CacheEntry(None, b"", plan, TOWER, batcher, ByteSemaphore(2**20))
     embeds = torch.arange(18.0, dtype=torch.bfloat16).view(1, 6, 3)
     await entry.reserve()
     await entry.fill(embeds)

@@ -193,7 +193,7 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
     for index, frame in enumerate(frames.split(1)):
         buffer = TensorBuffer(DType.UINT8, frame.shape)
         buffer.add(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
-        await entry.add_slice(FrameSlice(0, index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
+        await entry.add_slice(FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
     while not entry.complete:
         await asyncio.wait_for(entry.changed(), TIMEOUT_S)
     cache.leave(entry)

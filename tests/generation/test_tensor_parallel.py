@@ -12,7 +12,6 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,19 +173,6 @@ def test_a_weight_of_another_shape_is_refused_even_if_the_ranks_part_would_fit(
     broken = changed(tiny_checkpoint, tmp_path / "broken", lambda weights: weights.update(small))
     with pytest.raises(StartupError, match=re.escape(f"expects {name} [64, 64], got [63, 64]")):
         half_of(broken, workers)
-
-
-def test_a_worker_lost_before_the_service_watches_ends_the_process(
-    workers: WorkerRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "lost", None)
-    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
-    with pytest.raises(SystemExit):
-        workers._note("rank 1 of 2 ended with status 2")
-    os._exit.assert_called_once_with(ExitStatus.CANNOT_START)  # type: ignore[attr-defined]
-    monkeypatch.setattr(workers, "_on_lost", Mock())
-    workers._note("rank 1 of 2 ended with status 2")
-    workers._on_lost.assert_called_once_with()  # type: ignore[union-attr]
 
 
 def test_heads_that_ranks_cannot_divide_are_refused(tiny_checkpoint: Path) -> None:

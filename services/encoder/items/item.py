@@ -2,7 +2,7 @@
 
     start ──────────────────────────▶ obtain ──────────────────▶ close
     (output bytes for K tokens; the    (entry complete: gathered,   (output bytes
-     entry is led here or elsewhere)    entry left)                  released)
+     entry gets a delivery)             entry left)                  released)
 
 Output bytes are reserved before the entry is joined, and the entry is gathered as soon as it is complete, however
 slowly the caller reads. So a holder of an entry waits for nothing but the entry, and requests cannot deadlock.
@@ -32,7 +32,7 @@ from framesieve.common.telemetry.tracing import record, span
 from framesieve.services.compute.device import TORCH_DTYPES
 from framesieve.services.compute.transfers import Readback, beside
 from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes, encoding_bytes
+from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, StageTimes, embeds_bytes, encoding_bytes
 from framesieve.services.encoder.items.preprocess_stream import PreprocessStream
 from framesieve.services.encoder.metrics import count_item
 from framesieve.services.encoder.pruning.methods import keep_tokens
@@ -85,6 +85,7 @@ class Item:
         self._joined_ns = 0
         self._pruned_ns = 0
         self._entry: CacheEntry | None = None
+        self._delivery: Delivery | None = None  # of this request's stream to the entry
         self._embeds: Embeds | None = None
 
     @property
@@ -113,7 +114,7 @@ class Item:
         return self._entry.repaired_frames if self._entry else 0
 
     async def start(self, stream: PreprocessStream, brought: Tensor | None) -> None:
-        """Reserves output bytes and joins the item's entry; leads it from `stream` if no other stream delivers it.
+        """Reserves output bytes and joins the item's entry; fills it from `stream` if no other stream does.
 
         brought: embeddings that came with the prompt, (1 + levels, tokens, D).
         Raises MediaRejected if the item can never fit, and the error of the stream if that has failed.
@@ -126,13 +127,13 @@ class Item:
         if brought is not None:
             await self._entry.reserve()
             await self._entry.fill(brought)
-        elif self._entry.needs_stream:
-            await stream.lead(self.media_index, self._entry)
+        elif self._entry.needs_delivery:
+            await self._deliver(stream, self._entry)
 
     async def obtain(self, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
-        """Waits until the entry is complete, leading it if its stream fails, and gathers the kept tokens.
+        """Waits until the entry is complete and gathers the kept tokens. If another stream fails, `stream` fills it.
 
-        progressed: called after every change. Raises the error of the entry, or of `stream` if it had to lead.
+        progressed: called after every change. Raises the error of the entry, or of `stream` if that had to fill it.
         """
         entry = self._entry
         assert entry is not None
@@ -147,9 +148,11 @@ class Item:
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
-    async def decoded(self, stream: PreprocessStream) -> None:
-        """Waits until the item will select nothing more: all is decoded, or the rest is due from `stream`."""
-        while self._joined and (entry := self._entry) and not entry.decoded and not stream.delivers_to(entry):
+    async def decoded(self) -> None:
+        """Waits until this request selects the item no more: all is decoded, or its own stream brings the rest."""
+        while self._joined and (entry := self._entry) and not entry.decoded:
+            if self._delivery and self._delivery.active:
+                return
             await entry.changed()
 
     def close(self) -> None:
@@ -164,11 +167,15 @@ class Item:
         while not entry.complete:
             if entry.failure is not None:
                 raise entry.failure
-            if entry.needs_stream:
-                await stream.lead(self.media_index, entry)
+            if entry.needs_delivery:
+                await self._deliver(stream, entry)
             else:
                 await entry.changed()
             progressed(self)
+
+    async def _deliver(self, stream: PreprocessStream, entry: CacheEntry) -> None:
+        self._delivery = await stream.deliver(self.media_index, entry)
+        entry.notify()  # `decoded` waits for this
 
     def _leave(self) -> None:
         if self._joined and self._entry is not None:
