@@ -33,9 +33,9 @@ from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.cache_entry import FrameSlice
-from framesieve.services.encoder.items.preprocess_stream import PlanCheck
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.upstream.plan_check import PlanCheck
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
 from tests.generation.checkpoints import changed

@@ -13,10 +13,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families.vision_model import make_tower, vision_config
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic_ns
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from framesieve.services.compute.device import TORCH_DTYPES
 from framesieve.services.compute.transfers import Readback, beside
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, StageTimes, embeds_bytes, encoding_bytes
-from framesieve.services.encoder.items.preprocess_stream import PreprocessStream
 from framesieve.services.encoder.metrics import count_item
 from framesieve.services.encoder.pruning.methods import keep_tokens
 
@@ -55,6 +55,13 @@ class Embeds:
     shape: tuple[int, int, int]
     data: memoryview
     memory: SealedMemory | None
+
+
+class Stream(Protocol):
+    """Where the slices of one request's items come from."""
+
+    async def deliver(self, media_index: int, entry: CacheEntry) -> Delivery:
+        """Begins to fill an entry that needs a delivery. Raises the stream's error if it has failed."""
 
 
 class Item:
@@ -113,7 +120,7 @@ class Item:
     def repaired_frames(self) -> int:
         return self._entry.repaired_frames if self._entry else 0
 
-    async def start(self, stream: PreprocessStream, brought: Tensor | None) -> None:
+    async def start(self, stream: Stream, brought: Tensor | None) -> None:
         """Reserves output bytes and joins the item's entry; fills it from `stream` if no other stream does.
 
         brought: embeddings that came with the prompt, (1 + levels, tokens, D).
@@ -130,7 +137,7 @@ class Item:
         elif self._entry.needs_delivery:
             await self._deliver(stream, self._entry)
 
-    async def obtain(self, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
+    async def obtain(self, stream: Stream, progressed: Callable[[Item], None]) -> None:
         """Waits until the entry is complete and gathers the kept tokens. If another stream fails, `stream` fills it.
 
         progressed: called after every change. Raises the error of the entry, or of `stream` if that had to fill it.
@@ -163,7 +170,7 @@ class Item:
             self._output_bytes.release(self._size_bytes)
             self._reserved = False
 
-    async def _complete(self, entry: CacheEntry, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
+    async def _complete(self, entry: CacheEntry, stream: Stream, progressed: Callable[[Item], None]) -> None:
         while not entry.complete:
             if entry.failure is not None:
                 raise entry.failure
@@ -173,7 +180,7 @@ class Item:
                 await entry.changed()
             progressed(self)
 
-    async def _deliver(self, stream: PreprocessStream, entry: CacheEntry) -> None:
+    async def _deliver(self, stream: Stream, entry: CacheEntry) -> None:
         self._delivery = await stream.deliver(self.media_index, entry)
         entry.notify()  # `decoded` waits for this
 

@@ -29,9 +29,10 @@ from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.item import Item
-from framesieve.services.encoder.items.preprocess_stream import PlanCheck, PreprocessStream
 from framesieve.services.encoder.rpc.messages import BroughtEmbeds, checked_prunings, take_embeds
 from framesieve.services.encoder.rpc.responses import Responses
+from framesieve.services.encoder.upstream.plan_check import PlanCheck
+from framesieve.services.encoder.upstream.stream import PreprocessStream
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 
