@@ -54,13 +54,13 @@ class CudaCapture:
         return Captured(graph.replay, output)
 
 
-def doubling(least: int, most: int) -> tuple[int, ...]:
-    """Sizes of graphs, ascending: least, 2 · least, 4 · least, … below `most`, then `most`."""
+def doubling(first: int, last: int) -> tuple[int, ...]:
+    """Sizes of graphs, ascending: first, 2 · first, 4 · first, … below `last`, then `last`."""
     found = []
-    while least < most:
-        found.append(least)
-        least *= 2
-    return (*found, most)
+    while first < last:
+        found.append(first)
+        first *= 2
+    return (*found, last)
 
 
 @contextmanager

@@ -58,6 +58,7 @@ async def _serve(
     output_bytes = ByteSemaphore(settings.output_buffer_bytes)
     begin("encoder", "Encode", checkpoint, settings.served_model_name, name_of(tower.dtype), str(tower.device))
     watch(batcher, cache, output_bytes)
+    batcher.start()
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(

@@ -99,6 +99,7 @@ def gated() -> GatedTower:
 def batcher(gated: GatedTower) -> Iterator[Batcher]:
     """One slice per forward."""
     batcher = Batcher(gated.encode, budget_tokens=SLICE_TOKENS)
+    batcher.start()
     yield batcher
     gated.open()
     batcher.close()
@@ -150,6 +151,7 @@ async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     slices: int, steps: list[int | str], data: st.DataObject
 ) -> None:
     batcher = Batcher(lambda slices: [], budget_tokens=64)
+    batcher.start()
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(1000 * SLICE_BYTES), slices * KEPT_SLICE_BYTES)
     naive = NaiveCache(cache.size_bytes)
     reading: list[tuple[int, CacheEntry]] = []

@@ -186,6 +186,7 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
         return tower.encode(slices)
 
     batcher = Batcher(encode, budget_tokens=2 * side**2)
+    batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 2**20)
     entry = cache.join(plan)
     await entry.reserve()

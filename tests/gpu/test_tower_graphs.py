@@ -185,6 +185,7 @@ def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -
 
 def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape: FamilyUnderTest) -> None:
     batcher = Batcher(graphed.encode, MOST_TOKENS, graphed.packing)
+    batcher.start()
     slices = slices_of([(6, 5)] * 12, shape, 0)
     levels = 1 + shape.levels
     targets = [torch.full((levels, 30, shape.hidden), torch.nan, dtype=graphed.dtype, device=CUDA) for _ in slices]

@@ -3,7 +3,7 @@
     video       27 × 27 tokens of each frame ─▶ 14 × 14, bilinear
     image       27 × 27 tokens of the whole, and 27 × 27 of each tile ─▶ one picture, without its padding, shrunk
 
-Newlines, which stand behind the rows and behind a video, are text: generation stores their vector.
+Newlines, which follow each row and each video, are text: generation stores their vector.
 Source: `apply_pooling` and `pack_image_features` of transformers 5.24; arXiv 2408.03326.
 """
 

@@ -93,6 +93,9 @@ class Batcher:
         self._forward_began_ns: int | None = None
         self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     @property

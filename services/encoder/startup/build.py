@@ -56,10 +56,10 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
         # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
         group = join_ranks(meeting, 0, settings, device) if count > 1 else None
         try:
-            most_tokens = budget_of(own, settings)
-            towers = DataParallelTower(own, others, count, Exchange(group), most_tokens, rank_failure)
+            max_tokens = budget_of(own, settings)
+            towers = DataParallelTower(own, others, count, Exchange(group), max_tokens, rank_failure)
             if device.type == "cuda":
-                run_largest(towers, packing_of(own, most_tokens).largest)
+                run_largest(towers, packing_of(own, max_tokens).largest)
                 free_bytes, _ = torch.cuda.mem_get_info(device)
                 held_bytes = torch.cuda.memory_reserved(device)
                 log.info("largest forward held", held_mib=held_bytes // MIB, free_mib=free_bytes // MIB)

@@ -52,9 +52,9 @@ def main() -> ExitStatus:
     return ExitStatus.FINISHED
 
 
-def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: int) -> None:
-    """Encodes share after share until the service hangs up. most_tokens: of one forward."""
-    packing = packing_of(tower, most_tokens)
+def run_shares(orders: Orders, tower: Tower, exchange: Exchange, max_tokens: int) -> None:
+    """Encodes share after share until the service hangs up. max_tokens: of one forward."""
+    packing = packing_of(tower, max_tokens)
     while (order := orders.receive()) is not None:
         with torch.inference_mode():
             values = torch.empty(values_of(order), dtype=torch.uint8, device=tower.device)

@@ -1,6 +1,6 @@
 """Attention of towers, as transformers calls it: once per layer for all sequences.
 
-    rows:  [ a a a ][ b b b ][ c c ] · ·     rows behind the last end are in no sequence
+    rows:  [ a a a ][ b b b ][ c c ] · ·     rows after the last end are in no sequence
     ends:  0        3        6      8  8
 
 On CUDA in half precision one call of torch's variable-length flash kernel, which is tested once at the start. It reads
@@ -30,9 +30,9 @@ from framesieve.services.compute.kernels import avoid_cudnn, check_result
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "framesieve_flash_varlen"
-_HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
+_HEAD_DIM_STEP, _MAX_HEAD_DIM = 8, 256
 # A kernel is tried with these sequences, followed by empty ones and by rows in no sequence, and is told this length.
-_LENGTHS, _EMPTY, _BEHIND = (3, 64, 1, 150), 4, 20
+_LENGTHS, _EMPTY, _PADDING = (3, 64, 1, 150), 4, 20
 _BOUND = 2 * max(_LENGTHS)
 _CACHED_SCORES = 2**21  # 4 MiB in bfloat16
 
@@ -90,9 +90,11 @@ def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
         return f"varlen needs a CUDA device, got {device}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"varlen computes in bfloat16 or float16, the tower (--dtype) in {name_of(dtype)}"
-    if head_dim % _HEAD_DIM_STEP or head_dim > _MOST_HEAD_DIM:
-        most = f"{_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}"
-        return f"varlen takes head sizes that are multiples of {most}, the tower's have {head_dim}"
+    if head_dim % _HEAD_DIM_STEP or head_dim > _MAX_HEAD_DIM:
+        return (
+            f"varlen takes head sizes that are multiples of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}, the tower's have "
+            f"{head_dim}"
+        )
     return None
 
 
@@ -110,7 +112,7 @@ def _try_kernel(
 
 
 def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Runs a kernel on sequences of several lengths, some empty, with NaN rows behind the last, and compares with SDPA.
+    """Compares a kernel with SDPA on sequences of several lengths, some empty, with NaN in the rows after the last.
 
     Its inputs are views of one product, as in a tower. Padding rows may hold NaN, because graphs share a memory pool:
     FlashAttention 3 and 4 carried it into embeddings (github.com/vllm-project/vllm/issues/57136), because they multiply
@@ -119,7 +121,7 @@ def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads
     """
     rows = sum(_LENGTHS)
     draw = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(rows + _BEHIND, 3, heads, head_dim, generator=draw, device=device).to(dtype)
+    drawn = torch.randn(rows + _PADDING, 3, heads, head_dim, generator=draw, device=device).to(dtype)
     drawn[rows:] = torch.nan
     ends = _ends_of(_LENGTHS, device)
     query, key, value = drawn.unbind(1)
@@ -133,7 +135,7 @@ def check_resampling(attend: Attend, device: torch.device, dtype: torch.dtype, r
     asking, keys = queries * len(_LENGTHS), sum(_LENGTHS)
     draw = torch.Generator(device).manual_seed(0)
     query, key, value = (
-        torch.randn(rows + _BEHIND, *shape, generator=draw, device=device).to(dtype) for rows in (asking, keys, keys)
+        torch.randn(rows + _PADDING, *shape, generator=draw, device=device).to(dtype) for rows in (asking, keys, keys)
     )
     key[keys:] = value[keys:] = torch.nan
     lengths = [queries] * len(_LENGTHS)

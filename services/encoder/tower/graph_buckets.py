@@ -1,6 +1,6 @@
 """Buckets of forwards: how much of a queue fits into one forward, which bucket holds it, and whether a replay pays.
 
-    queue:    [a0 a1 a2 b0 | b1 c0 ...]         the first slice that does not fit, and all behind it, wait
+    queue:    [a0 a1 a2 b0 | b1 c0 ...]         the first slice that does not fit, and all after it, wait
     bucket:   [a0 a1 a2 b0 · · · ·]             the smallest that holds them by tokens, slices, windows and length
 
 A CUDA graph is captured for each bucket. FlashAttention launches for each slice of a bucket as many blocks of threads

@@ -63,19 +63,19 @@ class _OutOfStep(Exception):
 class DataParallelTower:
     """own: the tower of rank 0, this process. others: ranks 1 to count − 1, which `exchange` reaches.
 
-    most_tokens: of one forward of one rank. rank_failure: recorded when one of them ends.
+    max_tokens: of one forward of one rank. rank_failure: recorded when one of them ends.
     """
 
     def __init__(
-        self, own: Tower, others: Others, count: int, exchange: Exchange, most_tokens: int, rank_failure: RankFailure
+        self, own: Tower, others: Others, count: int, exchange: Exchange, max_tokens: int, rank_failure: RankFailure
     ) -> None:
         self.own = own
         self.rank_failure = rank_failure
-        self.budget_tokens = most_tokens * count  # of a forward of all ranks
+        self.budget_tokens = max_tokens * count  # of a forward of all ranks
         self._others = others
         self.count = count
         self._exchange = exchange
-        self._packing = packing_of(own, most_tokens)
+        self._packing = packing_of(own, max_tokens)
 
     @property
     def packing(self) -> PackingLimit:
@@ -150,10 +150,10 @@ class DataParallelTower:
         return [failure(f"rank {share.rank}: {answer.decode()}")]
 
 
-def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
-    """What one forward of the tower may hold, at most `most_tokens` tokens."""
+def packing_of(tower: Tower, max_tokens: int) -> PackingLimit:
+    """What one forward of the tower may hold, at most `max_tokens` tokens."""
     return tower.packing or PackingLimit(
-        token_limit(most_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
+        token_limit(max_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
     )
 
 
