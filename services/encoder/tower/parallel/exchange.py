@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from framesieve.services.encoder.tower.patches import Frames, TimedFrames
 
 # For all ranks to join, for encoding one share, and for one transfer once both sides are ready for it.
 TIMEOUT = timedelta(minutes=5)
-
-Shape: TypeAlias = Sequence[int]
 
 
 class Exchange:

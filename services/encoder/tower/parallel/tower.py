@@ -106,8 +106,8 @@ class DataParallelTower:
     def _encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
         costs = [self.own.cost(frames.shape) for frames in slices]
-        # Each share in the order of the slices, where slices of equal size are neighbours.
-        mine, *theirs = [sorted(share) for share in assign(costs, self.count).shares]
+        # Each share is in the order of the slices, where slices of equal size are neighbours.
+        mine, *theirs = assign(costs, self.count)
         shares = [
             self._share(rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices))
             for rank, indices in enumerate(theirs, start=1)
