@@ -1,4 +1,4 @@
-"""What the encoder and generation know of the machine: devices, copies, graphs, ranks, and linear layers on a CPU.
+"""The machine, for the encoder and generation: devices, copies, graphs, ranks, and linear layers on a CPU.
 
 It knows neither models nor requests.
 """

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
-    """The values as a tensor on the device. What is there already, or stays on the CPU, is not copied."""
+    """The values as a tensor on the device. Values that are there already are not copied, on the CPU neither."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     return pinned_for(tensor, device).to(device, non_blocking=True)
 

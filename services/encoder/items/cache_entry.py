@@ -154,7 +154,7 @@ class CacheEntry:
 
     @property
     def size_bytes(self) -> int:
-        """What keeping it costs: embeddings, and the scores of every method."""
+        """Bytes that it takes in the cache: embeddings, and the scores of every method."""
         return embeds_bytes(self._tower, self.plan.grid.tokens) + SCORES_BYTES * self.plan.grid.tokens
 
     @property

@@ -44,9 +44,9 @@ _DTYPES = {dtype: wire for wire, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeds:
-    """What is sent of one item: kept, int32 [K] (None: all tokens), and its embeddings [1 + levels, K, D] as bytes.
+    """The part of an item that is sent: kept, int32 [K] (None: all tokens), and embeddings [1 + levels, K, D] as bytes.
 
-    encoding: names the encoding that they are of. memory: what the bytes are in, if that can be handed over.
+    encoding: the name of the encoding. memory: holds the bytes, if it can be handed over to the receiver.
     """
 
     encoding: bytes
@@ -97,7 +97,7 @@ class Item:
 
     @property
     def embeds(self) -> Embeds:
-        """What is to be sent, from `obtain` until `close`."""
+        """The part of the item that is sent, from `obtain` until `close`."""
         assert self._embeds is not None
         return self._embeds
 

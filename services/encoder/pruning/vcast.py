@@ -78,7 +78,7 @@ def _curvature(means: Tensor) -> Tensor:
 
 
 def _poured(shares: Tensor, amount: int, limit: int) -> Tensor:
-    """`amount` in proportion to `shares`, at most `limit` each; what full ones leave goes to the others likewise.
+    """`amount` in proportion to `shares`, at most `limit` each; the others share the rest likewise.
 
     shares: float64 (t,), of sum 1. Returns float64 (t,).
     """

@@ -40,7 +40,7 @@ class BroughtEmbeds:
 def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]:
     """How each media item is pruned, by media index.
 
-    Raises InvalidRequest for a method that would prune and that the tower does not take, and for a rate out of range.
+    Raises InvalidRequest for a rate out of range, and above rate 0 for a method that the tower does not take.
     """
     _check_method("pruning", request.pruning, tower)
     for name, _, media in named_media(request.prompt):

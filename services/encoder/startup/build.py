@@ -28,7 +28,7 @@ from framesieve.services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
 COMPILED_FROM_WEIGHTS = 4_000_000
-# What `--batch-tokens` counts: a patch is as much work where a token is made of one, or where a few queries read them.
+# `--batch-tokens` counts tokens of so many patches, whatever a tower makes of them: the work is that of its patches.
 PATCHES_A_TOKEN = 4
 
 MIB = 2**20

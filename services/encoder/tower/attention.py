@@ -66,9 +66,10 @@ def find_attention(
     head_dim: int,
     resampling: Resampling | None = None,
 ) -> Attend | None:
-    """What attends to all sequences of a tower, or None for transformers' SDPA.
+    """The function that attends to all sequences of a tower, or None for transformers' SDPA.
 
-    resampling: what it has to compute as well. Raises StartupError if `wanted` is varlen and no kernel works.
+    resampling: of towers with a resampler, whose attention it computes as well.
+    Raises StartupError if `wanted` is varlen and no kernel works.
     """
     avoid_cudnn(device)
     attend: Attend | None = None

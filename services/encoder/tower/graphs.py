@@ -54,7 +54,7 @@ for _reason in Eager:
 
 
 class Device(Capture, Protocol):
-    """What captures a tower's graphs, and measures them."""
+    """Captures a tower's graphs, and measures them."""
 
     def measure_s(self, run: Callable[[], object]) -> float:
         """The time from the call of `run` until the device is idle."""

@@ -55,15 +55,15 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """What a tower's layouts depend on.
+    """Sizes of a tower from which its layouts follow.
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
-    cell_side: side of a square table of cells that is laid over every slice, and a patch takes the entry of the cell
-        that it begins in; 0 without. cells_in_a_row: a slice's patches are one row, in the first row of cells.
+    cell_side: side of a square table of cells, laid over every slice: a patch takes the entry of the cell in which it
+        begins; 0 without a table. cells_in_a_row: a slice's patches are one row, in the first row of cells.
     timed: whether patches have the time of their frame.
     """
 
@@ -83,7 +83,7 @@ class TowerShape:
         return bucket.tokens * self.merge**2 + bucket.slices * self.dropped
 
     def tokens(self, sides: Sequence[Side]) -> int:
-        """What the tower makes of so many slices."""
+        """How many tokens the tower makes of these slices."""
         return len(sides) * self.queries or sum(size_of(side, self).tokens for side in sides)
 
 

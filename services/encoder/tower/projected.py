@@ -165,7 +165,7 @@ class _Llava(nn.Module):
 
     @property
     def patch_embedding(self) -> str:
-        """What the names of the patch embedding's weights start with."""
+        """The prefix of the patch embedding's weights."""
         if hasattr(self.vision_tower, "patch_conv"):
             return f"{_TOWER}patch_conv."
         inner = self.vision_tower.embeddings

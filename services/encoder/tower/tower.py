@@ -52,7 +52,7 @@ class ModelForward:
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """What the cost of a slice depends on.
+    """Sizes from which the cost of a slice follows.
 
     hidden: width of a patch. patch_weights, token_weights: weights by which each patch, and each merged token, is
     multiplied once. full_layers: layers in which a patch attends to its whole slice; in the windowed_layers it attends
@@ -89,8 +89,8 @@ class Tower:
     forward: patches uint8 (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
         embed_dim); level 0 is the embedding.
     pruning_methods: those of `framesieve.common.contract.retention.METHODS` that a request may name.
-    why_not_all: said with a refusal.
-    packing: what one forward may hold, if tokens are not the only limit.
+    why_not_all: why it takes no others, for the error of a request that names one.
+    packing: the limit of one forward, if that is more than a number of tokens.
     features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
         tower's. None: each slice of the grid has the tower's tokens of a slice.

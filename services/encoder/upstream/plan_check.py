@@ -1,4 +1,4 @@
-"""What a plan from preprocessing must agree with before the encoder passes it on."""
+"""The check of a plan from preprocessing, before the encoder passes it on: that it is of this checkpoint and tower."""
 
 from __future__ import annotations
 

@@ -79,13 +79,13 @@ class DataParallelTower:
 
     @property
     def packing(self) -> PackingLimit:
-        """What fills a forward of every rank."""
+        """The limit of a forward of all ranks."""
         largest = Size(*(each * self.count for each in astuple(self._packing.largest)))
         return PackingLimit(largest, self._packing.size_of)
 
     @property
     def failure(self) -> Unavailable:
-        """What callers get once a rank has ended."""
+        """The error that callers get once a rank has ended."""
         return Unavailable(f"the tower of the encoder has ended: {self.rank_failure.cause}", "encoder")
 
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
@@ -151,7 +151,7 @@ class DataParallelTower:
 
 
 def packing_of(tower: Tower, max_tokens: int) -> PackingLimit:
-    """What one forward of the tower may hold, at most `max_tokens` tokens."""
+    """The limit of one forward of the tower: its own, or `max_tokens` tokens."""
     return tower.packing or PackingLimit(
         token_limit(max_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
     )
