@@ -100,20 +100,19 @@ class Readback:
 
     def __init__(self, *tensors: Tensor) -> None:
         """Starts copying. The tensors must not be written to before `wait` has returned."""
-        self._sources, self._copies, self._done = tensors, tensors, None
         device = tensors[0].device
+        self._sources, self._copies = tensors, tensors
+        self._done: Computed | None = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                self._copies = _copied(tensors)
-                self._done = torch.cuda.Event(blocking=True)
-                self._done.record(stream)
+                self._copies, self._done = _copied(tensors), Computed(device)
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors on the host, in their order, once they are copied."""
         if self._done is not None:
-            self._done.synchronize()
+            self._done.wait()
         self._sources = ()  # kept until now: the copy stream read their memory
         return self._copies
 
@@ -124,17 +123,16 @@ class ToHost:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: all on one device."""
-        self._copied: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None
         self._copies = tuple(tensors)
         if tensors and tensors[0].is_cuda:
-            self._copies = _copied(tensors)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copies, self._done = _copied(tensors), torch.cuda.Event()
+            self._done.record()
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The copies, once the device has computed them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """The copies, once the device has made them."""
+        if self._done is not None:
+            self._done.synchronize()
         return self._copies
 
 

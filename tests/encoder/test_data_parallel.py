@@ -6,8 +6,10 @@ Ranks are threads here; `integration/test_encoder_ranks.py` runs processes.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -42,7 +44,6 @@ from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, 
 from framesieve.services.encoder.tower.tower import Tower
 from tests import minicpm
 from tests.encoder.encoder_service import tower_of
-from tests.encoder.meeting import ended_by_a_signal
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
 
@@ -378,10 +379,25 @@ def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_s
     assert ended.value.code == ExitStatus.CANNOT_START
 
 
-def test_a_signal_ends_a_service_that_waits_for_its_ranks_to_join(tmp_path: Path) -> None:
-    join = f"""
+JOINING = """
+import os, signal, sys, torch
 from datetime import timedelta
+from pathlib import Path
 from framesieve.services.compute.group import join
-join(Path({str(tmp_path / "meeting")!r}), 0, 2, torch.device("cpu"), "--data-parallel", timedelta(minutes=5))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+join(Path(sys.argv[1]), 0, 2, torch.device("cpu"), "--data-parallel", timedelta(minutes=5))
 """
-    assert ended_by_a_signal(join, tmp_path) == 7
+
+
+def test_a_signal_ends_a_service_that_waits_for_its_ranks_to_join(tmp_path: Path) -> None:
+    meeting = tmp_path / "meeting"
+    with subprocess.Popen([sys.executable, "-c", JOINING, str(meeting)]) as service:
+        try:
+            while not meeting.exists():
+                assert service.poll() is None
+                time.sleep(0.02)
+            time.sleep(0.2)
+            service.terminate()
+            assert service.wait(20) == 7
+        finally:
+            service.kill()
