@@ -75,6 +75,7 @@ class EmbedsCache:
             entry.delivery.abandoned()
 
     def _new_entry(self, key: bytes | None, plan: MediaPlan) -> CacheEntry:
+        # Embeddings that a prompt brings are named by their content; those of two forwards differ in rounding.
         encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
         return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes)
 

@@ -98,9 +98,8 @@ class Delivery:
 class CacheEntry:
     """Unpruned embeddings of one media item, (1 + levels, tokens, D), and the pruning scores computed from them.
 
-    key: its cache key; None: the entry is never looked up and never cached.
-    encoding: 32 bytes that name its embeddings, to the last bit: nothing else has this name, but embeddings that a
-        prompt brings, which are the same whenever its content hash is.
+    key: its cache key; None: the entry is never found by others and never cached.
+    encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
     waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
     delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
     failure: why it will never be complete. The counts of slices never decrease.
