@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,14 +38,8 @@ def join(
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         heeding_signals(
-            partial(
-                dist.init_process_group,
-                backend,
-                store=store,
-                rank=rank,
-                world_size=ranks,
-                timeout=timeout,
-                device_id=bound_to,
+            lambda: dist.init_process_group(
+                backend, store=store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound_to
             )
         )
     except RuntimeError as error:
