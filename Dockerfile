@@ -41,7 +41,7 @@ CMD ["--listen", "0.0.0.0:50051"]
 FROM torch-dependencies AS encoder
 COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
-COPY services/cpu $PACKAGE/services/cpu
+COPY services/compute $PACKAGE/services/compute
 COPY services/encoder $PACKAGE/services/encoder
 COPY demo/framesieve-demo $PACKAGE/framesieve-demo
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
@@ -69,7 +69,7 @@ RUN if [ -n "$CUDA" ]; then \
     FLASHINFER_WORKSPACE_BASE=/tmp/compiled python /tmp/flash_infer_kernels.py && rm -r /tmp/compiled; fi
 COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
-COPY services/cpu $PACKAGE/services/cpu
+COPY services/compute $PACKAGE/services/compute
 COPY services/generation $PACKAGE/services/generation
 COPY demo/framesieve-demo $PACKAGE/framesieve-demo
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve

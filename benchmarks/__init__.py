@@ -1,3 +1,5 @@
 """Benchmarks: each measures a part of the system against another way to do the same."""
 
-import framesieve.services  # noqa: F401  # its OpenMP setting holds for the peer too
+from framesieve.services.compute.prepare import prepare
+
+prepare()  # OpenMP's settings hold for the peer, too

@@ -1,8 +1,7 @@
-"""What a process asks of its system: memory that malloc keeps, an OpenMP runtime, its share of the cores, open files,
-free ports, the end of its parent; and the status it exits with.
+"""What a process asks of its system: memory that malloc keeps, its share of the cores, open files, free ports, the end
+of its parent; and the status it exits with.
 
-Sources: mallopt(3), malloc_trim(3), dlopen(3), setpriority(2), sched(7) on autogroups, getrlimit(2), pidfd_open(2);
-Intel's OpenMP runtime, KMP_BLOCKTIME.
+Sources: mallopt(3), malloc_trim(3), setpriority(2), sched(7) on autogroups, getrlimit(2), pidfd_open(2).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import random
 import resource
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -76,21 +74,6 @@ def give_back_freed_memory() -> None:
     """Returns freed memory to the kernel once, for processes that will idle. Does nothing without glibc."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
-
-
-def use_intel_openmp() -> bool:
-    """Makes torch compute with Intel's OpenMP runtime instead of GNU's. Returns False where its wheel is not installed.
-
-    Its threads spin for KMP_BLOCKTIME, a millisecond unless the environment says otherwise, before they sleep: long
-    enough for the next operator of a small forward, too short to keep a core from another process. GNU's either sleep
-    at once or spin for long. Torch uses the runtime that was loaded first, so this has no effect once it is imported.
-    """
-    library = Path(sys.prefix, "lib", "libiomp5.so")
-    if "torch" in sys.modules or not library.exists():
-        return False
-    os.environ.setdefault("KMP_BLOCKTIME", "1")
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    return True
 
 
 def leave_cores_to_others(nice: int = 10) -> None:

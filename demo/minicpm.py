@@ -37,8 +37,8 @@ from demo.scenes import Scene
 from demo.train import DENSE_SHARES, Schedule, optimisers
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import EVS, RANDOM, Pruning, num_kept
-from framesieve.services.encoder.families.resampler import place_embeddings, time_embeddings
 from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.tower.resampler import place_embeddings, time_embeddings
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 
 PATCH_PX = 14

@@ -8,7 +8,7 @@ one. Rank 0 prints whether steps are replayed, once a step was computed by both.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.ranks import Orders
+from framesieve.services.compute.graphs import Captured
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.graphs import Captured
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.parallel import group as group_module
 from framesieve.services.generation.parallel.group import Group, WorkerRanks
@@ -40,7 +40,7 @@ class FailingCapture:
     def __init__(self, runner: Runner, inside: bool) -> None:
         self._layer, self._inside, self._captured = runner.model.text.layers[1], inside, 0  # type: ignore[index]
 
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         self._captured += 1
         hook = None
         if self._captured == 2 and self._inside:

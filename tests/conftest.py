@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+from framesieve.services.compute.prepare import prepare
+
+prepare()
 # One core a worker, and one for each service that tests start. Set before torch is imported, which reads it once.
 os.environ["OMP_NUM_THREADS"] = "1"
 # promtool, Prometheus and kubectl are Go programs: two of them on two cores have spun for minutes with more threads.

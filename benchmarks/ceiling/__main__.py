@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -37,12 +37,12 @@ from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.process import free_port
 from framesieve.common.security.credentials import NO_CREDENTIALS
 from framesieve.common.serving.probe import is_serving, serves_http
+from framesieve.services.compute.graphs import Captured
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.attention.block_plan import BlockPlan
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
-from framesieve.services.generation.model.graphs import Captured
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Event, Request
@@ -83,7 +83,7 @@ class _NoKernels:
         return torch.zeros_like(query)
 
 
-def _nothing(inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
+def _nothing(inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
     """A captured graph that computes nothing: each row's most likely token is TOKEN."""
     output = torch.zeros_like(compute())
     output[:, TOKEN] = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from framesieve.services.compute.graphs import Capture, Captured, CudaCapture
 from framesieve.services.generation.model import attention
-from framesieve.services.generation.model.graphs import Capture, Captured, CudaCapture
 
 
 def plain_kernels(device: torch.device) -> AbstractContextManager[object]:
@@ -28,7 +28,7 @@ def capture_on(device: torch.device) -> Capture:
     return CudaCapture(device) if device.type == "cuda" else _computed_again
 
 
-def _computed_again(inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
+def _computed_again(inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
     output = compute().clone()
 
     def replay() -> None:

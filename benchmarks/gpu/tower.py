@@ -23,6 +23,7 @@ from benchmarks.table import Row
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import EVS, METHODS, NONE, Pruning
+from framesieve.services.compute.transfers import Readback, to_device
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.settings import EncoderSettings
@@ -30,7 +31,6 @@ from framesieve.services.encoder.tower import graphs
 from framesieve.services.encoder.tower.attention import attend_by_length, find_attention
 from framesieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
 from framesieve.services.encoder.tower.tower import ModelForward, Tower
-from framesieve.services.encoder.tower.transfers import Readback, send
 
 RATE = 0.75
 BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default
@@ -138,7 +138,7 @@ class DrawnTower:
             "found finite on the device": lambda: bool(embeds.isfinite().all()),
             "copied to the host": lambda: Readback(embeds).wait(),
             "found finite on the host": lambda: bool(there.isfinite().all()),
-            "copied to the device": lambda: send(there, self._device),
+            "copied to the device": lambda: to_device(there, self._device),
         }
         for name, step in steps.items():
             yield Row(f"{what} {name}", "the tower", self._median(step), tower_s, "s")

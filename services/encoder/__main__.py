@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from framesieve.services.compute.prepare import prepare
+
+prepare()  # before the imports below, of which torch reads the environment once
+
 import asyncio
 import os
 from collections.abc import Callable
@@ -17,6 +21,7 @@ from framesieve.common.serving.guards import check_ports, upstream_credentials
 from framesieve.common.serving.server import StepWatch, run, serve
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import begin
+from framesieve.services.compute.device import name_of
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.rpc.gauges import watch
@@ -37,7 +42,7 @@ async def main() -> ExitStatus:
         status = await _serve(settings, credentials, checkpoint, towers)
     if towers.rank_failure.cause is not None:  # threads may wait for ever for the failed rank
         os._exit(status)
-    if settings.data_parallel > 1 and towers.own.device.type == "cuda":  # see `exchange.leave`
+    if settings.data_parallel > 1 and towers.own.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)
     return status
 
@@ -51,9 +56,9 @@ async def _serve(
     towers.rank_failure.watch(partial(_abort, towers, batcher, end))
     cache = EmbedsCache(tower, batcher, ByteSemaphore(settings.output_buffer_bytes), settings.cache_bytes)
     output_bytes = ByteSemaphore(settings.output_buffer_bytes)
-    dtype = str(tower.dtype).removeprefix("torch.")
-    begin("encoder", "Encode", checkpoint, settings.served_model_name, dtype, str(tower.device))
+    begin("encoder", "Encode", checkpoint, settings.served_model_name, name_of(tower.dtype), str(tower.device))
     watch(batcher, cache, output_bytes)
+    batcher.start()
     try:
         async with open_channel(settings.preprocessing, credentials) as channel:
             servicer = EncoderServicer(
@@ -75,7 +80,7 @@ async def _serve(
 
 def _abort(towers: DataParallelTower, batcher: Batcher, end: Callable[[], object]) -> None:
     """Fails all slices and ends the service; called from the thread that watches the ranks."""
-    batcher.abort(towers.rank_failure.error)
+    batcher.abort(towers.failure)
     end()
 
 

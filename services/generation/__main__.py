@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from framesieve.services.compute.prepare import prepare
+
+prepare()  # before the imports below, of which torch reads the environment once
+
 import asyncio
 import os
 import sys
@@ -20,6 +24,7 @@ from framesieve.common.serving.guards import check_ports, upstream_credentials
 from framesieve.common.serving.server import StepWatch, run, serve
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import begin, begin_method, served_names
+from framesieve.services.compute.device import device_of, name_of
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import check_ranks
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
@@ -30,7 +35,7 @@ from framesieve.services.generation.rpc.servicer import SERVICE, GenerationServi
 from framesieve.services.generation.sampling.defaults import sampling_defaults
 from framesieve.services.generation.sampling.detokenizer import load_tokenizer
 from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, device_of
+from framesieve.services.generation.startup.build import BLOCK_TOKENS, build
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
@@ -64,8 +69,7 @@ async def main() -> ExitStatus:
             overlap=model.device.type != "cpu",
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
-        dtype = str(model.dtype).removeprefix("torch.")
-        begin("generation", "Generate", checkpoint, settings.served_model_name, dtype, str(model.device))
+        begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))
         begin_method("ListModels")
         watch(engine, media_buffer, built.limits.max_num_seqs, settings.max_waiting_requests)
         if model.device.type == "cpu":
@@ -76,7 +80,7 @@ async def main() -> ExitStatus:
         engine.start()
         ends.callback(engine.stop)
         if workers:
-            workers.watch(partial(_give_up, engine, break_off))
+            workers.failure.watch(partial(_give_up, engine, break_off))
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials) as encoder,
@@ -93,7 +97,7 @@ async def main() -> ExitStatus:
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step)
-    if workers and model.device.type == "cuda":  # see Group.leave
+    if workers and model.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)
     return status
 
@@ -104,13 +108,14 @@ def _start_workers(
     if settings.tensor_parallel == 1:
         return None
     check_ranks(checkpoint, settings.tensor_parallel)
-    workers = WorkerRanks(settings.tensor_parallel, sys.argv[1:], device_of(settings))
+    device = device_of(settings.device, "--tensor-parallel", settings.tensor_parallel)
+    workers = WorkerRanks(settings.tensor_parallel, sys.argv[1:], device)
     ends.callback(_close_workers, workers, broken)
     return workers
 
 
 def _close_workers(workers: WorkerRanks, broken: asyncio.Event) -> None:
-    in_step = workers.lost is None and not broken.is_set()
+    in_step = workers.failure.cause is None and not broken.is_set()
     workers.close(in_step)
     if not in_step:  # a device may wait for ever for a collective operation of a lost rank
         os._exit(ExitStatus.FAILED)

@@ -61,9 +61,10 @@ def test_kept_memory_is_reused_without_page_faults() -> None:
 
 
 @pytest.mark.skipif(not Path(sys.prefix, "lib", "libiomp5.so").exists(), reason="Intel's OpenMP has no wheel here")
-def test_torch_in_a_service_computes_with_the_openmp_of_intel() -> None:
+@pytest.mark.parametrize("service", ["encoder", "generation"])
+def test_torch_in_a_service_computes_with_the_openmp_of_intel(service: str) -> None:
     """The runtime prints its settings when it first runs a parallel region."""
-    program = "import services, torch; torch.set_num_threads(2); torch.ones(10**6).exp()"
+    program = f"import framesieve.services.{service}.__main__, torch; torch.set_num_threads(2); torch.ones(10**6).exp()"
     environment = {**os.environ, "KMP_SETTINGS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert re.search(r"KMP_BLOCKTIME=1\b", done.stdout + done.stderr)

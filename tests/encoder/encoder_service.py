@@ -105,6 +105,7 @@ async def running(
     """Serves the encoder and its fake peer on sockets in `folder`."""
     fake, outputs = FakePreprocessing(tower.patches, tower.embed_levels), ByteSemaphore(buffer_bytes)
     batcher = Batcher(tower.encode, budget_tokens)
+    batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(buffer_bytes), cache_bytes)
     watch(batcher, cache, outputs)
     try:

@@ -33,6 +33,7 @@ def tower() -> GatedTower:
 @pytest.fixture
 def batcher(tower: GatedTower) -> Iterator[Batcher]:
     batcher = Batcher(tower.encode, budget_tokens=10)
+    batcher.start()
     yield batcher
     tower.open()
     batcher.close()
@@ -129,6 +130,7 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     batcher, target = Batcher(encode, budget_tokens=10), torch.zeros(1, 2, 2)
+    batcher.start()
     batcher.submit(torch.zeros(1), target).result(TIMEOUT_S)
     batcher.close()
 

@@ -97,6 +97,7 @@ def gated() -> GatedTower:
 def batcher(gated: GatedTower) -> Iterator[Batcher]:
     """One slice per forward."""
     batcher = Batcher(gated.encode, budget_tokens=SLICE_TOKENS)
+    batcher.start()
     yield batcher
     gated.open()
     batcher.close()
@@ -148,6 +149,7 @@ async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     slices: int, steps: list[int | str], data: st.DataObject
 ) -> None:
     batcher = Batcher(lambda slices: [], budget_tokens=64)
+    batcher.start()
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(1000 * SLICE_BYTES), slices * KEPT_SLICE_BYTES)
     naive = NaiveCache(cache.size_bytes)
     reading: list[tuple[int, CacheEntry]] = []
@@ -162,7 +164,7 @@ async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     for step in steps:
         if isinstance(step, int):
             entry = cache.join(sized(step))
-            assert entry.kept == (step in naive.kept)
+            assert entry.cached == (step in naive.kept)
             assert entry.complete == (step in naive.kept or step in naive.readers)
             await entry.reserve()
             entry.encoded_slices = entry.plan.grid.t
@@ -172,7 +174,7 @@ async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
             leave(data.draw(st.integers(0, len(reading) - 1)))
     while reading:
         leave(0)
-    assert [content for content in range(10) if cache.join(sized(content)).kept] == sorted(naive.kept)
+    assert [content for content in range(10) if cache.join(sized(content)).cached] == sorted(naive.kept)
     assert cache.encoding_bytes.held_bytes == 0
     batcher.close()
 
@@ -192,14 +194,14 @@ async def test_an_entry_that_is_left_before_it_is_complete_is_dropped(batcher: B
 def slice_of(name: int, index: int) -> FrameSlice:
     buffer = TensorBuffer(DType.UINT8, (1, 2, 2, 3))
     buffer.add(DType.UINT8, (1, 2, 2, 3), 0, bytes([name, SLICE_TOKENS] * 6))
-    return FrameSlice(0, index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0)
+    return FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0)
 
 
 async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
     batcher: Batcher, gated: GatedTower
 ) -> None:
     semaphore = ByteSemaphore(100 * SLICE_BYTES)
-    entry, other = (CacheEntry(None, plan_of(6), TOWER, batcher, semaphore) for _ in range(2))
+    entry, other = (CacheEntry(None, b"", plan_of(6), TOWER, batcher, semaphore) for _ in range(2))
     await entry.reserve()
     await other.reserve()
     for index in (0, 1):
@@ -227,7 +229,7 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
 
 async def test_an_entry_without_memory_for_its_buffer_holds_no_bytes(batcher: Batcher) -> None:
     semaphore = ByteSemaphore(SLICE_BYTES)
-    entry = CacheEntry(None, plan_of(1), TOWER, batcher, semaphore)
+    entry = CacheEntry(None, b"", plan_of(1), TOWER, batcher, semaphore)
     with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
         await entry.reserve()
     assert semaphore.held_bytes == 0

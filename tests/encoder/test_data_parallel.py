@@ -6,8 +6,10 @@ Ranks are threads here; `integration/test_encoder_ranks.py` runs processes.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -28,21 +30,20 @@ from framesieve.common.contract.errors import StartupError, Unavailable
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import METHODS, NONE, Pruning
 from framesieve.common.process import ExitStatus
+from framesieve.services.compute.device import device_of
+from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.settings import EncoderSettings
 from framesieve.services.encoder.startup import build, largest_forward
-from framesieve.services.encoder.startup.build import device_of
 from framesieve.services.encoder.startup.largest_forward import run_largest
 from framesieve.services.encoder.startup.rank import run_shares
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.parallel.exchange import Exchange
-from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
 from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from framesieve.services.encoder.tower.tower import Tower
 from tests import minicpm
 from tests.encoder.encoder_service import tower_of
-from tests.encoder.meeting import ended_by_a_signal
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
 
@@ -243,12 +244,11 @@ def test_each_rank_has_a_gpu_of_its_own(
     current = {torch.device("cuda"): torch.device("cuda:0")}
     zeros = lambda _, device: SimpleNamespace(device=current.get(device, device))  # noqa: E731
     monkeypatch.setattr(torch, "zeros", zeros)
-    settings = EncoderSettings.load(["--device", device, "--data-parallel", "3"])
     if isinstance(found, str):
         with pytest.raises(StartupError, match=found):
-            device_of(settings, 0)
+            device_of(device, "--data-parallel", 3)
     else:
-        assert [str(device_of(settings, rank)) for rank in range(3)] == found
+        assert [str(device_of(device, "--data-parallel", 3, rank)) for rank in range(3)] == found
 
 
 def test_the_largest_forward_fills_every_rank_twice_and_is_pruned_by_every_method(
@@ -285,7 +285,7 @@ def test_on_cuda_the_largest_forward_is_run_before_the_service_serves(
     tower: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Size] = []
-    monkeypatch.setattr(build, "device_of", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(build, "device_of", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(build, "load_rank", lambda *_: tower)
     monkeypatch.setattr(build, "run_largest", lambda _, largest: ran.append(largest))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**31))
@@ -363,7 +363,7 @@ def test_a_rank_that_does_not_answer_is_killed_and_never_asked_again(
     others.towers[1].instead.append(hang)
     others.kill = kill
     monkeypatch.setattr("framesieve.services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
-    monkeypatch.setattr("framesieve.services.encoder.tower.parallel.rank_failure._REPORTED_WITHIN_S", 0.05)
+    monkeypatch.setattr("framesieve.services.compute.rank_failure._REPORTED_WITHIN_S", 0.05)
     for _ in range(2):
         with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
             towers.encode(slices_of(tower, *PAIR))
@@ -379,7 +379,25 @@ def test_a_rank_that_ends_before_the_service_serves_ends_it_as_one_that_cannot_s
     assert ended.value.code == ExitStatus.CANNOT_START
 
 
+JOINING = """
+import os, signal, sys, torch
+from datetime import timedelta
+from pathlib import Path
+from framesieve.services.compute.group import join
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+join(Path(sys.argv[1]), 0, 2, torch.device("cpu"), "--data-parallel", timedelta(minutes=5))
+"""
+
+
 def test_a_signal_ends_a_service_that_waits_for_its_ranks_to_join(tmp_path: Path) -> None:
-    arguments = f"Path({str(tmp_path / 'meeting')!r}), 0, 2, torch.device('cpu')"
-    join = f"from framesieve.services.encoder.tower.parallel.exchange import join\njoin({arguments})"
-    assert ended_by_a_signal(join, tmp_path) == 7
+    meeting = tmp_path / "meeting"
+    with subprocess.Popen([sys.executable, "-c", JOINING, str(meeting)]) as service:
+        try:
+            while not meeting.exists():
+                assert service.poll() is None
+                time.sleep(0.02)
+            time.sleep(0.2)
+            service.terminate()
+            assert service.wait(20) == 7
+        finally:
+            service.kill()

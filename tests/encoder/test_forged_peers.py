@@ -39,6 +39,7 @@ Behind = Callable[[Behaviour], AbstractAsyncContextManager[Ask]]
 @asynccontextmanager
 async def encoder_behind(upstream: grpc.aio.Channel, folder: Path, tower: Tower) -> AsyncIterator[Ask]:
     batcher = Batcher(tower.encode, budget_tokens=64)
+    batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 0)
     servicer = EncoderServicer(FINGERPRINT, cache, ByteSemaphore(2**20), upstream)
     async with serving(f"unix:{folder}/e", servicer) as channel:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from framesieve.services.compute.graphs import doubling
 from framesieve.services.encoder.tower.graph_buckets import (
     Eager,
     Measured,
     Size,
     choose,
     fitting,
-    graph_buckets,
     packing_size,
     pays,
     token_limit,
@@ -44,8 +44,8 @@ def buckets_up_to(most_tokens: int, shape: TowerShape = WINDOWED) -> list[Size]:
 def test_buckets_double_up_to_the_most_with_many_short_slices_or_few_long_ones_and_twice_their_full_windows() -> None:
     short = [Size(64, 8, 8, 64), Size(128, 8, 16, 128), Size(256, 8, 32, 256), Size(300, 10, 38, 256)]
     assert bucket_ranges(WINDOWED, 300) == [short, [*short[:3], Size(300, 8, 38, 300)]]
-    assert graph_buckets(64, 128) == (64, 128)
-    assert graph_buckets(64, 63) == (63,)
+    assert doubling(64, 128) == (64, 128)
+    assert doubling(64, 63) == (63,)
 
 
 def test_buckets_of_slices_of_one_size_hold_whole_ones() -> None:
@@ -73,7 +73,7 @@ def test_equal_slices_are_replayed_in_the_smallest_bucket_of_so_many_tokens(
     tokens = length * data.draw(st.integers(1, most // length))
     chosen = choose(Size(tokens, tokens // length, 0, length), buckets_up_to(most, TowerShape(2)))
     assert isinstance(chosen, Size)
-    assert chosen.tokens == next(each for each in graph_buckets(64, most) if each >= tokens)
+    assert chosen.tokens == next(each for each in doubling(64, most) if each >= tokens)
 
 
 def test_a_longer_slice_runs_without_a_graph_and_fills_a_forward_with_others() -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from torch import Tensor
 
+from framesieve.services.compute.graphs import Captured
 from framesieve.services.encoder.tower.graph_buckets import Eager, Size, fitting
-from framesieve.services.encoder.tower.graphs import Captured, with_graphs
+from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
@@ -156,7 +157,7 @@ def test_a_replay_that_does_not_pay_is_not_chosen(levels_checkpoint: Path) -> No
 
 def test_a_failed_capture_leaves_the_tower_without_graphs(levels_checkpoint: Path) -> None:
     class Refusal(Recorder):
-        def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+        def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
             try:
                 raise RuntimeError("operation not permitted when stream is capturing")
             finally:

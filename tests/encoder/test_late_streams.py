@@ -19,16 +19,17 @@ from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from framesieve.services.compute.graphs import Captured
+from framesieve.services.compute.rank_failure import RankFailure
+from framesieve.services.compute.transfers import Computed, Readback, beside
 from framesieve.services.encoder.items.cache_entry import CacheEntry
 from framesieve.services.encoder.startup.rank import run_shares
-from framesieve.services.encoder.tower.graphs import Captured, with_graphs
+from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from framesieve.services.encoder.tower.parallel.exchange import Exchange, announced, unpacked
-from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
 from framesieve.services.encoder.tower.parallel.tower import DONE, DataParallelTower
 from framesieve.services.encoder.tower.patches import PatchShape, patchify
 from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from framesieve.services.encoder.tower.transfers import Computed, Readback, beside
 from tests.encoder.late_streams import CUDA, LateDevice, LateGroup, late_streams
 
 MOST_TOKENS = 100
@@ -89,7 +90,7 @@ class LateGraphs:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
 
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         output = compute()
         return Captured(lambda: output.copy_(compute()), output)
 
@@ -169,7 +170,7 @@ async def test_embeddings_that_a_prompt_brings_are_converted_before_they_are_rea
     monkeypatch.setattr(asyncio, "to_thread", here)
     plan = MediaPlan(Modality.IMAGE, Grid(1, 2, 3), (Run(0, 6),), FrameShape(), None, (), bytes(32))
     batcher: Any = SimpleNamespace(budget_tokens=MOST_TOKENS, ending_on_device_errors=nullcontext)
-    entry = CacheEntry(None, plan, TOWER, batcher, ByteSemaphore(2**20))
+    entry = CacheEntry(None, b"", plan, TOWER, batcher, ByteSemaphore(2**20))
     embeds = torch.arange(18.0, dtype=torch.bfloat16).view(1, 6, 3)
     await entry.reserve()
     await entry.fill(embeds)

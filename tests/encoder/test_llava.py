@@ -32,9 +32,9 @@ from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.cache_entry import FrameSlice
-from framesieve.services.encoder.items.preprocess_stream import PlanCheck
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.upstream.plan_check import PlanCheck
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
 from tests.generation.checkpoints import changed
@@ -182,6 +182,7 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
         return tower.encode(slices)
 
     batcher = Batcher(encode, budget_tokens=2 * side**2)
+    batcher.start()
     cache = EmbedsCache(tower, batcher, ByteSemaphore(2**20), 2**20)
     entry = cache.join(plan)
     await entry.reserve()
@@ -189,7 +190,7 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
     for index, frame in enumerate(frames.split(1)):
         buffer = TensorBuffer(DType.UINT8, frame.shape)
         buffer.add(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
-        await entry.add_slice(FrameSlice(0, index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
+        await entry.add_slice(FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
     while not entry.complete:
         await asyncio.wait_for(entry.changed(), TIMEOUT_S)
     cache.leave(entry)

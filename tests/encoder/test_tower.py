@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.families.vision_model import PATCH_EMBED, PREFIXES
 from framesieve.services.encoder.startup.build import compile_tower
 from framesieve.services.encoder.tower import attention
 from framesieve.services.encoder.tower.patches import read_normalisation
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES
 from framesieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import QWEN, FamilyUnderTest, load_reference
@@ -151,7 +151,7 @@ def test_a_slice_costs_what_torch_counts(
     family_checkpoint: Path, shape: FamilyUnderTest, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As matrix products that torch counts: operators of ours and fused attention on the CPU are not counted.
-    monkeypatch.setattr("framesieve.services.encoder.families.vision_model.pack_linears", lambda model: None)
+    monkeypatch.setattr("framesieve.services.encoder.tower.vision_model.pack_linears", lambda model: None)
     monkeypatch.setattr(attention, "attend_by_length", lambda *own: attention._attend_by_length(*own[:4]))
     tower = load_tower(Checkpoint(family_checkpoint), "float32", CPU)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families import llava, load_tower, minicpmv, vision_model
-from framesieve.services.encoder.tower.graphs import Captured
+from framesieve.services.compute.graphs import Captured
+from framesieve.services.encoder.families import load_tower, minicpmv
+from framesieve.services.encoder.tower import projected, vision_model
 from framesieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
 
@@ -32,7 +33,7 @@ class Recorder:
         self.captured: list[int] = []
         self.replayed: list[int] = []
 
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         self.captured.append(len(inputs[0]))
         with NoSynchronisation(), patch.object(Tensor, "tolist", side_effect=AssertionError("the host would wait")):
             output = compute().fill_(torch.nan)
@@ -63,7 +64,7 @@ def stale(buffer: Tensor) -> float:
 def load_packed(checkpoint: Path) -> Tower:
     """A tower with variable-length attention, as on CUDA."""
     with ExitStack() as patches:
-        for module in (llava, minicpmv, vision_model):
+        for module in (minicpmv, projected, vision_model):
             patches.enter_context(patch.object(module, "find_attention", return_value=attend_by_formula))
         return load_tower(Checkpoint(checkpoint), "float32", CPU)
 

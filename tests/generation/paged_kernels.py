@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots
 from framesieve.services.generation.model.attention.cache import CacheSizes, write
 from framesieve.services.generation.model.attention.flash_infer import (
@@ -23,7 +24,6 @@ from framesieve.services.generation.model.attention.flash_infer import (
 )
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.batch import Context, Packed
-from framesieve.services.generation.to_device import to_device
 from tests.tiny import TinyEngine
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framesieve.services.generation.model.graphs import Captured
+from framesieve.services.compute.graphs import Captured
 
 
 class NoSynchronisation(TorchDispatchMode):
@@ -27,15 +27,17 @@ class Recorder:
 
     def __init__(self) -> None:
         self.captured: list[int] = []
+        self.outputs: list[Tensor] = []
         self.replayed: list[int] = []
 
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        self.captured.append(len(inputs))
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+        self.captured.append(len(inputs[0]))
         with NoSynchronisation():
             output = compute().fill_(torch.nan)
+        self.outputs.append(output)
 
         def replay() -> None:
-            self.replayed.append(len(inputs))
+            self.replayed.append(len(inputs[0]))
             output.copy_(compute())
 
         return Captured(replay, output)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu import packed_linear
+from framesieve.services.compute import packed_linear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.settings import AdapterFolder

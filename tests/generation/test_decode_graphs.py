@@ -134,6 +134,7 @@ def test_each_step_is_one_forward_and_replayed_if_every_row_is_sampled(models: M
     tiny = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2, on_step=steps.append)
     use_paged(tiny).runner.capture_decoding(12, 256, capture)
     assert capture.captured == [12, 8, 4, 2, 1]
+    assert len({output.data_ptr() for output in capture.outputs}) == 1
     plain = TinyEngine(models.engine, max_num_batched_tokens=6, max_num_seqs=4, max_draft_tokens=2)
     expected = answers(models, plain, [5, 30, 9, 22], 24, 0.5)
     counting = models.engine.text.register_forward_hook(lambda *_: forwards.append(1))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from demo.checkpoint import TINY, write_checkpoint
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu import packed_linear
-from framesieve.services.cpu.packed_linear import JoinedLinear, PackedLinear, pack_linears
+from framesieve.services.compute import packed_linear
+from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear, pack_linears
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model import norms

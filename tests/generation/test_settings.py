@@ -13,9 +13,10 @@ from structlog.testing import capture_logs
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.services.compute.device import device_of
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
-from framesieve.services.generation.startup.build import StepLimits, build, device_of, step_limits
+from framesieve.services.generation.startup.build import StepLimits, build, step_limits
 
 
 def test_a_limit_beyond_the_cache_is_refused(tiny_checkpoint: Path) -> None:
@@ -61,7 +62,7 @@ def test_the_rank_with_the_least_memory_decides_on_the_limits_of_a_step() -> Non
 
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(StartupError, match="--device cuda:77 cannot be used"):
-        device_of(GenerationSettings.load(["--device", "cuda:77"]))
+        device_of("cuda:77", "--tensor-parallel", 1)
 
 
 def test_adapters_are_set_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:

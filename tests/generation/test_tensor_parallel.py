@@ -12,7 +12,6 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from framesieve.services.generation.parallel.sharding import check_sizes
 from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
-from tests.encoder.meeting import ended_by_a_signal
 from tests.families import FAMILIES, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.law import Question, answer, assert_law
@@ -177,19 +175,6 @@ def test_a_weight_of_another_shape_is_refused_even_if_the_ranks_part_would_fit(
         half_of(broken, workers)
 
 
-def test_a_worker_lost_before_the_service_watches_ends_the_process(
-    workers: WorkerRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "lost", None)
-    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
-    with pytest.raises(SystemExit):
-        workers._note("rank 1 of 2 ended with status 2")
-    os._exit.assert_called_once_with(ExitStatus.CANNOT_START)  # type: ignore[attr-defined]
-    monkeypatch.setattr(workers, "_on_lost", Mock())
-    workers._note("rank 1 of 2 ended with status 2")
-    workers._on_lost.assert_called_once_with()  # type: ignore[union-attr]
-
-
 def test_heads_that_ranks_cannot_divide_are_refused(tiny_checkpoint: Path) -> None:
     with pytest.raises(StartupError, match="4 must divide the model's 4 attention heads and 2 KV heads"):
         check_ranks(Checkpoint(tiny_checkpoint), 4)
@@ -245,10 +230,3 @@ WorkerRanks(2, ["--tensor-parallel", "none"], torch.device("cpu"))
     assert process.returncode == ExitStatus.CANNOT_START
     assert "rank 1 of 2 ended with status 2" in process.stdout
     assert "--tensor-parallel: Input should be a valid integer" in process.stdout
-
-
-@pytest.mark.deep
-def test_a_signal_ends_a_service_whose_ranks_have_not_joined_yet(tmp_path: Path) -> None:
-    arguments = f"0, 2, Path({str(tmp_path / 'meeting')!r}), torch.device('cpu')"
-    join = f"from framesieve.services.generation.parallel.group import Group\nGroup({arguments})"
-    assert ended_by_a_signal(join, tmp_path) == 7

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
-from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.norms import FusedNorm, fuse_norms
 from framesieve.services.generation.request.batch import Context
 from framesieve.services.generation.sampling.sampler import SamplingParams

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
-from framesieve.services.generation.model.graphs import CudaCapture
 from tests.families import FAMILIES, write_qwen3_vl_heads
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text

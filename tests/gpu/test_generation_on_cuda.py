@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.runner import Launched, Runner, Sampled
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.request.batch import Chunk

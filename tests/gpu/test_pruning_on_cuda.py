@@ -12,10 +12,10 @@ import torch
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning
+from framesieve.services.compute.transfers import Readback
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.item import in_shared_memory
 from framesieve.services.encoder.pruning.methods import Scores, keep_tokens
-from framesieve.services.encoder.tower.transfers import Readback
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

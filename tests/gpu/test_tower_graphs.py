@@ -22,12 +22,13 @@ from torch import Tensor
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning
+from framesieve.services.compute.graphs import Captured
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower import graphs
 from framesieve.services.encoder.tower.attention import find_attention
-from framesieve.services.encoder.tower.graphs import Captured, CudaDevice, TowerGraphs, with_graphs
+from framesieve.services.encoder.tower.graphs import CudaDevice, TowerGraphs, with_graphs
 from framesieve.services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest
 
@@ -184,6 +185,7 @@ def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -
 
 def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape: FamilyUnderTest) -> None:
     batcher = Batcher(graphed.encode, MOST_TOKENS, graphed.packing)
+    batcher.start()
     slices = slices_of([(6, 5)] * 12, shape, 0)
     levels = 1 + shape.levels
     targets = [torch.full((levels, 30, shape.hidden), torch.nan, dtype=graphed.dtype, device=CUDA) for _ in slices]
@@ -234,21 +236,21 @@ def test_the_variable_length_kernel_is_correct(dtype: torch.dtype, heads: int, h
 class Raising(CudaDevice):
     """Captures that fail halfway."""
 
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
         def compute_and_raise() -> Tensor:
             found = compute()
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("no graph can hold this")
             return found
 
-        return super().capture(inputs, compute_and_raise)
+        return super().__call__(inputs, compute_and_raise)
 
 
 class Waiting(CudaDevice):
     """Captures a computation that synchronises."""
 
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        return super().capture(inputs, lambda: compute() * inputs[0].sum().item())
+    def __call__(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
+        return super().__call__(inputs, lambda: compute() * inputs[0].sum().item())
 
 
 @pytest.mark.parametrize("device", [Raising, Waiting])

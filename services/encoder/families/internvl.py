@@ -16,8 +16,8 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.services.encoder.families.llava import load_projected
 from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tower import Arrangement, Tower
 
 

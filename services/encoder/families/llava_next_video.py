@@ -23,9 +23,9 @@ from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.families.llava import load_projected
-from framesieve.services.encoder.families.tiles import check_frames, check_plan, tiled
 from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.projected import load_projected
+from framesieve.services.encoder.tower.tiles import check_frames, check_plan, tiled
 from framesieve.services.encoder.tower.tower import Arrangement, Tower
 
 _POOLS: dict[str, Callable[..., Tensor]] = {"average": F.avg_pool2d, "max": F.max_pool2d}

@@ -3,7 +3,7 @@
     video       27 × 27 tokens of each frame ─▶ 14 × 14, bilinear
     image       27 × 27 tokens of the whole, and 27 × 27 of each tile ─▶ one picture, without its padding, shrunk
 
-Newlines, which stand behind the rows and behind a video, are text: generation stores their vector.
+Newlines, which follow each row and each video, are text: generation stores their vector.
 Source: `apply_pooling` and `pack_image_features` of transformers 5.24; arXiv 2408.03326.
 """
 
@@ -19,9 +19,9 @@ from transformers import LlavaOnevisionConfig
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.families.llava import load_projected
-from framesieve.services.encoder.families.tiles import check_frames, check_plan, interpolated, tiled
 from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.projected import load_projected
+from framesieve.services.encoder.tower.tiles import check_frames, check_plan, interpolated, tiled
 from framesieve.services.encoder.tower.tower import Arrangement, Tower
 
 

@@ -23,10 +23,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
 from framesieve.common.contract.retention import NONE
 from framesieve.common.minicpmv import queries_of, version_of
-from framesieve.services.cpu.packed_linear import pack_linears
-from framesieve.services.encoder.families.llava import pass_ends_on, side_of
-from framesieve.services.encoder.families.resampler import Resampler
-from framesieve.services.encoder.families.tiles import check_plan
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import (
     VARLEN,
     Attend,
@@ -37,6 +34,9 @@ from framesieve.services.encoder.tower.attention import (
 )
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.projected import pass_ends_on, side_of
+from framesieve.services.encoder.tower.resampler import Resampler
+from framesieve.services.encoder.tower.tiles import check_plan
 from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
 from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 

@@ -11,8 +11,8 @@ from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalPro
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families.llava import load_projected
 from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tower import Tower
 
 

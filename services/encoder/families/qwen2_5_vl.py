@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -13,10 +11,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families.vision_model import make_tower, vision_config
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
@@ -30,7 +28,6 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         Qwen2_5_VLVisionRotaryEmbedding,
         shape=TowerShape(merge, window_side=config.window_size // merge // config.patch_size),
         keywords=_keywords,
-        levels=_levels,
         hidden=config.hidden_size,
         embed_dim=config.out_hidden_size,
         dtype=dtype,
@@ -49,8 +46,3 @@ def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
         "cu_window_seqlens": layout.window_ends,
         "max_window_seqlen": layout.longest_window,
     }
-
-
-def _levels(output: Any) -> Tensor:
-    embeds: Tensor = output.pooler_output
-    return embeds[None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -13,10 +11,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families.vision_model import make_tower, vision_config
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
@@ -29,7 +27,6 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         Qwen2VLVisionRotaryEmbedding,
         shape=TowerShape(config.spatial_merge_size),
         keywords=_keywords,
-        levels=_levels,
         hidden=config.embed_dim,
         embed_dim=config.hidden_size,
         dtype=dtype,
@@ -40,8 +37,3 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
 
 def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
     return {"position_ids": layout.positions, "cu_seqlens": layout.ends, "max_seqlen": layout.longest}
-
-
-def _levels(output: Any) -> Tensor:
-    embeds: Tensor = output.pooler_output
-    return embeds[None]

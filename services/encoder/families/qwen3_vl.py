@@ -15,10 +15,10 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families.vision_model import make_tower, vision_config
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:

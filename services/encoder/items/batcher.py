@@ -28,10 +28,10 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import Unavailable
 from framesieve.common.telemetry.metrics import busy
+from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from framesieve.services.encoder.tower.patches import Frames
-from framesieve.services.encoder.tower.transfers import Computed
 
 log = structlog.get_logger()
 
@@ -93,6 +93,9 @@ class Batcher:
         self._forward_began_ns: int | None = None
         self._on_end = on_end
         self._thread = threading.Thread(target=self._run, name="tower", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     @property

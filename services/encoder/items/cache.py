@@ -1,23 +1,24 @@
-"""Unpruned embeddings by content: made once for all concurrent requests, and kept for later ones.
+"""Unpruned embeddings by content: made once for all concurrent requests, and cached for later ones.
 
-    join ─▶ absent      ─▶ lead: reserve bytes, select from a stream ─▶ slices ─▶ complete ─▶ gathered ─▶ kept
-            being made  ─▶ wait; lead if its stream fails ────────────────────────▲                        │
-            kept        ─▶ gathered at once ◀──────────────────────────────────────────────────────────────┘
+    join ─▶ absent      ─▶ reserve bytes, begin a delivery ─▶ slices ─▶ complete ─▶ gathered ─▶ cached
+            being made  ─▶ wait; begin a delivery if this one ends early ──▲                      │
+            cached      ─▶ gathered at once ◀─────────────────────────────────────────────────────┘
 
-An entry belongs to the requested items that wait for it; when the last one leaves an unfinished entry, its stream is
-cancelled. Kept entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction, so
-kept entries cannot block a request. It knows no gRPC and no prompts.
+An entry belongs to the requested items that wait for it; when the last one leaves an unfinished entry, its delivery is
+abandoned. Cached entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction, so
+cached entries cannot block a request. It knows no gRPC and no prompts.
 """
 
 from __future__ import annotations
 
+import secrets
 import struct
 from collections import OrderedDict
 
 import torch
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import MediaPlan, tagged_digest
+from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_digest
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.items.cache_entry import CacheEntry
@@ -28,27 +29,27 @@ _KEY_DOMAIN = b"framesieve embeddings v1"
 
 
 class EmbedsCache:
-    """encoding_bytes: limits entries that are being made. size_bytes: limits kept entries, beside it; 0 keeps none."""
+    """encoding_bytes: limits entries that are being made. size_bytes: limits cached entries, in addition; 0: none."""
 
     def __init__(self, tower: Tower, batcher: Batcher, encoding_bytes: ByteSemaphore, size_bytes: int) -> None:
         self.tower = tower
         self.encoding_bytes = encoding_bytes
         self.size_bytes = size_bytes
-        self.held_bytes = 0  # of kept entries
+        self.held_bytes = 0  # of cached entries
         self.waiters = 0  # requested items that wait for an entry or read it
         self._batcher = batcher
         self._entries: dict[bytes, CacheEntry] = {}
-        self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # kept and not read, least recently used first
+        self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # cached and not read, least recently used first
         self._idle_bytes = 0
 
     def join(self, plan: MediaPlan) -> CacheEntry:
-        """The item's entry, with the caller as a waiter until `leave`. The caller leads if `needs_stream`."""
+        """The item's entry, with the caller as a waiter until `leave`."""
         key = cache_key(plan, self.tower.dtype, self.tower.embed_levels)
         entry = self._entries.get(key)
         if entry is None or entry.failure is not None:
             entry = self._entries[key] = self._new_entry(key, plan)
             LOOKUPS.labels("miss").inc()
-        elif entry.kept:
+        elif entry.cached:
             LOOKUPS.labels("hit").inc()
             add_request_stats(cached_media=1)
         else:
@@ -60,21 +61,23 @@ class EmbedsCache:
         return self._joined(self._new_entry(None, plan))
 
     def leave(self, entry: CacheEntry) -> None:
-        """Removes a waiter. After the last one a complete entry is kept if it fits, and any other is dropped."""
+        """Removes a waiter. After the last one a complete entry is cached if it fits, and any other is dropped."""
         entry.waiters -= 1
         self.waiters -= 1
         if entry.waiters:
             return
-        if entry.kept or self._keep(entry):
+        if entry.cached or self._cache(entry):
             self._idle[entry] = None
             self._idle_bytes += entry.size_bytes
             return
         self._drop(entry)
-        if entry.cancel_stream is not None:
-            entry.cancel_stream()
+        if entry.delivery is not None:
+            entry.delivery.abandoned()
 
     def _new_entry(self, key: bytes | None, plan: MediaPlan) -> CacheEntry:
-        return CacheEntry(key, plan, self.tower, self._batcher, self.encoding_bytes)
+        # Embeddings that a prompt brings are named by their content; those of two forwards differ in rounding.
+        encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
+        return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes)
 
     def _joined(self, entry: CacheEntry) -> CacheEntry:
         if entry in self._idle:
@@ -84,8 +87,8 @@ class EmbedsCache:
         self.waiters += 1
         return entry
 
-    def _keep(self, entry: CacheEntry) -> bool:
-        """Keeps a complete entry, evicting idle ones; False, with nothing evicted, if it cannot fit."""
+    def _cache(self, entry: CacheEntry) -> bool:
+        """Caches a complete entry, evicting idle ones; False, with nothing evicted, if it cannot fit."""
         read_bytes = self.held_bytes - self._idle_bytes
         if entry.key is None or not entry.complete or read_bytes + entry.size_bytes > self.size_bytes:
             return False
@@ -95,7 +98,7 @@ class EmbedsCache:
             self.held_bytes -= oldest.size_bytes
             self._drop(oldest)
             EVICTIONS.inc()
-        entry.kept = True
+        entry.cached = True
         self.held_bytes += entry.size_bytes
         entry.release_reservation()
         return True

@@ -12,7 +12,6 @@ It knows neither gRPC nor where frames come from. It belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +23,13 @@ from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import Unavailable
-from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan
+from framesieve.common.contract.plan import MediaPlan
 from framesieve.common.contract.tensors import TensorBuffer
+from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
 from framesieve.services.encoder.tower.patches import TimedFrames
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.transfers import Computed
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2
@@ -44,7 +43,6 @@ class FrameSlice:
     monotonic clock.
     """
 
-    media_index: int
     index: int
     frames: TensorBuffer
     repaired_frames: int
@@ -66,29 +64,64 @@ class StageTimes:
     pruned_ns: int = 0
 
 
+class Delivery:
+    """One stream fills one cache entry, from before it selects the item until the last slice or the stream's failure.
+
+    The stream owns it. An entry has one delivery at a time; it gets another one if the stream fails.
+    media_index: of the item in the stream. abandoned: what to call once no requested item waits for the entry.
+    """
+
+    def __init__(self, media_index: int, entry: CacheEntry, abandoned: Callable[[], None]) -> None:
+        assert entry.needs_delivery
+        self.media_index = media_index
+        self.entry = entry
+        self.abandoned = abandoned
+        entry.delivery = self
+
+    @property
+    def active(self) -> bool:
+        """Whether the entry still takes slices from this delivery."""
+        return self.entry.delivery is self
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a requested item waits for these slices."""
+        return self.active and self.entry.waiters > 0
+
+    def end(self) -> None:
+        """Leaves the entry to another delivery, if slices are missing; may be called twice."""
+        if self.active:
+            self.entry.delivery = None
+            self.entry.notify()
+
+
 class CacheEntry:
     """Unpruned embeddings of one media item, (1 + levels, tokens, D), and the pruning scores computed from them.
 
-    key: its cache key; None: the entry is never looked up and never kept.
-    encoding: 32 bytes that name its embeddings, to the last bit: nothing else has this name, but embeddings that a
-        prompt brings, which are the same whenever its content hash is.
-    waiters: how many requested items wait for it or read it. kept: the cache accounts for it, and it outlives them.
-    cancel_stream: cancels the stream that delivers its slices, unless that stream is wanted for another reason; None
-        while no stream delivers, so that a waiter has to lead.
+    key: its cache key; None: the entry is never found by others and never cached.
+    encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
+    waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
+    delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
     failure: why it will never be complete. The counts of slices never decrease.
     """
 
     def __init__(
-        self, key: bytes | None, plan: MediaPlan, tower: Tower, batcher: Batcher, encoding_bytes: ByteSemaphore
+        self,
+        key: bytes | None,
+        encoding: bytes,
+        plan: MediaPlan,
+        tower: Tower,
+        batcher: Batcher,
+        encoding_bytes: ByteSemaphore,
     ) -> None:
         self.key = key
+        self.encoding = encoding
         self.plan = plan
-        self.encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
         self.scores: dict[str, Scores] = {}
         self.scoring = threading.Lock()  # held while scores are added: items are gathered in several threads
         self.waiters = 0
-        self.kept = False
-        self.cancel_stream: Callable[[], None] | None = None
+        self.cached = False
+        self.delivery: Delivery | None = None
         self.decoded_slices = 0
         self.encoded_slices = 0
         self.repaired_frames = 0
@@ -120,7 +153,7 @@ class CacheEntry:
 
     @property
     def size_bytes(self) -> int:
-        """What keeping it costs: embeddings, and the scores of every method."""
+        """Bytes that it takes in the cache: embeddings, and the scores of every method."""
         return embeds_bytes(self._tower, self.plan.grid.tokens) + SCORES_BYTES * self.plan.grid.tokens
 
     @property
@@ -139,12 +172,12 @@ class CacheEntry:
         return self.decoded_slices == self.plan.slices
 
     @property
-    def needs_stream(self) -> bool:
-        """Whether slices are missing that no stream delivers."""
-        return self.cancel_stream is None and self.failure is None and not self.decoded
+    def needs_delivery(self) -> bool:
+        """Whether slices are missing that no stream brings."""
+        return self.delivery is None and self.failure is None and not self.decoded
 
     async def changed(self) -> None:
-        """Waits until a slice is decoded or encoded, a stream begins or ends, or the entry fails."""
+        """Waits until a slice is decoded or encoded, a delivery begins or ends, or the entry fails."""
         await self._changed.wait()
 
     def notify(self) -> None:
@@ -155,12 +188,6 @@ class CacheEntry:
     def fail(self, error: BaseException) -> None:
         """Fails the entry, and so all its waiters, unless it has failed before."""
         self.failure = self.failure or error
-        self.notify()
-
-    def end_stream(self, cancel_stream: Callable[[], None]) -> None:
-        """Notes that the stream with this `cancel_stream` delivers no more; ignored if another one has taken over."""
-        if self.cancel_stream == cancel_stream:
-            self.cancel_stream = None
         self.notify()
 
     async def reserve(self) -> None:
@@ -179,14 +206,14 @@ class CacheEntry:
         try:
             with self.batcher.ending_on_device_errors():
                 self._buffer = await asyncio.to_thread(allocate)  # a device may have to free memory first
-        except BaseException:  # the device may be out of memory; the next leader reserves again
+        except BaseException:  # the device may be out of memory; the next delivery reserves again
             self.release_reservation()
             raise
 
     async def add_slice(self, piece: FrameSlice) -> None:
         """Queues the next slice for the tower; waits while enough slices of this entry are queued.
 
-        Slices that it has are skipped: a stream that takes over from a failed one starts at slice 0.
+        Slices that it has are skipped: every delivery starts at slice 0.
         Raises Unavailable, and fails the entry, once the tower accepts no more slices.
         """
         if piece.index < self.decoded_slices:

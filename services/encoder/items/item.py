@@ -2,7 +2,7 @@
 
     start ──────────────────────────▶ obtain ──────────────────▶ close
     (output bytes for K tokens; the    (entry complete: gathered,   (output bytes
-     entry is led here or elsewhere)    entry left)                  released)
+     entry gets a delivery)             entry left)                  released)
 
 Output bytes are reserved before the entry is joined, and the entry is gathered as soon as it is complete, however
 slowly the caller reads. So a holder of an entry waits for nothing but the entry, and requests cannot deadlock.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic_ns
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,23 +30,23 @@ from framesieve.common.sealed_memory import SealedMemory
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import busy
 from framesieve.common.telemetry.tracing import record, span
+from framesieve.services.compute.device import TORCH_DTYPES
+from framesieve.services.compute.transfers import Readback, beside
 from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.cache_entry import CacheEntry, StageTimes, embeds_bytes, encoding_bytes
-from framesieve.services.encoder.items.preprocess_stream import PreprocessStream
+from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, StageTimes, embeds_bytes, encoding_bytes
 from framesieve.services.encoder.metrics import count_item
 from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.transfers import Readback, beside
 
 _BLOCK_BYTES = 2**20
 
-_DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
+_DTYPES = {dtype: wire for wire, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeds:
-    """What is sent of one item: kept, int32 [K] (None: all tokens), and its embeddings [1 + levels, K, D] as bytes.
+    """The part of an item that is sent: kept, int32 [K] (None: all tokens), and embeddings [1 + levels, K, D] as bytes.
 
-    encoding: names the encoding that they are of. memory: what the bytes are in, if that can be handed over.
+    encoding: the name of the encoding. memory: holds the bytes, if it can be handed over to the receiver.
     """
 
     encoding: bytes
@@ -54,6 +55,13 @@ class Embeds:
     shape: tuple[int, int, int]
     data: memoryview
     memory: SealedMemory | None
+
+
+class Stream(Protocol):
+    """Where the slices of one request's items come from."""
+
+    async def deliver(self, media_index: int, entry: CacheEntry) -> Delivery:
+        """Begins to fill an entry that needs a delivery. Raises the stream's error if it has failed."""
 
 
 class Item:
@@ -84,11 +92,12 @@ class Item:
         self._joined_ns = 0
         self._pruned_ns = 0
         self._entry: CacheEntry | None = None
+        self._delivery: Delivery | None = None  # of this request's stream to the entry
         self._embeds: Embeds | None = None
 
     @property
     def embeds(self) -> Embeds:
-        """What is to be sent, from `obtain` until `close`."""
+        """The part of the item that is sent, from `obtain` until `close`."""
         assert self._embeds is not None
         return self._embeds
 
@@ -111,8 +120,8 @@ class Item:
     def repaired_frames(self) -> int:
         return self._entry.repaired_frames if self._entry else 0
 
-    async def start(self, stream: PreprocessStream, brought: Tensor | None) -> None:
-        """Reserves output bytes and joins the item's entry; leads it from `stream` if no other stream delivers it.
+    async def start(self, stream: Stream, brought: Tensor | None) -> None:
+        """Reserves output bytes and joins the item's entry; fills it from `stream` if no other stream does.
 
         brought: embeddings that came with the prompt, (1 + levels, tokens, D).
         Raises MediaRejected if the item can never fit, and the error of the stream if that has failed.
@@ -125,13 +134,13 @@ class Item:
         if brought is not None:
             await self._entry.reserve()
             await self._entry.fill(brought)
-        elif self._entry.needs_stream:
-            await stream.lead(self.media_index, self._entry)
+        elif self._entry.needs_delivery:
+            await self._deliver(stream, self._entry)
 
-    async def obtain(self, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
-        """Waits until the entry is complete, leading it if its stream fails, and gathers the kept tokens.
+    async def obtain(self, stream: Stream, progressed: Callable[[Item], None]) -> None:
+        """Waits until the entry is complete and gathers the kept tokens. If another stream fails, `stream` fills it.
 
-        progressed: called after every change. Raises the error of the entry, or of `stream` if it had to lead.
+        progressed: called after every change. Raises the error of the entry, or of `stream` if that had to fill it.
         """
         entry = self._entry
         assert entry is not None
@@ -146,9 +155,11 @@ class Item:
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
-    async def decoded(self, stream: PreprocessStream) -> None:
-        """Waits until the item will select nothing more: all is decoded, or the rest is due from `stream`."""
-        while self._joined and (entry := self._entry) and not entry.decoded and not stream.delivers_to(entry):
+    async def decoded(self) -> None:
+        """Waits until this request selects the item no more: all is decoded, or its own stream brings the rest."""
+        while self._joined and (entry := self._entry) and not entry.decoded:
+            if self._delivery and self._delivery.active:
+                return
             await entry.changed()
 
     def close(self) -> None:
@@ -159,15 +170,19 @@ class Item:
             self._output_bytes.release(self._size_bytes)
             self._reserved = False
 
-    async def _complete(self, entry: CacheEntry, stream: PreprocessStream, progressed: Callable[[Item], None]) -> None:
+    async def _complete(self, entry: CacheEntry, stream: Stream, progressed: Callable[[Item], None]) -> None:
         while not entry.complete:
             if entry.failure is not None:
                 raise entry.failure
-            if entry.needs_stream:
-                await stream.lead(self.media_index, entry)
+            if entry.needs_delivery:
+                await self._deliver(stream, entry)
             else:
                 await entry.changed()
             progressed(self)
+
+    async def _deliver(self, stream: Stream, entry: CacheEntry) -> None:
+        self._delivery = await stream.deliver(self.media_index, entry)
+        entry.notify()  # `decoded` waits for this
 
     def _leave(self) -> None:
         if self._joined and self._entry is not None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, num_kept
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.encoder.pruning.evs import evs_causal_kept, evs_kept, evs_scores
 from framesieve.services.encoder.pruning.ranking import keep_best
 from framesieve.services.encoder.pruning.vcast import vcast_kept, vcast_scores
 from framesieve.services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
-from framesieve.services.encoder.tower.transfers import send
 
 Scores: TypeAlias = tuple[Tensor, ...]
 
@@ -69,4 +69,4 @@ def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning, known: dict[str, S
     known = {} if known is None else known
     if method.scores not in known:
         known[method.scores] = method.score(embeds, grid)
-    return send(method.keep(known[method.scores], grid, pruning), embeds.device)
+    return to_device(method.keep(known[method.scores], grid, pruning), embeds.device)

@@ -77,17 +77,17 @@ def _curvature(means: Tensor) -> Tensor:
     return curvature
 
 
-def _poured(shares: Tensor, amount: int, most: int) -> Tensor:
-    """`amount` in proportion to `shares`, at most `most` each; what the full leave goes to the others likewise.
+def _poured(shares: Tensor, amount: int, limit: int) -> Tensor:
+    """`amount` in proportion to `shares`, at most `limit` each; the others share the rest likewise.
 
     shares: float64 (t,), of sum 1. Returns float64 (t,).
     """
     largest = shares.sort(descending=True).values
     full = torch.arange(len(shares), device=shares.device)
     # With the `full` largest full, the others have what is left of the amount, per share.
-    per_share = (amount - full * most) / largest.flip(0).cumsum(0).flip(0)
-    enough = per_share * largest <= most
+    per_share = (amount - full * limit) / largest.flip(0).cumsum(0).flip(0)
+    enough = per_share * largest <= limit
     # The first that holds; one does, unless all are full.
     first = enough.to(torch.int8).argmax()
     level = torch.where(enough.any(), per_share.gather(0, first.view(1)), torch.inf)
-    return (level * shares).clamp(max=most)
+    return (level * shares).clamp(max=limit)

@@ -17,6 +17,7 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.tensors import MAX_AXES
 from framesieve.common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.services.compute.device import name_of
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt
@@ -39,7 +40,7 @@ class BroughtEmbeds:
 def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]:
     """How each media item is pruned, by media index.
 
-    Raises InvalidRequest for a method that would prune and that the tower does not take, and for a rate out of range.
+    Raises InvalidRequest for a rate out of range, and above rate 0 for a method that the tower does not take.
     """
     _check_method("pruning", request.pruning, tower)
     for name, _, media in named_media(request.prompt):
@@ -97,7 +98,7 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
         finite = values.to(dtype).isfinite()
         if not bool(finite.all()):
             token, channel = (~finite).nonzero()[0].tolist()
-            wanted, value = str(dtype).removeprefix("torch."), values[token, channel].item()
+            wanted, value = name_of(dtype), values[token, channel].item()
             text = f"must be finite in {wanted}, got {value:g} at {[level, token, channel]}"
             raise InvalidRequest(text, field=name, value=value)
 

@@ -33,7 +33,7 @@ class Responses:
     """Messages to be sent, in order. None in the queue only wakes the reader."""
 
     def __init__(self, room: ByteSemaphore) -> None:
-        """room: that of all embeddings that wait to be sent."""
+        """room: the bytes of all embeddings waiting to be sent, over all calls."""
         self.sender: Sender | None = None  # to a caller who takes shared memory
         self._room = room
         self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_QUEUED)

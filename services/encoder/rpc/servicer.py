@@ -1,6 +1,6 @@
 """EncoderService: sends the plan, then the pruned embeddings of selected items, in the order of selection.
 
-    select   reserve output bytes ─▶ join the cache entry ─▶ lead it: reserve encoding bytes, select upstream
+    select   reserve output bytes ─▶ join the cache entry ─▶ fill it: reserve encoding bytes, select upstream
     obtain                                        (a task per item)  entry complete ─▶ gather ─▶ leave the entry
     send                                                             in order ─▶ stream ─▶ release output bytes
 
@@ -29,10 +29,11 @@ from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.item import Item
-from framesieve.services.encoder.items.preprocess_stream import PlanCheck, PreprocessStream
 from framesieve.services.encoder.rpc.messages import BroughtEmbeds, checked_prunings, take_embeds
 from framesieve.services.encoder.rpc.responses import Responses
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from framesieve.services.encoder.upstream.plan_check import PlanCheck
+from framesieve.services.encoder.upstream.stream import PreprocessStream
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -65,7 +66,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._tower = cache.tower
         self._cache = cache
         self._output_bytes = output_bytes
-        self._preprocessing = preprocessing
+        self._preprocessing: Any = preprocessing_pb2_grpc.PreprocessingServiceStub(preprocessing)
         self._credentials = credentials
         self._max_inline_bytes = max_inline_bytes
         self._receiver = receiver
@@ -95,7 +96,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         check_prompt(first.prompt.prompt, self._max_inline_bytes)
         prunings = checked_prunings(first.prompt, self._tower)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
-        stream = PreprocessStream(self._preprocessing, options, self._plan_check, self._receiver())
+        call = self._preprocessing.Preprocess(**options)
+        stream = PreprocessStream(call, self._plan_check, self._receiver())
         try:
             plan = await stream.plan(first.prompt.prompt, received_pieces(requests, first.prompt.prompt))
             handover = first.handover
@@ -130,7 +132,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 started.put_nowait((item, group.create_task(item.obtain(stream, responses.offer_progress))))
             started.put_nowait(None)
             for item in items:
-                await item.decoded(stream)
+                await item.decoded()
             await stream.all_selected()
 
         async def send() -> None:

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
+import torch.distributed as dist
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.ranks import Ranks, meeting_place
-from framesieve.services.cpu.compiled import compile_layers
+from framesieve.services.compute.compiled import compile_layers
+from framesieve.services.compute.device import device_of
+from framesieve.services.compute.group import join, leave
+from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.settings import EncoderSettings
 from framesieve.services.encoder.startup.largest_forward import run_largest
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.packing import Side
-from framesieve.services.encoder.tower.parallel.exchange import Exchange, join, leave
-from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
+from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange
 from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from framesieve.services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
 COMPILED_FROM_WEIGHTS = 4_000_000
-# What `--batch-tokens` counts: a patch is as much work where a token is made of one, or where a few queries read them.
+# `--batch-tokens` counts tokens of so many patches, whatever a tower makes of them: the work is that of its patches.
 PATCHES_A_TOKEN = 4
 
 MIB = 2**20
 
+RANKS_FLAG = "--data-parallel"
 _RANK = "framesieve.services.encoder.startup.rank"
 
 log = structlog.get_logger()
@@ -40,7 +45,8 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
 
     A rank that cannot start ends this process. Raises StartupError if rank 0 cannot start.
     """
-    count, device, rank_failure = settings.data_parallel, device_of(settings), RankFailure()
+    count, rank_failure = settings.data_parallel, RankFailure()
+    device = device_of(settings.device, RANKS_FLAG, count)
     meeting = meeting_place()
     facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
     with closing(Ranks(_RANK, count, facts, rank_failure.record)) as others:
@@ -48,12 +54,12 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
         for rank in range(1, count):
             others.receive(rank)
         # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
-        group = join(meeting, 0, count, device) if count > 1 else None
+        group = join_ranks(meeting, 0, settings, device) if count > 1 else None
         try:
-            most_tokens = budget_of(own, settings)
-            towers = DataParallelTower(own, others, count, Exchange(group), most_tokens, rank_failure)
+            max_tokens = budget_of(own, settings)
+            towers = DataParallelTower(own, others, count, Exchange(group), max_tokens, rank_failure)
             if device.type == "cuda":
-                run_largest(towers, packing_of(own, most_tokens).largest)
+                run_largest(towers, packing_of(own, max_tokens).largest)
                 free_bytes, _ = torch.cuda.mem_get_info(device)
                 held_bytes = torch.cuda.memory_reserved(device)
                 log.info("largest forward held", held_mib=held_bytes // MIB, free_mib=free_bytes // MIB)
@@ -63,6 +69,13 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
                 others.kill()
     if group is not None and rank_failure.cause is None:
         leave(device)
+
+
+def join_ranks(meeting: Path, rank: int, settings: EncoderSettings, device: torch.device) -> Any:
+    """The process group of the ranks of the tower. meeting, and what it raises: see `compute.group.join`."""
+    bound_to = device if device.type == "cuda" else None
+    join(meeting, rank, settings.data_parallel, device, RANKS_FLAG, TIMEOUT, bound_to)
+    return dist.group.WORLD
 
 
 def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
@@ -92,25 +105,3 @@ def compile_tower(tower: Tower) -> bool:
     frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns, _ in sides]
     slices = [torch.zeros(each, dtype=torch.uint8) for each in frames]
     return compile_layers(forward.layers, lambda: tower.encode(slices))
-
-
-def device_of(settings: EncoderSettings, rank: int = 0) -> torch.device:
-    """The device of a rank: on CUDA, `--device` plus the rank. Raises StartupError if it cannot be used."""
-    name = settings.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and settings.data_parallel > 1:
-            first, found = device.index or 0, torch.cuda.device_count()
-            if first + settings.data_parallel > found:
-                raise StartupError(
-                    f"--data-parallel {settings.data_parallel} needs as many CUDA devices, starting at cuda:{first}; "
-                    f"this machine has {found}"
-                )
-            device = torch.device("cuda", first + rank)
-        # `cuda` has no index, and would not equal the device of its own tensors.
-        device = torch.zeros(1, device=device).device
-    except (RuntimeError, AssertionError) as error:  # AssertionError: from builds of torch without CUDA
-        raise StartupError(f"--device {name} cannot be used: {error}") from error
-    return device

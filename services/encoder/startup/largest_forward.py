@@ -1,9 +1,9 @@
-"""Runs the largest forward before the service serves, so that from then on the process holds what its forwards take.
+"""Runs the largest forward before the service serves, so that the process holds from the start the memory it will need.
 
-torch's allocator keeps the memory of a forward for later ones, CUDA loads kernels, and NCCL connects ranks, at the
-first use. So what is free on the card once the service serves is free for others, such as generation's cache. Not in it
-are embeddings of requests, which --cache-bytes and --output-buffer-bytes limit, and slices that are larger than
---batch-tokens.
+torch's allocator keeps the memory of a forward for later ones, CUDA loads kernels, and NCCL connects ranks, all at the
+first use. So memory that is free on the card when the service serves stays free for others, such as generation's cache.
+The embeddings of requests come in addition (--cache-bytes and --output-buffer-bytes limit them), and so do slices
+larger than --batch-tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import NONE, Pruning
+from framesieve.services.compute.transfers import Computed, Readback, beside
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower.graph_buckets import Size
 from framesieve.services.encoder.tower.graphs import TowerGraphs, squares
 from framesieve.services.encoder.tower.parallel.tower import DataParallelTower
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.transfers import Computed, Readback, beside
 
-# Slices of the video that is pruned, and its rate, which leaves most of it.
+# Of the video that is pruned: its slices, and a rate that leaves most of it.
 _SLICES, _RATE = 8, 0.1
 
 log = structlog.get_logger()

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from framesieve.services.compute.prepare import prepare
+
+prepare()  # before the imports below, of which torch reads the environment once
+
 import os
 import sys
 from pathlib import Path
@@ -16,9 +20,11 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus
 from framesieve.common.ranks import Orders
 from framesieve.common.telemetry.logs import configure_logging
+from framesieve.services.compute.device import device_of
+from framesieve.services.compute.group import leave
 from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import budget_of, device_of, load_rank
-from framesieve.services.encoder.tower.parallel.exchange import Exchange, join, leave, unpacked, values_of
+from framesieve.services.encoder.startup.build import RANKS_FLAG, budget_of, join_ranks, load_rank
+from framesieve.services.encoder.tower.parallel.exchange import Exchange, unpacked, values_of
 from framesieve.services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
 from framesieve.services.encoder.tower.tower import Tower
 
@@ -33,9 +39,9 @@ def main() -> ExitStatus:
     configure_logging("encoder", settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(rank=rank)
     try:
-        tower = load_rank(settings, device_of(settings, rank))
+        tower = load_rank(settings, device_of(settings.device, RANKS_FLAG, settings.data_parallel, rank))
         orders.answer(DONE)
-        exchange = Exchange(join(Path(orders.facts["meeting"]), rank, settings.data_parallel, tower.device))
+        exchange = Exchange(join_ranks(Path(orders.facts["meeting"]), rank, settings, tower.device))
     except StartupError as error:
         log.error("cannot start", error=str(error))
         return ExitStatus.CANNOT_START
@@ -46,9 +52,9 @@ def main() -> ExitStatus:
     return ExitStatus.FINISHED
 
 
-def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: int) -> None:
-    """Encodes share after share until the service hangs up. most_tokens: of one forward."""
-    packing = packing_of(tower, most_tokens)
+def run_shares(orders: Orders, tower: Tower, exchange: Exchange, max_tokens: int) -> None:
+    """Encodes share after share until the service hangs up. max_tokens: of one forward."""
+    packing = packing_of(tower, max_tokens)
     while (order := orders.receive()) is not None:
         with torch.inference_mode():
             values = torch.empty(values_of(order), dtype=torch.uint8, device=tower.device)
@@ -67,4 +73,4 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, most_tokens: in
 
 
 if __name__ == "__main__":
-    os._exit(main())  # see `exchange.leave`
+    os._exit(main())  # see `compute.group.leave`

@@ -1,6 +1,6 @@
 """Attention of towers, as transformers calls it: once per layer for all sequences.
 
-    rows:  [ a a a ][ b b b ][ c c ] · ·     rows behind the last end are in no sequence
+    rows:  [ a a a ][ b b b ][ c c ] · ·     rows after the last end are in no sequence
     ends:  0        3        6      8  8
 
 On CUDA in half precision one call of torch's variable-length flash kernel, which is tested once at the start. It reads
@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from framesieve.common.contract.errors import StartupError
+from framesieve.services.compute.device import name_of
+from framesieve.services.compute.kernels import avoid_cudnn, check_result
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
 VARLEN = "framesieve_flash_varlen"
-# The largest difference between two kernels on values of about one, in bfloat16.
-TOLERANCE = 2e-2
-_HEAD_DIM_STEP, _MOST_HEAD_DIM = 8, 256
+_HEAD_DIM_STEP, _MAX_HEAD_DIM = 8, 256
 # A kernel is tried with these sequences, followed by empty ones and by rows in no sequence, and is told this length.
-_LENGTHS, _EMPTY, _BEHIND = (3, 64, 1, 150), 4, 20
+_LENGTHS, _EMPTY, _PADDING = (3, 64, 1, 150), 4, 20
 _BOUND = 2 * max(_LENGTHS)
 _CACHED_SCORES = 2**21  # 4 MiB in bfloat16
 
@@ -66,14 +66,12 @@ def find_attention(
     head_dim: int,
     resampling: Resampling | None = None,
 ) -> Attend | None:
-    """What attends to all sequences of a tower, or None for transformers' SDPA.
+    """The function that attends to all sequences of a tower, or None for transformers' SDPA.
 
-    resampling: what it has to compute as well. Raises StartupError if `wanted` is varlen and no kernel works.
+    resampling: of towers with a resampler, whose attention it computes as well.
+    Raises StartupError if `wanted` is varlen and no kernel works.
     """
-    if device.type == "cuda":
-        # cuDNN is torch's first choice on Hopper, but plans for up to half a second for every new size, and almost
-        # every forward here has a new size.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    avoid_cudnn(device)
     attend: Attend | None = None
     obstacle = None if wanted == "sdpa" else unsuitable(device.type, dtype, head_dim)
     if wanted != "sdpa" and obstacle is None:
@@ -92,10 +90,12 @@ def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
     if device != "cuda":
         return f"varlen needs a CUDA device, got {device}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"varlen computes in bfloat16 or float16, the tower (--dtype) in {str(dtype).removeprefix('torch.')}"
-    if head_dim % _HEAD_DIM_STEP or head_dim > _MOST_HEAD_DIM:
-        most = f"{_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}"
-        return f"varlen takes head sizes that are multiples of {most}, the tower's have {head_dim}"
+        return f"varlen computes in bfloat16 or float16, the tower (--dtype) in {name_of(dtype)}"
+    if head_dim % _HEAD_DIM_STEP or head_dim > _MAX_HEAD_DIM:
+        return (
+            f"varlen takes head sizes that are multiples of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}, the tower's have "
+            f"{head_dim}"
+        )
     return None
 
 
@@ -113,7 +113,7 @@ def _try_kernel(
 
 
 def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Runs a kernel on sequences of several lengths, some empty, with NaN rows behind the last, and compares with SDPA.
+    """Compares a kernel with SDPA on sequences of several lengths, some empty, with NaN in the rows after the last.
 
     Its inputs are views of one product, as in a tower. Padding rows may hold NaN, because graphs share a memory pool:
     FlashAttention 3 and 4 carried it into embeddings (github.com/vllm-project/vllm/issues/57136), because they multiply
@@ -122,7 +122,7 @@ def check_kernel(attend: Attend, device: torch.device, dtype: torch.dtype, heads
     """
     rows = sum(_LENGTHS)
     draw = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(rows + _BEHIND, 3, heads, head_dim, generator=draw, device=device).to(dtype)
+    drawn = torch.randn(rows + _PADDING, 3, heads, head_dim, generator=draw, device=device).to(dtype)
     drawn[rows:] = torch.nan
     ends = _ends_of(_LENGTHS, device)
     query, key, value = drawn.unbind(1)
@@ -136,7 +136,7 @@ def check_resampling(attend: Attend, device: torch.device, dtype: torch.dtype, r
     asking, keys = queries * len(_LENGTHS), sum(_LENGTHS)
     draw = torch.Generator(device).manual_seed(0)
     query, key, value = (
-        torch.randn(rows + _BEHIND, *shape, generator=draw, device=device).to(dtype) for rows in (asking, keys, keys)
+        torch.randn(rows + _PADDING, *shape, generator=draw, device=device).to(dtype) for rows in (asking, keys, keys)
     )
     key[keys:] = value[keys:] = torch.nan
     lengths = [queries] * len(_LENGTHS)
@@ -160,8 +160,7 @@ def _compare(found: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: 
             strict=True,
         )
     ]
-    difference = float((found[: sum(lengths)].float() - torch.cat(expected)).abs().max())
-    assert difference < TOLERANCE, f"wrong by {difference}"
+    check_result(found[: sum(lengths)], torch.cat(expected))
 
 
 def attend_by_length(

@@ -1,6 +1,6 @@
 """Buckets of forwards: how much of a queue fits into one forward, which bucket holds it, and whether a replay pays.
 
-    queue:    [a0 a1 a2 b0 | b1 c0 ...]         the first slice that does not fit, and all behind it, wait
+    queue:    [a0 a1 a2 b0 | b1 c0 ...]         the first slice that does not fit, and all after it, wait
     bucket:   [a0 a1 a2 b0 · · · ·]             the smallest that holds them by tokens, slices, windows and length
 
 A CUDA graph is captured for each bucket. FlashAttention launches for each slice of a bucket as many blocks of threads
@@ -21,7 +21,7 @@ from enum import StrEnum
 
 # Rows of a tile, for which FlashAttention launches one block of threads in each head.
 TILE_ROWS = 128
-# Blocks that a bucket launches for each that its tokens fill; the others find nothing to do.
+# A bucket launches so many blocks for each one that its tokens fill; the others find nothing to do.
 BLOCKS_PER_FULL_ONE = 8
 # The longest slices of buckets, in tiles: 1024 and 8192 patches. As the second is 8 times the first, too, any number of
 # equal slices of a tile or more fits into a bucket of as many tokens. Longer slices run without a graph: their forwards
@@ -72,15 +72,6 @@ class PackingLimit:
     size_of: Callable[[Sequence[int]], Size]
 
 
-def graph_buckets(least_tokens: int, most_tokens: int) -> tuple[int, ...]:
-    """Tokens of each bucket, ascending: the least, its doubles, and the most."""
-    found = []
-    while least_tokens < most_tokens:
-        found.append(least_tokens)
-        least_tokens *= 2
-    return (*found, most_tokens)
-
-
 def bucket_size(tokens: int, longest: int, window_tokens: int, blocks: int = BLOCKS_PER_FULL_ONE) -> Size:
     """The bucket with so many tokens, of slices of up to `longest` tokens, as many as `blocks` allows.
 
@@ -97,13 +88,13 @@ def token_limit(tokens: int) -> Size:
 
 
 def packing_size(buckets: Sequence[Size]) -> Size:
-    """What one forward may hold if it is to fit into one of these buckets; a slice may have any length."""
+    """The largest forward that fits into one of these buckets; a slice may have any length."""
     tokens = max(each.tokens for each in buckets)
     return Size(tokens, max(each.slices for each in buckets), max(each.windows for each in buckets), tokens)
 
 
 def excess(load: Size, limit: Size) -> Eager | None:
-    """What of the load exceeds the limit first, if anything."""
+    """The first of tokens, slices, windows and length that exceeds the limit; None: the load fits."""
     if load.tokens > limit.tokens:
         return Eager.TOKENS
     if load.slices > limit.slices:

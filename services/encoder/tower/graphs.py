@@ -4,16 +4,14 @@
     layout:    [ a a a a b b b c c · · · ]      positions, order, ends, interpolation: see `packing.pad`
 
 Padding is in no sequence and in tokens of its own, so it affects no slice. The output is copied, because the next
-replay overwrites it. It knows no family, and CUDA only in `CudaDevice`.
+replay overwrites it. It knows no family.
 """
 
 from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -24,6 +22,8 @@ import structlog
 import torch
 from torch import Tensor
 
+from framesieve.services.compute.graphs import Capture, Captured, CudaCapture, doubling
+from framesieve.services.compute.transfers import pinned_for
 from framesieve.services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
 from framesieve.services.encoder.tower.graph_buckets import (
     LONGEST_TILES,
@@ -37,13 +37,11 @@ from framesieve.services.encoder.tower.graph_buckets import (
     choose,
     excess,
     fitting,
-    graph_buckets,
     packing_size,
     pays,
 )
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
+from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape, lay_out, pad, size_of
 from framesieve.services.encoder.tower.tower import ModelForward, Tower
-from framesieve.services.encoder.tower.transfers import pin
 
 # The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
 LEAST_TOKENS = 64
@@ -55,20 +53,8 @@ for _reason in Eager:
     EAGER_FORWARDS.labels(_reason.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """output: the result of the last `replay`, until the next one."""
-
-    replay: Callable[[], None]
-    output: Tensor
-
-
-class Device(Protocol):
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        """Captures `compute`, which reads `inputs`; their content is written before each replay.
-
-        Raises RuntimeError if `compute` does something that cannot be captured.
-        """
+class Device(Capture, Protocol):
+    """Captures a tower's graphs, and measures them."""
 
     def measure_s(self, run: Callable[[], object]) -> float:
         """The time from the call of `run` until the device is idle."""
@@ -102,51 +88,57 @@ class TowerGraphs:
         return self._graphs[chosen].replay(patches, sides)
 
 
-def capture(forward: ModelForward, patch_values: int, most_tokens: int, device: Device) -> TowerGraphs:
+def capture(forward: ModelForward, patch_values: int, max_tokens: int, device: Device) -> TowerGraphs:
     """Captures all buckets, largest first, so that smaller graphs reuse its memory. Raises RuntimeError on failure."""
-    ranges = bucket_ranges(forward.shape, most_tokens)
+    ranges = bucket_ranges(forward.shape, max_tokens)
     largest_first = sorted(dict.fromkeys(chain.from_iterable(ranges)), key=lambda each: -each.tokens)
-    graphs = {each: _Graph(forward, patch_values, each, device) for each in largest_first}
+    graphs = {each: _captured(forward, patch_values, each, device) for each in largest_first}
     measured = {each: _measure(forward, graph, device) for each, graph in graphs.items()}
     return TowerGraphs(forward, graphs, [[measured[each] for each in buckets] for buckets in ranges])
 
 
-def bucket_ranges(shape: TowerShape, most_tokens: int) -> list[list[Size]]:
+def bucket_ranges(shape: TowerShape, max_tokens: int) -> list[list[Size]]:
     """The buckets of a tower, ascending, for each range of lengths of slices; short ones may be in both."""
     if shape.fixed:
         longest = size_of(shape.fixed, shape).longest
-        tokens = graph_buckets(min(longest, most_tokens), most_tokens)
+        tokens = doubling(min(longest, max_tokens), max_tokens)
         return [[bucket_size(each, longest, 0, blocks=1) for each in tokens]]
-    tokens = graph_buckets(min(LEAST_TOKENS, most_tokens), most_tokens)
+    tokens = doubling(min(LEAST_TOKENS, max_tokens), max_tokens)
     return [
         [bucket_size(each, tiles * TILE_ROWS // shape.merge**2, shape.window_side**2) for each in tokens]
         for tiles in LONGEST_TILES
     ]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """The captured graph of one bucket, and its input buffers."""
+    """The captured graph of one bucket, and the buffers that it reads: patches, uint8, and their layout."""
 
-    def __init__(self, forward: ModelForward, patch_values: int, size: Size, device: Device) -> None:
-        self.size, self._shape = size, forward.shape
-        patches = torch.zeros(self._shape.rows(size), patch_values, dtype=torch.uint8)
-        token = lay_out([Side(self._shape.merge, self._shape.merge)], self._shape)
-        layout = pad(token, size, self._shape).map(torch.from_numpy)
-        self.patches = patches.to(forward.device)
-        self._layout = layout.map(lambda array: array.to(forward.device))
-        inputs = [self.patches, *self._layout.arrays]
-        self._captured = device.capture(inputs, partial(forward.compute, self.patches, self._layout))
+    size: Size
+    shape: TowerShape
+    patches: Tensor
+    layout: PackedLayout[Tensor]
+    captured: Captured
 
     def replay(self, patches: Tensor, sides: Sequence[Side]) -> Tensor:
         """See `Tower.forward`; for slices that fit into the bucket."""
         rows = len(patches)
         self.patches[:rows].copy_(patches)
         self.patches[rows:].zero_()
-        layout = pad(lay_out(sides, self._shape), self.size, self._shape)
-        for buffer, array in zip(self._layout.arrays, layout.arrays, strict=True):
-            buffer.copy_(pin(torch.from_numpy(array), buffer.device), non_blocking=True)
-        self._captured.replay()
-        return self._captured.output[:, : self._shape.tokens(sides)].clone()
+        layout = pad(lay_out(sides, self.shape), self.size, self.shape)
+        for buffer, array in zip(self.layout.arrays, layout.arrays, strict=True):
+            buffer.copy_(pinned_for(torch.from_numpy(array), buffer.device), non_blocking=True)
+        self.captured.replay()
+        return self.captured.output[:, : self.shape.tokens(sides)].clone()
+
+
+def _captured(forward: ModelForward, patch_values: int, size: Size, device: Device) -> _Graph:
+    shape = forward.shape
+    token = pad(lay_out([Side(shape.merge, shape.merge)], shape), size, shape)
+    patches = torch.zeros(shape.rows(size), patch_values, dtype=torch.uint8, device=forward.device)
+    layout = token.map(lambda array: torch.from_numpy(array).to(forward.device))
+    captured = device([patches, *layout.arrays], partial(forward.compute, patches, layout))
+    return _Graph(size, shape, patches, layout, captured)
 
 
 def _measure(forward: ModelForward, graph: _Graph, device: Device) -> Measured:
@@ -171,32 +163,8 @@ def squares(bucket: Size, shape: TowerShape) -> list[Side]:
     return [Side(shape.merge, shape.merge)]
 
 
-class CudaDevice:
-    """Captures CUDA graphs into one memory pool, on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def capture(self, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Captured:
-        """See `Device.capture`.
-
-        Runs `compute` once so that libraries initialise themselves, and once with synchronisation forbidden: an error
-        there leaves the process in a better state than a failed capture.
-        """
-        # `torch.cuda.graph` leaves its own stream current if a capture fails to end.
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                compute()
-                with _synchronising_raises():
-                    compute()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = compute()
-            torch.cuda.current_stream().wait_stream(self._stream)
-        return Captured(graph.replay, output)
+class CudaDevice(CudaCapture):
+    """Implements `Device` for a CUDA device."""
 
     def measure_s(self, run: Callable[[], object]) -> float:
         torch.cuda.synchronize(self._device)
@@ -206,21 +174,9 @@ class CudaDevice:
         return time.perf_counter() - start
 
 
-@contextmanager
-def _synchronising_raises() -> Iterator[None]:
-    """Makes synchronising with the device raise RuntimeError, since it cannot be captured."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that this mode is experimental
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 @torch.inference_mode()
-def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) -> Tower:
-    """The tower with graphs of up to `most_tokens` tokens. device: None captures on the tower's own.
+def with_graphs(tower: Tower, max_tokens: int, device: Device | None = None) -> Tower:
+    """The tower with graphs of up to `max_tokens` tokens. device: None captures on the tower's own.
 
     Without variable-length attention, or if capturing fails, the tower runs without graphs.
     """
@@ -231,7 +187,7 @@ def with_graphs(tower: Tower, most_tokens: int, device: Device | None = None) ->
         return uncaptured
     start = time.perf_counter()
     try:
-        graphs = capture(forward, tower.patches.patch_values, most_tokens, device or CudaDevice(tower.device))
+        graphs = capture(forward, tower.patches.patch_values, max_tokens, device or CudaDevice(tower.device))
     except RuntimeError as error:
         # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form
         # a cycle with this frame and keep the buffers of the capture alive.

@@ -55,15 +55,15 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """What a tower's layouts depend on.
+    """Sizes of a tower from which its layouts follow.
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
-    cell_side: side of a square table of cells that is laid over every slice, and a patch takes the entry of the cell
-        that it begins in; 0 without. cells_in_a_row: a slice's patches are one row, in the first row of cells.
+    cell_side: side of a square table of cells, laid over every slice: a patch takes the entry of the cell in which it
+        begins; 0 without a table. cells_in_a_row: a slice's patches are one row, in the first row of cells.
     timed: whether patches have the time of their frame.
     """
 
@@ -83,7 +83,7 @@ class TowerShape:
         return bucket.tokens * self.merge**2 + bucket.slices * self.dropped
 
     def tokens(self, sides: Sequence[Side]) -> int:
-        """What the tower makes of so many slices."""
+        """How many tokens the tower makes of these slices."""
         return len(sides) * self.queries or sum(size_of(side, self).tokens for side in sides)
 
 
@@ -137,18 +137,8 @@ class PackedLayout(Generic[A]):
     @property
     def arrays(self) -> list[A]:
         """The arrays that are not None, always in the same order."""
-        optional = (
-            self.order,
-            self.window_ends,
-            self.interpolation_indices,
-            self.interpolation_weights,
-            self.token_rows,
-            self.query_ends,
-            self.cells,
-            self.times,
-            self.slice_ends,
-        )
-        return [self.positions, self.ends, *(array for array in optional if array is not None)]
+        found = (getattr(self, each.name) for each in fields(self))
+        return [array for array in found if not (array is None or isinstance(array, int))]
 
 
 def size_of(side: Side, shape: TowerShape) -> Size:
@@ -197,32 +187,25 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
     `longest_slice` is that of keys, which add no blocks of threads to a kernel: only those of queries do.
     """
     assert (layout.order is None) == (shape.window_side == 0)
-    patches, longest = shape.rows(bucket), shape.rows(replace(bucket, tokens=bucket.longest, slices=1))
-    order, window_ends = layout.order, layout.window_ends
-    indices, weights = layout.interpolation_indices, layout.interpolation_weights
-    if order is not None and window_ends is not None:
+    patches, slices = shape.rows(bucket), bucket.slices + 1
+    longest = shape.rows(replace(bucket, tokens=bucket.longest, slices=1))
+    order = layout.order
+    if order is not None:
         order = np.concatenate([order, np.arange(len(order), bucket.tokens)])
-        window_ends = _lengthen(window_ends, bucket.windows + 1, window_ends[-1])
     return PackedLayout(
-        positions=_lengthen(layout.positions, patches, 0),
-        ends=_lengthen(layout.ends, bucket.slices + 1, layout.ends[-1]),
+        positions=_lengthen(layout.positions, patches),
+        ends=_lengthen_ends(layout.ends, slices),
         longest=longest,
         order=order,
-        window_ends=window_ends,
+        window_ends=_lengthen_ends(layout.window_ends, bucket.windows + 1),
         longest_window=min(longest, (shape.window_side * shape.merge) ** 2),
-        interpolation_indices=None if indices is None else _lengthen(indices, patches, 0),
-        interpolation_weights=None if weights is None else _lengthen(weights, patches, 0),
-        token_rows=None
-        if layout.token_rows is None
-        else _lengthen(layout.token_rows, bucket.tokens * shape.merge**2, 0),
-        query_ends=None
-        if layout.query_ends is None
-        else _lengthen(layout.query_ends, bucket.slices + 1, layout.query_ends[-1]),
-        cells=None if layout.cells is None else _lengthen(layout.cells, patches, 0),
-        times=None if layout.times is None else _lengthen(layout.times, patches, UNTIMED),
-        slice_ends=None
-        if layout.slice_ends is None
-        else _lengthen(layout.slice_ends, bucket.slices + 1, layout.slice_ends[-1]),
+        interpolation_indices=_lengthen(layout.interpolation_indices, patches),
+        interpolation_weights=_lengthen(layout.interpolation_weights, patches),
+        token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
+        query_ends=_lengthen_ends(layout.query_ends, slices),
+        cells=_lengthen(layout.cells, patches),
+        times=_lengthen(layout.times, patches, UNTIMED),
+        slice_ends=_lengthen_ends(layout.slice_ends, slices),
         longest_slice=patches,
     )
 
@@ -290,8 +273,15 @@ def _ends(lengths: Sequence[int] | Array) -> Array:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def _lengthen(array: Array, length: int, value: Any) -> Array:
-    """Appends rows of one value up to `length` rows."""
+def _lengthen(array: Array | None, length: int, value: Any = 0) -> Any:
+    """Appends rows of one value up to `length` rows; None for a layout without such an array."""
+    if array is None:
+        return None
     longer = np.full((length, *array.shape[1:]), value, array.dtype)
     longer[: len(array)] = array
     return longer
+
+
+def _lengthen_ends(ends: Array | None, length: int) -> Any:
+    """Appends empty sequences up to `length` ends."""
+    return None if ends is None else _lengthen(ends, length, ends[-1])

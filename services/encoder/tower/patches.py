@@ -135,7 +135,7 @@ Frames: TypeAlias = Tensor | TimedFrames
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3); the last is repeated to a whole temporal patch, and rows and columns behind the last
+    frames: uint8 (F, H, W, 3); the last is repeated to a whole temporal patch, and rows and columns after the last
     whole token are left out. Returns uint8 (F / temporal_patch · (lead + H·W / patch²), patch_values).
     """
     short = -frames.shape[0] % shape.temporal_patch

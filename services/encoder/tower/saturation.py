@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed
 
-_MOST = torch.finfo(torch.float16).max
-# The largest float16 value up to √½ of it: a pair of such values is no longer than _MOST.
-_MOST_ROTATED = 32.0 * math.floor(_MOST / math.sqrt(2) / 32)
+_MAX = torch.finfo(torch.float16).max
+# The largest float16 value up to √½ of it: a pair of such values is no longer than _MAX.
+_MAX_ROTATED = 32.0 * math.floor(_MAX / math.sqrt(2) / 32)
 
 
 def saturate(model: Any) -> None:
@@ -52,7 +52,7 @@ class _SaturatingBlock(nn.Module):
 
 
 def _clamp(values: Tensor) -> Tensor:
-    return values.clamp_(-_MOST, _MOST)
+    return values.clamp_(-_MAX, _MAX)
 
 
 def _clamp_input(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
@@ -65,5 +65,5 @@ def _clamp_output(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> 
 
 def _clamp_queries_and_keys(module: nn.Module, given: tuple[Tensor], returned: Tensor) -> Tensor:
     """returned: (P, 3 · hidden), queries and keys before values."""
-    returned[:, : 2 * returned.shape[1] // 3].clamp_(-_MOST_ROTATED, _MOST_ROTATED)
+    returned[:, : 2 * returned.shape[1] // 3].clamp_(-_MAX_ROTATED, _MAX_ROTATED)
     return returned

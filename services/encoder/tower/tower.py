@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.common.contract.retention import METHODS
+from framesieve.services.compute.transfers import beside, taken_over, to_device
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit
 from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
 from framesieve.services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
-from framesieve.services.encoder.tower.transfers import beside, send, taken_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class ModelForward:
 
     def _send(self, layout: PackedLayout[Array]) -> PackedLayout[Tensor]:
         here = layout.map(torch.from_numpy)
-        sent = here.map(partial(send, device=self.device))
+        sent = here.map(partial(to_device, device=self.device))
         return sent if self.varlen else sent.with_ends_of(here)
 
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """What the cost of a slice depends on.
+    """Sizes from which the cost of a slice follows.
 
     hidden: width of a patch. patch_weights, token_weights: weights by which each patch, and each merged token, is
     multiplied once. full_layers: layers in which a patch attends to its whole slice; in the windowed_layers it attends
@@ -89,8 +89,8 @@ class Tower:
     forward: patches uint8 (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
         embed_dim); level 0 is the embedding.
     pruning_methods: those of `framesieve.common.contract.retention.METHODS` that a request may name.
-    why_not_all: said with a refusal.
-    packing: what one forward may hold, if tokens are not the only limit.
+    why_not_all: why it takes no others, for the error of a request that names one.
+    packing: the limit of one forward, if that is more than a number of tokens.
     features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
         tower's. None: each slice of the grid has the tower's tokens of a slice.
@@ -127,7 +127,7 @@ class Tower:
             # Frames that are on the device already may still be arriving, and the current stream waits for them.
             there = any(frames.device.type == "cuda" for frames in pixels)
             with nullcontext() if there else beside(self.device, "upload") as uploading:
-                patches = torch.cat([patchify(send(frames, self.device), self.patches) for frames in pixels])
+                patches = torch.cat([patchify(to_device(frames, self.device), self.patches) for frames in pixels])
             embeds = self.forward(taken_over(patches, uploading), [self._side(each) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))

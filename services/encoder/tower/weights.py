@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu.packed_linear import multiplies_bfloat16
+from framesieve.services.compute.device import TORCH_DTYPES, name_of
+from framesieve.services.compute.packed_linear import multiplies_bfloat16
 
 _KEYS_NAMED = 5  # in an error
 _STORED = ("F64", "F32", "F16", "BF16")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {name_of(dtype): dtype for dtype in TORCH_DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)

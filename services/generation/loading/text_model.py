@@ -13,7 +13,7 @@ from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu.packed_linear import join_linears, pack_linears, packed
+from framesieve.services.compute.packed_linear import join_linears, pack_linears, packed
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.experts import EXPERTS, waits

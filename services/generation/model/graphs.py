@@ -7,23 +7,21 @@ Each row is a sequence of its own, which ends with it, so draft tokens need no o
 rows are written before any row attends.
 
 These rows are the only input of a replay, beside what the cache plans on the host: slots to write, contexts and
-positions follow from them. Only caches whose attention reads blocks in place are captured. `DecodeGraphs` itself is
-independent of CUDA, which `CudaCapture` implements.
+positions follow from them. All graphs write their logits into one buffer. Only caches whose attention reads blocks in
+place are captured. This module does not know CUDA.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, cycle, repeat
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from framesieve.services.compute.graphs import Capture, doubling
+from framesieve.services.compute.transfers import pinned_for
 from framesieve.services.generation.model.attention.cache import CapturedCache
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.request.batch import Context, Packed
@@ -32,33 +30,20 @@ from framesieve.services.generation.request.batch import Context, Packed
 ID, POSITIONS, TOKENS, FIRST_BLOCK = 0, slice(1, 4), 4, 5
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """output: the result of the last `replay`, valid until the next one."""
-
-    replay: Callable[[], None]
-    output: Tensor
-
-
-class Capture(Protocol):
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """Captures `compute`, which reads `inputs`; the content of `inputs` is written before each replay.
-
-        Raises RuntimeError if `compute` cannot be captured.
-        """
-
-
 class DecodeGraphs:
     """Graphs of steps in which every row is sampled."""
 
     def __init__(
-        self, model: LanguageModel, cache: CapturedCache, most_rows: int, most_blocks: int, capture: Capture
+        self, model: LanguageModel, cache: CapturedCache, max_rows: int, max_blocks: int, capture: Capture
     ) -> None:
         """Captures the largest first: smaller graphs reuse its memory. Raises RuntimeError as `capture`."""
-        self._most_blocks = most_blocks
-        sizes = _doubling(1, most_rows)
-        self._graphs = {rows: _Graph(model, cache, rows, most_blocks, capture) for rows in reversed(sizes)}
-        self._sizes = sizes
+        self._max_blocks = max_blocks
+        self._sizes = doubling(1, max_rows)
+        # For 1280 rows of 152 k tokens 0.8 GB; with a buffer for each size, the graphs would take 2 GB.
+        logits = torch.empty((max_rows, model.vocab_size), dtype=torch.float32, device=model.device)
+        self._graphs = {
+            rows: _Graph(model, cache, max_blocks, logits[:rows], capture) for rows in reversed(self._sizes)
+        }
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -69,28 +54,29 @@ class DecodeGraphs:
         decodes: `decodes_only`. ids: int64 [R], theirs, on the device.
         """
         rows = next((each for each in self._sizes if each >= len(ids)), None)
-        if rows is None or max(len(context.blocks) for context in decodes.contexts) > self._most_blocks:
+        if rows is None or max(len(context.blocks) for context in decodes.contexts) > self._max_blocks:
             return None
         return self._graphs[rows].replay(decodes, ids)[: len(ids)]
 
 
 class _Graph:
-    """The graph of a number of rows.
+    """The graph of a number of rows, those of `logits`, float32 [rows, vocab_size].
 
-    Its rows, int32 [rows, FIRST_BLOCK + blocks], are filled in pinned host memory and copied asynchronously. There are
-    two copies of them, because a step is launched before the one before it was read.
+    Its input, int32 [rows, FIRST_BLOCK + blocks], is filled in pinned host memory and copied asynchronously. There are
+    two copies of it, because a step is launched before the one before it was read.
     """
 
-    def __init__(self, model: LanguageModel, cache: CapturedCache, rows: int, blocks: int, capture: Capture) -> None:
-        on_cuda = model.device.type == "cuda"
-        self._cache, self._most_blocks = cache, blocks
+    def __init__(
+        self, model: LanguageModel, cache: CapturedCache, blocks: int, logits: Tensor, capture: Capture
+    ) -> None:
+        self._cache, self._max_blocks = cache, blocks
         self._padding = Context(0, 1, (cache.sizes.padding_block,))
-        host = torch.zeros((rows, FIRST_BLOCK + blocks), dtype=torch.int32)
+        host = torch.zeros((len(logits), FIRST_BLOCK + blocks), dtype=torch.int32)
         host[:, TOKENS], host[:, FIRST_BLOCK:] = 1, cache.sizes.padding_block
-        self._hosts = cycle([host.clone().pin_memory() if on_cuda else host.clone() for _ in range(2)])
+        self._hosts = cycle([pinned_for(host.clone(), model.device) for _ in range(2)])
         self.inputs = host.to(model.device, copy=True)
         self._plan([])
-        self._captured = capture(self.inputs, partial(_decode, model, cache, self.inputs))
+        self._captured = capture([self.inputs], partial(_decode, model, cache, self.inputs, logits))
 
     def replay(self, decodes: Packed, ids: Tensor) -> Tensor:
         contexts = decodes.row_contexts
@@ -109,11 +95,11 @@ class _Graph:
 
     def _plan(self, contexts: Sequence[Context]) -> None:
         padded = chain(contexts, repeat(self._padding, len(self.inputs) - len(contexts)))
-        self._cache.plan_decode(list(padded), self._most_blocks)
+        self._cache.plan_decode(list(padded), self._max_blocks)
 
 
-def _decode(model: LanguageModel, cache: CapturedCache, inputs: Tensor) -> Tensor:
-    """Raw next-token logits. inputs: int32 [R, FIRST_BLOCK + W]; returns float32 [R, vocab_size]."""
+def _decode(model: LanguageModel, cache: CapturedCache, inputs: Tensor, logits: Tensor) -> Tensor:
+    """Raw next-token logits, written into `logits`, float32 [R, vocab_size]. inputs: int32 [R, FIRST_BLOCK + W]."""
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
     hidden = model.text(
         inputs_embeds=embeds[None],  # [1, R, D]
@@ -121,52 +107,4 @@ def _decode(model: LanguageModel, cache: CapturedCache, inputs: Tensor) -> Tenso
         use_cache=False,
         batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
     ).last_hidden_state[0]
-    logits: Tensor = model.lm_head(hidden)
-    return logits.float()
-
-
-class CudaCapture:
-    """Captures CUDA graphs into one memory pool, on a stream of its device; torch's default stream may be another's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def __call__(self, inputs: Tensor, compute: Callable[[], Tensor]) -> Captured:
-        """Implements `Capture`. Runs `compute` twice before capturing: once so that libraries initialise, once with
-        synchronisation forbidden, because a failure there leaves less state behind than a failing capture.
-        """
-        # `torch.cuda.graph` leaves its stream current if the end of the capture fails.
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                compute()
-                with _forbid_synchronisation():
-                    compute()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = compute()
-            torch.cuda.current_stream().wait_stream(self._stream)
-        return Captured(graph.replay, output)
-
-
-@contextmanager
-def _forbid_synchronisation() -> Iterator[None]:
-    """Raises RuntimeError when the host waits for the device, which a graph cannot capture."""
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that the mode is experimental
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _doubling(least: int, most: int) -> Sequence[int]:
-    """least, 2 · least, 4 · least, … below `most`, then `most`."""
-    found = []
-    while least < most:
-        found.append(least)
-        least *= 2
-    return [*found, most]
+    return logits.copy_(model.lm_head(hidden))

@@ -15,10 +15,12 @@ import structlog
 import torch
 from torch import Tensor
 
-from framesieve.services.cpu.compiled import compiled_whole, compiles
+from framesieve.services.compute.compiled import compiled_whole, compiles
+from framesieve.services.compute.graphs import Capture
+from framesieve.services.compute.transfers import pinned_for, to_device
 from framesieve.services.generation.model.attention import attending, make_cache
 from framesieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
-from framesieve.services.generation.model.graphs import Capture, DecodeGraphs
+from framesieve.services.generation.model.graphs import DecodeGraphs
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.request.batch import (
     Chunk,
@@ -37,7 +39,6 @@ from framesieve.services.generation.sampling.sampler import (
     choose,
     sample_and_verify,
 )
-from framesieve.services.generation.to_device import pinned_for, to_device
 
 # A size that no other dimension has: the compiler takes those that are equal in its first call to be equal in all.
 COMPILED_WITH_TOKENS = 7

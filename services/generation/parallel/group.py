@@ -1,4 +1,4 @@
-"""Communication between ranks: the process group, the worker processes that rank 0 starts, and steps as bytes.
+"""Communication between ranks: collective operations, the worker processes that rank 0 starts, and steps as bytes.
 
 Collective operations go through torch.distributed (NCCL on CUDA, gloo on the CPU) and must be called by every rank in
 the same order. Steps go from rank 0 to each worker over a socket. This module does not know models.
@@ -7,10 +7,9 @@ the same order. Steps go from rank 0 to each worker over a socket. This module d
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 
@@ -19,18 +18,15 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus
-from framesieve.common.ranks import Ranks, heeding_signals, meeting_place
+from framesieve.common.ranks import Ranks, meeting_place
+from framesieve.services.compute.group import join, leave
+from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.generation.request.batch import AdaptedRows, Context, Packed
 
 WORKER_MODULE = "framesieve.services.generation.startup.rank"
-
-# All ranks run on one machine: they communicate over the loopback interface only.
-_INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 # How long a rank waits for another, which may still be loading its weights. Afterwards gloo's operation fails and NCCL
 # ends the process; NCCL does not watch operations inside replayed graphs.
@@ -55,14 +51,9 @@ class Group:
 
         Raises StartupError if a rank does not join within the timeout.
         """
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        os.environ.setdefault(_INTERFACE_VARIABLES[backend], "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        try:
-            self._store: FileStore = heeding_signals(partial(_join, backend, meeting, rank, ranks))
-        except RuntimeError as error:
-            raise StartupError(f"--tensor-parallel {ranks}: the ranks cannot reach each other: {error}") from error
+        self._store = join(meeting, rank, ranks, device, "--tensor-parallel", _TIMEOUT)
         self.rank, self.ranks, self.device = rank, ranks, device
         self._attempts = count()
         self.mesh: DeviceMesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
@@ -108,17 +99,9 @@ class Group:
         log.error("cannot start", error=f"--tensor-parallel {self.ranks}: {what} {where}: {remedy}")
         os._exit(ExitStatus.CANNOT_START)
 
-    def leave(self) -> None:
-        """Destroys a gloo group. NCCL's stays, since its destruction waits for other ranks and for captured graphs.
-
-        A process that has an NCCL group therefore ends by os._exit.
-        """
-        if self.device.type != "cuda":
-            dist.destroy_process_group()
-
 
 class WorkerRanks:
-    """Rank 0's handle on the worker processes. Before `watch` is called, the end of a worker ends this process too."""
+    """Rank 0's handle on the worker processes. failure: recorded when one of them ends."""
 
     def __init__(self, count: int, arguments: Sequence[str], device: torch.device, module: str = WORKER_MODULE) -> None:
         """Starts the workers and returns once all ranks have joined the group.
@@ -126,17 +109,12 @@ class WorkerRanks:
         count: ranks, this one included. arguments: this service's flags, which each worker parses itself.
         Raises StartupError if they do not join.
         """
-        self.lost: str | None = None
-        self._on_lost: Callable[[], None] | None = None
+        self.failure = RankFailure()
         meeting = meeting_place()
         facts = {"arguments": list(arguments), "meeting": str(meeting)}
-        self.ranks = Ranks(module, count, facts, self._note)
+        self.ranks = Ranks(module, count, facts, self.failure.record)
         self.group = Group(0, count, meeting, device)
         log.info("ranks", count=count, others=self.ranks.pids)
-
-    def watch(self, on_lost: Callable[[], None]) -> None:
-        """From now on calls `on_lost`, in a thread of its own, when a worker ends, instead of ending this process."""
-        self._on_lost = on_lost
 
     def broadcast(self, packed: Packed, features: Tensor | None, unread: Tensor | None) -> None:
         """Sends the next step to all workers. features, unread: as in `Runner.compute`. Raises OSError if one ended."""
@@ -148,16 +126,8 @@ class WorkerRanks:
     def close(self, in_step: bool = True) -> None:
         """in_step: whether all ranks have executed the same steps; if not, leaving the group could block for ever."""
         self.ranks.close()
-        if in_step and self.lost is None:
-            self.group.leave()
-
-    def _note(self, lost: str) -> None:
-        self.lost = lost
-        if self._on_lost is None:  # other threads may be blocked waiting for that rank
-            log.error("cannot start", error=lost)
-            os._exit(ExitStatus.CANNOT_START)
-        log.error("a rank is lost, and the service ends", error=lost)
-        self._on_lost()
+        if in_step and self.failure.cause is None:
+            leave(self.group.device)
 
 
 def to_bytes(packed: Packed) -> bytes:
@@ -209,9 +179,3 @@ def from_bytes(data: bytes) -> Packed:
             )
         ),
     )
-
-
-def _join(backend: str, meeting: Path, rank: int, ranks: int) -> FileStore:
-    store = FileStore(str(meeting), ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    return store

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.services.generation.to_device import to_device
+from framesieve.services.compute.transfers import to_device
 
 # Puts a token below all others at any temperature. Finite: where a grammar allows no other token, it is still chosen.
 FORBIDDEN = -1e6

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from framesieve.common.contract.plan import Int32Array
-from framesieve.services.generation.to_device import to_device
+from framesieve.services.compute.transfers import to_device
 
 _LEAST_REPETITION = 1e-30  # dividing by less would overflow float32
 

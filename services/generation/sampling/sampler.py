@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from framesieve.common.contract.plan import Int32Array
+from framesieve.services.compute.transfers import ToHost, to_device
 from framesieve.services.generation.sampling.banned import Banned, Spelling
 from framesieve.services.generation.sampling.bias import Bias, add_bias
 from framesieve.services.generation.sampling.penalties import Penalties, penalise
 from framesieve.services.generation.sampling.structured import DocumentState, Grammar, forbid
 from framesieve.services.generation.sampling.truncation import floors
-from framesieve.services.generation.to_device import ToHost, to_device
 
 # The bias that forbids a token, as OpenAI's API defines it.
 _FORBIDDING = -100

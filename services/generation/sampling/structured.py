@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
-from framesieve.services.generation.to_device import to_device
 
 MAX_SCHEMA_CHARACTERS = 65_536
 ANY_OBJECT = '{"type": "object"}'

@@ -11,11 +11,12 @@ import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
+from framesieve.services.compute.device import device_of
+from framesieve.services.compute.graphs import CudaCapture
+from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading.quantised import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
-from framesieve.services.generation.model.graphs import CudaCapture
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner, Workers
 from framesieve.services.generation.parallel.group import Group
@@ -69,7 +70,7 @@ def build(
 
     group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
     """
-    device = device_of(settings, group.rank if group else 0)
+    device = device_of(settings.device, "--tensor-parallel", settings.tensor_parallel, group.rank if group else 0)
     limits = step_limits(settings, device, group)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
@@ -114,26 +115,6 @@ def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: Langu
     weights = sum(each.in_features * each.out_features for each in layers)
     small = weights >= COMPILED_FROM_WEIGHTS and weights <= model.layers * COMPILED_TO_LAYER_WEIGHTS
     return settings.compile == "on" or (settings.compile == "auto" and small)
-
-
-def device_of(settings: GenerationSettings, rank: int = 0) -> torch.device:
-    """The device of a rank; rank N uses the Nth CUDA device from --device on. Raises StartupError if unusable."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and settings.tensor_parallel > 1:
-            first, found = device.index or 0, torch.cuda.device_count()
-            if first + settings.tensor_parallel > found:
-                raise StartupError(
-                    f"--tensor-parallel {settings.tensor_parallel} needs as many CUDA devices, starting at "
-                    f"cuda:{first}; this machine has {found}"
-                )
-            device = torch.device("cuda", first + rank)
-        # `cuda` has no index, and would not equal the device of its own tensors.
-        device = torch.zeros(1, device=device).device
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        raise StartupError(f"--device {name} cannot be used: {error}") from error
-    return device
 
 
 def _cache_tokens(settings: GenerationSettings, limits: StepLimits, model: LanguageModel, group: Group | None) -> int:

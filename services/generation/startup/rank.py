@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from framesieve.services.compute.prepare import prepare
+
+prepare()  # before the imports below, of which torch reads the environment once
+
 import os
 import sys
 from itertools import cycle
@@ -18,10 +22,11 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus
 from framesieve.common.ranks import Orders
 from framesieve.common.telemetry.logs import configure_logging
+from framesieve.services.compute.device import device_of
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.parallel.group import Group, from_bytes
 from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import build, device_of
+from framesieve.services.generation.startup.build import build
 
 log = structlog.get_logger()
 
@@ -37,12 +42,13 @@ def main() -> None:
         configure_logging("generation", settings.log_format, settings.log_level)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        group = Group(rank, orders.facts["ranks"], Path(orders.facts["meeting"]), device_of(settings, rank))
+        device = device_of(settings.device, "--tensor-parallel", settings.tensor_parallel, rank)
+        group = Group(rank, orders.facts["ranks"], Path(orders.facts["meeting"]), device)
         run_steps(orders, build(settings, Checkpoint.find(settings.model), group).runner, group)
     except StartupError as error:
         log.error("cannot start", error=str(error))
         sys.exit(ExitStatus.CANNOT_START)
-    os._exit(ExitStatus.FINISHED)  # see Group.leave
+    os._exit(ExitStatus.FINISHED)  # see `compute.group.leave`
 
 
 def run_steps(orders: Orders, runner: Runner, group: Group) -> None:

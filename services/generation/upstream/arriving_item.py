@@ -17,15 +17,14 @@ import torch
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
 from framesieve.common.contract.received import received_kept
-from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s
 from framesieve.common.telemetry.metrics import busy
+from framesieve.services.compute.device import TORCH_DTYPES
+from framesieve.services.compute.transfers import pinned_for
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.stage_clock import Stage
-from framesieve.services.generation.to_device import pinned_for
 from framesieve.v1 import encoder_pb2
-
-TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
 
 _DIGEST_DOMAIN = b"framesieve media item v3"
 

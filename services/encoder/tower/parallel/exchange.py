@@ -12,59 +12,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.ranks import heeding_signals
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.encoder.tower.patches import Frames, TimedFrames
-from framesieve.services.encoder.tower.transfers import send
 
 # For all ranks to join, for encoding one share, and for one transfer once both sides are ready for it.
 TIMEOUT = timedelta(minutes=5)
-# All ranks run on one machine: only loopback is listened on.
-_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-Shape: TypeAlias = Sequence[int]
-
-
-def join(meeting: Path, rank: int, ranks: int, device: torch.device) -> Any:
-    """A process group of `ranks`, NCCL on CUDA and gloo elsewhere. Returns once all have joined.
-
-    meeting: a file that only these ranks use, empty or absent. Raises StartupError if they do not join in time.
-    """
-    on_cuda = device.type == "cuda"
-    for name, interface in _INTERFACES.items():
-        os.environ.setdefault(name, interface)
-    try:
-        heeding_signals(
-            partial(
-                dist.init_process_group,
-                "nccl" if on_cuda else "gloo",
-                init_method=f"file://{meeting}",
-                rank=rank,
-                world_size=ranks,
-                timeout=TIMEOUT,
-                device_id=device if on_cuda else None,
-            )
-        )
-    except RuntimeError as error:
-        raise StartupError(f"the {ranks} ranks of the tower cannot reach each other: {error}") from error
-    return dist.group.WORLD
-
-
-def leave(device: torch.device) -> None:
-    """Destroys a gloo group. NCCL would wait for the other ranks: a process with such a group ends by os._exit."""
-    if device.type != "cuda":
-        dist.destroy_process_group()
 
 
 class Exchange:
@@ -89,7 +48,7 @@ class Exchange:
 def packed(slices: Sequence[Frames], device: torch.device) -> Tensor:
     """All values of the slices as one tensor on `device`: uint8 (values,)."""
     pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
-    return send(torch.cat([frames.reshape(-1) for frames in pixels]), device)
+    return to_device(torch.cat([frames.reshape(-1) for frames in pixels]), device)
 
 
 def announced(slices: Sequence[Frames]) -> bytes:

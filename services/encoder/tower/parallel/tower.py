@@ -18,10 +18,11 @@ import structlog
 import torch
 from torch import Tensor
 
+from framesieve.common.contract.errors import Unavailable
+from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
 from framesieve.services.encoder.tower.parallel.assignment import assign
 from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
-from framesieve.services.encoder.tower.parallel.rank_failure import RankFailure
 from framesieve.services.encoder.tower.patches import Frames
 from framesieve.services.encoder.tower.tower import Tower
 
@@ -62,25 +63,30 @@ class _OutOfStep(Exception):
 class DataParallelTower:
     """own: the tower of rank 0, this process. others: ranks 1 to count − 1, which `exchange` reaches.
 
-    most_tokens: of one forward of one rank. rank_failure: recorded when one of them ends.
+    max_tokens: of one forward of one rank. rank_failure: recorded when one of them ends.
     """
 
     def __init__(
-        self, own: Tower, others: Others, count: int, exchange: Exchange, most_tokens: int, rank_failure: RankFailure
+        self, own: Tower, others: Others, count: int, exchange: Exchange, max_tokens: int, rank_failure: RankFailure
     ) -> None:
         self.own = own
         self.rank_failure = rank_failure
-        self.budget_tokens = most_tokens * count  # of a forward of all ranks
+        self.budget_tokens = max_tokens * count  # of a forward of all ranks
         self._others = others
         self.count = count
         self._exchange = exchange
-        self._packing = packing_of(own, most_tokens)
+        self._packing = packing_of(own, max_tokens)
 
     @property
     def packing(self) -> PackingLimit:
-        """What fills a forward of every rank."""
+        """The limit of a forward of all ranks."""
         largest = Size(*(each * self.count for each in astuple(self._packing.largest)))
         return PackingLimit(largest, self._packing.size_of)
+
+    @property
+    def failure(self) -> Unavailable:
+        """The error that callers get once a rank has ended."""
+        return Unavailable(f"the tower of the encoder has ended: {self.rank_failure.cause}", "encoder")
 
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
@@ -95,13 +101,13 @@ class DataParallelTower:
                     log.exception("a rank does not answer")
                     self._others.kill()
                     self.rank_failure.wait()
-        raise self.rank_failure.error
+        raise self.failure
 
     def _encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
         costs = [self.own.cost(frames.shape) for frames in slices]
-        # Each share in the order of the slices, where slices of equal size are neighbours.
-        mine, *theirs = [sorted(share) for share in assign(costs, self.count).shares]
+        # Each share is in the order of the slices, where slices of equal size are neighbours.
+        mine, *theirs = assign(costs, self.count)
         shares = [
             self._share(rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices))
             for rank, indices in enumerate(theirs, start=1)
@@ -144,10 +150,10 @@ class DataParallelTower:
         return [failure(f"rank {share.rank}: {answer.decode()}")]
 
 
-def packing_of(tower: Tower, most_tokens: int) -> PackingLimit:
-    """What one forward of the tower may hold, at most `most_tokens` tokens."""
+def packing_of(tower: Tower, max_tokens: int) -> PackingLimit:
+    """The limit of one forward of the tower: its own, or `max_tokens` tokens."""
     return tower.packing or PackingLimit(
-        token_limit(most_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
+        token_limit(max_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
     )
 
 

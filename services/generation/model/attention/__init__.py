@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from framesieve.services.compute.kernels import avoid_cudnn
 from framesieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
 from framesieve.services.generation.model.attention.sdpa import SdpaCache
@@ -27,10 +28,7 @@ log = structlog.get_logger()
 
 def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
     """The fastest cache for the device and dtype of `like`."""
-    if like.device.type == "cuda":
-        # torch prefers cuDNN on Hopper, which spends up to half a second on a plan for every new context length, and
-        # the lengths change with every step.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    avoid_cudnn(like.device)
     if kernels := find_kernels(sizes, like):
         log.info("attention", cache="flash_infer", device=str(like.device))
         return FlashInferCache(sizes, like, kernels)

@@ -39,10 +39,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framesieve.services.compute.device import name_of
+from framesieve.services.compute.kernels import check_result
+from framesieve.services.compute.transfers import pinned_for, to_device
 from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots, plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes, write
 from framesieve.services.generation.request.batch import Context, Packed
-from framesieve.services.generation.to_device import pinned_for, to_device
 
 # As FlashInfer recommends; more where its plans of split contexts need more.
 LEAST_WORKSPACE_BYTES = 128 * 2**20
@@ -58,8 +60,6 @@ HEAD_DIMS = (64, 128, 256)
 TURNS = 2
 # Of prefill: FlashInfer's own choice, and what runs on every card.
 BACKENDS = ("auto", "fa2")
-# Maximum difference between two correct kernels on values of magnitude 1 in bfloat16.
-TOLERANCE = 2e-2
 
 log = structlog.get_logger()
 
@@ -217,7 +217,7 @@ def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
 def lacking(sizes: CacheSizes, like: Tensor) -> str | None:
     """Why FlashInfer has no kernels for a model on a CUDA device; None if it has."""
     if like.dtype not in DTYPES:
-        return f"no kernel computes in {str(like.dtype).removeprefix('torch.')}, set --dtype bfloat16"
+        return f"no kernel computes in {name_of(like.dtype)}, set --dtype bfloat16"
     if sizes.head_dim not in HEAD_DIMS:
         return (
             f"FlashInfer has kernels for heads of {', '.join(map(str, HEAD_DIMS))}, this model's have {sizes.head_dim}"
@@ -266,5 +266,4 @@ def check_kernels(kernels: Kernels, sizes: CacheSizes, like: Tensor) -> None:
         expected = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None].float(), key, value, seen, enable_gqa=sizes.heads != sizes.kv_heads
         )
-        difference = float((found.float() - expected[0].transpose(0, 1)).abs().max())
-        assert difference < TOLERANCE, f"the result differs by {difference}"
+        check_result(found, expected[0].transpose(0, 1))

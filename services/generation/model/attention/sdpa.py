@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.model.attention.cache import FP8, CacheSizes, write
 from framesieve.services.generation.request.batch import Context, Int64Array, Packed, slots_of
-from framesieve.services.generation.to_device import to_device
 
 # Below this many tokens per row, gathering all contexts for one call is cheaper than one call for each.
 IN_PLACE_TOKENS = 512

@@ -150,8 +150,8 @@ def packed(linear: nn.Linear) -> nn.Module:
 def pack_linears(model: nn.Module) -> None:
     """Replaces all linear layers of `model` by packed ones, one at a time, so that few weights are held twice.
 
-    What is left is copied if any was packed. It is a view of the checkpoint's mapped file, and any view would keep all
-    of that mapped: all weights once more.
+    The other parameters are copied if any layer was packed: they are views of the checkpoint's mapped file, and one
+    view keeps all of it mapped, all weights once more.
     """
     packs = False
     for module in list(model.modules()):

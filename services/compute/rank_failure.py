@@ -8,7 +8,6 @@ from threading import Event
 
 import structlog
 
-from framesieve.common.contract.errors import Unavailable
 from framesieve.common.process import ExitStatus
 
 # Within so long after its connections break, the end of a process is reported.
@@ -34,7 +33,7 @@ class RankFailure:
         self.cause = cause
         self._recorded.set()
         if self._on_failure is None:  # os._exit: other threads may wait for that rank for ever
-            log.error("cannot start", error=f"of the tower, {cause}")
+            log.error("cannot start", error=cause)
             os._exit(ExitStatus.CANNOT_START)
         log.error("a rank is lost, and the service ends", error=cause)
         self._on_failure()
@@ -42,8 +41,3 @@ class RankFailure:
     def wait(self) -> bool:
         """Whether a failure is recorded; waits a moment for it, as broken connections are noticed first."""
         return self._recorded.wait(_REPORTED_WITHIN_S)
-
-    @property
-    def error(self) -> Unavailable:
-        """The error that callers get."""
-        return Unavailable(f"the tower of the encoder has ended: {self.cause}", "encoder")

@@ -1,36 +1,32 @@
 """A stream from preprocessing: one call of Preprocess, its checks, and which cache entry gets which slice.
 
-    caller A   plan ─ lead X ──── gone
+    caller A   plan ─ deliver X ─ gone
     stream A         X X X X X X X X X X     continues, since B waits for X; cancelled with the last waiter
     caller B          plan ─ wait for X ──▶ answered
 
 Each request opens one stream, because media are opened, fetched and hashed while its plan is made. Its slices may be
 shared with other requests, so the call runs without the caller's deadline and may outlive the caller. If a stream
-fails, another request that waits for the entry selects the item from a stream of its own.
+fails, another request that waits for an entry fills it from a stream of its own.
 Anything that the plan did not announce raises PeerContract.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from time import monotonic_ns
 from typing import Any
 
-import grpc
-
 from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
-from framesieve.common.contract.plan import MediaPlan, Modality, PromptPlan
-from framesieve.common.contract.received import check_plan, received_plan
+from framesieve.common.contract.plan import MediaPlan, PromptPlan
+from framesieve.common.contract.received import received_plan
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s
 from framesieve.common.handover import Receiver
-from framesieve.services.encoder.items.cache_entry import CacheEntry, FrameSlice
-from framesieve.services.encoder.tower.patches import PatchShape
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, FrameSlice
+from framesieve.services.encoder.upstream.plan_check import PlanCheck
+from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 
 STAGE = "preprocessing"
@@ -39,62 +35,19 @@ STAGE = "preprocessing"
 _RETRIABLE = (Unavailable, DeadlinePassed, Overloaded, asyncio.CancelledError)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCheck:
-    """What a plan must agree with: the tower's patches and levels, and the checkpoint's fingerprint.
-
-    arrange: of a tower whose tokens are arranged; it raises ValueError for a plan that it cannot be of.
-    """
-
-    patches: PatchShape
-    embed_levels: int
-    fingerprint: bytes
-    arrange: Callable[[MediaPlan], object] | None = None
-
-    def check(self, plan: PromptPlan, prompt: prompt_pb2.Prompt) -> None:
-        """Raises PeerContract unless the plan is one of this prompt, made with this checkpoint for this tower."""
-        check_plan(plan, prompt, self.fingerprint, self.embed_levels)
-        for item in plan.media:
-            if not item.brings_embeds:
-                self.check_frames(item)
-
-    def check_frames(self, item: MediaPlan) -> None:
-        """Raises PeerContract unless the tower makes the item's grid of its frames."""
-        if self.arrange is not None:
-            try:
-                self.arrange(item)
-            except ValueError as error:
-                raise PeerContract(f"the frames of an {item.modality.value} do not make its grid: {error}") from error
-            return
-        if (item.grid.h, item.grid.w) != self.patches.grid(*item.frames.size_px):
-            height, width = item.frames.size_px
-            raise PeerContract(f"frames of {height}×{width} pixels do not make the grid {item.grid}")
-        frames, is_image = item.frames, item.modality is Modality.IMAGE
-        slices = 1 if is_image else -(-frames.count // self.patches.temporal_patch)
-        if slices != item.grid.t or frames.group_frames or (is_image and frames.count != 1):
-            raise PeerContract(f"{frames.count} frames of an {item.modality.value} do not make the grid {item.grid}")
-
-
 class PreprocessStream:
     """One call of Preprocess: the plan, then the slices of selected items, in the order of selection.
 
-    It belongs to its request until `detach`, then to the waiters of the entries that it delivers to.
+    It belongs to its request until `detach`, then to the waiters of the entries that it fills.
     """
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        options: Mapping[str, Any],
-        plan_check: PlanCheck,
-        receiver: Receiver | None = None,
-    ) -> None:
-        """options: of the call, such as its metadata. receiver: of frames in shared memory; the stream closes it."""
+    def __init__(self, call: Any, plan_check: PlanCheck, receiver: Receiver | None = None) -> None:
+        """call: of Preprocess, just begun. receiver: of frames in shared memory; the stream closes it."""
         self.fetched_ns: int | None = None  # when media fetched by URL were complete; set by `plan`, if there are any
         self._plan_check = plan_check
         self._receiver = receiver
-        self._call: Any = preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess(**options)
-        self._selected: list[tuple[int, MediaPlan]] = []  # whose frames are due, in the order of selection
-        self._entries: dict[int, CacheEntry] = {}  # that get these frames, by media index
+        self._call = call
+        self._due: list[Delivery] = []  # selected, in this order
         self._all_selected = False
         self._detached = False
         self._writing = asyncio.Lock()
@@ -130,29 +83,25 @@ class PreprocessStream:
         self._reading.add_done_callback(self._end_reading)
         return plan
 
-    async def lead(self, media_index: int, entry: CacheEntry) -> None:
-        """Reserves bytes for the entry, then selects the item, whose slices go to the entry from then on.
+    async def deliver(self, media_index: int, entry: CacheEntry) -> Delivery:
+        """Reserves bytes for an entry that needs a delivery, then selects the item, whose slices fill the entry.
 
         Raises the stream's error if it has failed.
         """
-        entry.cancel_stream = self.cancel_if_unwanted
+        delivery = Delivery(media_index, entry, self._cancel_if_unwanted)
         try:
             await entry.reserve()
-            await self._select(media_index, entry)
+            await self._select(delivery)
         except BaseException:
-            entry.end_stream(self.cancel_if_unwanted)
+            delivery.end()
             raise
-        entry.notify()
+        return delivery
 
     async def all_selected(self) -> None:
         """Declares that nothing more will be selected: the stream ends after the frames that are due."""
         async with self._writing:
             self._all_selected = True
             await end_writing(self._call)
-
-    def delivers_to(self, entry: CacheEntry) -> bool:
-        """Whether the entry has slices to come from this stream."""
-        return entry in self._entries.values()
 
     async def finished(self) -> None:
         """Waits until the stream has ended as it should. Raises its error otherwise."""
@@ -163,69 +112,57 @@ class PreprocessStream:
     def detach(self) -> None:
         """Ends the request's claim to the stream, which continues while other requests wait for its slices."""
         self._detached = True
-        self.cancel_if_unwanted()
+        self._cancel_if_unwanted()
         if self._reading is None:
             self._close_receiver()
 
-    def cancel_if_unwanted(self) -> None:
-        """Cancels the call once its request has detached and no entry that it delivers to has a waiter."""
-        if self._detached and not any(entry.waiters for entry in self._entries.values()):
+    def _cancel_if_unwanted(self) -> None:
+        """Cancels the call once its request has detached and nothing waits for its deliveries."""
+        if self._detached and not any(each.wanted for each in self._due):
             self._call.cancel()
             if self._reading is not None:
                 self._reading.cancel()
 
-    async def _select(self, media_index: int, entry: CacheEntry) -> None:
+    async def _select(self, delivery: Delivery) -> None:
         async with self._writing:
             assert self._reading is not None
             if self._reading.done():
                 self._reading.result()
-            self._entries[media_index] = entry
-            self._selected.append((media_index, entry.plan))
-            try:
-                await write_to(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=media_index)))
-            except BaseException:
-                self._entries.pop(media_index, None)
-                raise
+            self._due.append(delivery)
+            await write_to(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=delivery.media_index)))
 
     async def _read(self) -> None:
         try:
-            async with aclosing(self._slices()) as slices:
-                async for piece in slices:
-                    await self._deliver(piece)
+            await self._read_items()
         except BaseException as error:
             self._fail(error)
             raise
 
-    async def _deliver(self, piece: FrameSlice) -> None:
-        entry = self._entries.get(piece.media_index)
-        if entry is None:  # its leader was cancelled while the selection was being sent
-            return
-        await entry.add_slice(piece)
-        if piece.index + 1 == entry.plan.slices:
-            del self._entries[piece.media_index]
-            entry.end_stream(self.cancel_if_unwanted)
-            self.cancel_if_unwanted()
-
     def _fail(self, error: BaseException) -> None:
-        """Ends all deliveries. An error of the media fails the first entry due; the others get another stream."""
-        for place, entry in enumerate(self._entries.values()):
-            if place == 0 and not isinstance(error, _RETRIABLE):
-                entry.fail(error)
-            entry.end_stream(self.cancel_if_unwanted)
-        self._entries.clear()
+        """Ends all deliveries. An error of the media fails the first entry; the others get another delivery."""
+        active = [each for each in self._due if each.active]
+        if active and not isinstance(error, _RETRIABLE):
+            active[0].entry.fail(error)
+        for delivery in active:
+            delivery.end()
 
-    async def _slices(self) -> AsyncGenerator[FrameSlice, None]:
-        """Every slice of every selected item. Raises PeerContract if the stream ends before it should."""
+    async def _read_items(self) -> None:
+        """Delivers every slice of every selected item. Raises PeerContract if the stream ends before it should."""
         while (first := await self._read_frames()) is not None:
-            if not self._selected:
+            if not self._due:
                 raise PeerContract(f"frames of media {first.media_index} were not selected or exceed its plan")
-            media_index, item = self._selected[0]
+            delivery = self._due[0]
+            item = delivery.entry.plan
             for start in range(0, item.frames.count, item.slice_frames):
                 chunk = first if start == 0 else await self._read_frames()
-                yield await self._read_slice(media_index, item, start, chunk)
-            self._selected.pop(0)
-        if self._selected or not self._all_selected:
-            due = ", ".join(str(index) for index, _ in self._selected) or "items that may still be selected"
+                piece = await self._read_slice(delivery.media_index, item, start, chunk)
+                if delivery.active:  # else its request was cancelled while the selection was being sent
+                    await delivery.entry.add_slice(piece)
+            self._due.pop(0)
+            delivery.end()
+            self._cancel_if_unwanted()
+        if self._due or not self._all_selected:
+            due = ", ".join(str(each.media_index) for each in self._due) or "items that may still be selected"
             raise PeerContract(f"the stream ended before the frames of media {due} had arrived")
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
@@ -249,7 +186,7 @@ class PreprocessStream:
                 chunk = await self._read_frames()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
-        return FrameSlice(media_index, start // item.slice_frames, buffer, repaired, decoded_ns, resized_ns)
+        return FrameSlice(start // item.slice_frames, buffer, repaired, decoded_ns, resized_ns)
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read_message()

@@ -36,7 +36,7 @@ class Resampler(nn.Module):
         self.proj = nn.Parameter(torch.empty(width, width))
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
-        """Tokens (S · queries, width) of S slices; behind the last slice's are rows of none.
+        """Tokens (S · queries, width) of S slices; rows after the last slice's belong to none.
 
         patches: (P, patch_width), packed as `layout` says.
         """

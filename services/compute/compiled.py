@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 def compile_layers(layers: Iterable[nn.Module], warm_up: Callable[[], object]) -> bool:
-    """Compiles layers of one class for what they meet in `warm_up`. What does not fit that runs uncompiled.
+    """Compiles layers of one class for the arguments that they meet in `warm_up`. Calls with others run uncompiled.
 
     Returns False, and leaves them as they were, if that fails, as it does without a C++ compiler.
     """

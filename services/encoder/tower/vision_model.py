@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.cpu.packed_linear import pack_linears
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
@@ -43,20 +43,20 @@ def make_tower(
     rotary_class: Any,
     shape: TowerShape,
     keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Tensor | int | None]],
-    levels: Callable[[Any], Tensor],
     hidden: int,
     embed_dim: int,
     dtype: str,
     device: torch.device,
     attention: Wanted,
+    levels: Callable[[Any], Tensor] = lambda output: output.pooler_output[None],
     embed_levels: int = 0,
     windowed_layers: int = 0,
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
     rotary_class: of its `rotary_pos_emb`. keywords: the layout as keyword arguments of the model's forward, which
-    otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim). hidden: width of a
-    patch inside the model.
+    otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim); by default it has
+    the embedding alone. hidden: width of a patch inside the model.
     Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
     """
     with torch.device("meta"):

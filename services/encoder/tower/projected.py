@@ -1,0 +1,276 @@
+"""Towers in the layout of LLaVA 1.5: CLIP, SigLIP, Pixtral or InternViT, a selection of layers, and a projector.
+
+    patches ─▶ embedding ─▶ layer 1 ─▶ … ─▶ layer n        −1 is the last layer's output, before any norm
+                   0            1               n
+
+The outputs of the layers in `vision_feature_layer` are joined along the channels and projected; layers after the last
+of them are not computed. `default` leaves out the first row of each image: the class token, where there is one.
+Source: `LlavaModel.get_image_features` of transformers 5.24, whose classes these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.clip.modeling_clip import CLIPAttention, CLIPVisionModel
+from transformers.models.internvl.modeling_internvl import (
+    InternVLVisionEmbeddings,
+    InternVLVisionLayer,
+    InternVLVisionModel,
+)
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel, PixtralVisionRotaryEmbedding
+from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVisionModel
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.services.compute.packed_linear import pack_linears
+from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+
+_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_CLASSES: dict[str, Any] = {
+    "clip_vision_model": CLIPVisionModel,
+    "siglip_vision_model": SiglipVisionModel,
+    "pixtral": PixtralVisionModel,
+    "internvl_vision": InternVLVisionModel,
+}
+_WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
+
+
+def load_projected(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    attention: Wanted,
+    *,
+    projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
+    merge: int = 1,
+    arrange: Callable[[nn.Module], Callable[[MediaPlan], Arrangement]] | None = None,
+) -> Tower:
+    """A tower, a selection of its layers and a projector. config: of the whole model.
+
+    projector: makes it of the config. merge: patches per side of a token, which the projector merges. arrange: makes
+    `Tower.arrange` of the projector, which the tower then leaves out.
+    Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable.
+    """
+    vision = config.vision_config
+    if vision.model_type not in _CLASSES:
+        raise StartupError(
+            f"vision_config.model_type {vision.model_type!r} is not supported, only {', '.join(_CLASSES)}"
+        )
+    if getattr(vision, "tie_last_hidden_states", False):
+        raise StartupError(
+            "vision_config.tie_last_hidden_states true is not supported: the last output is taken before its norm"
+        )
+    lead = int(vision.model_type in _WITH_CLASS_TOKEN)
+    dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")
+    vision._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = _Llava(config, projector(config))
+    stored = _find(checkpoint, model)
+    runs_in = choose_dtype(stored, dtype, device)
+    if runs_in == torch.float16:
+        raise StartupError(f"--dtype float16: {vision.model_type} towers overflow it, use bfloat16 or float32")
+    weights = read_weights(stored, runs_in, device, model.patch_embedding)
+    fill(model, weights, runs_in)
+    heads, hidden = vision.num_attention_heads, vision.hidden_size
+    attend = find_attention(attention, device, runs_in, heads, hidden // heads) or attend_by_length
+    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    model.embed_with(read_normalisation(checkpoint), weights, runs_in)
+    sizes = _sizes(model)
+    layers = model.layers
+    pack_linears(model.eval().requires_grad_(False).to(device))
+
+    project = model.multi_modal_projector
+
+    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        features: Tensor = model(patches, layout, attend=attend)
+        return (features if arrange else project(features))[None]
+
+    side = side_of(vision.image_size) // side_of(vision.patch_size)
+    fixed = None if vision.model_type == "pixtral" else Side(side, side)
+    shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=fixed)
+    return Tower(
+        forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),
+        patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, crops=fixed is not None),
+        embed_dim=config.text_config.hidden_size,
+        embed_levels=0,
+        dtype=runs_in,
+        device=device,
+        sizes=sizes,
+        features=model.features if arrange else None,
+        arrange=arrange(project) if arrange else None,
+    )
+
+
+class _SiglipAttention(SiglipAttention):
+    """CLIP's has the same parts and, other than SigLIP's, passes the ends of sequences on to the attention."""
+
+    forward = CLIPAttention.forward  # type: ignore[assignment]
+
+
+class _InternVLLayer(InternVLVisionLayer):
+    """Passes the ends of sequences on to the attention, which transformers' does not."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: None = None, **keywords: Any) -> Tensor:
+        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **keywords)
+        hidden_states = hidden_states + self.lambda_1 * attended
+        output: Tensor = hidden_states + self.lambda_2 * self.mlp(self.layernorm_after(hidden_states))
+        return output
+
+
+def pass_ends_on(layers: nn.Module) -> None:
+    """Makes layers pass the ends of sequences on to the attention."""
+    for module in layers.modules():
+        if isinstance(module, SiglipAttention):
+            module.__class__ = _SiglipAttention
+        elif isinstance(module, InternVLVisionLayer):
+            module.__class__ = _InternVLLayer
+
+
+class _Llava(nn.Module):
+    """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows."""
+
+    embed: Any
+
+    def __init__(self, config: Any, projector: nn.Module) -> None:
+        super().__init__()
+        self.vision_tower: Any = _CLASSES[config.vision_config.model_type](config.vision_config)
+        self.multi_modal_projector = projector
+        count, chosen = len(self.layers), config.vision_feature_layer
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        if not chosen or not all(-count - 1 <= layer <= count for layer in chosen):
+            raise StartupError(f"vision_feature_layer {chosen} names outputs that a tower of {count} layers lacks")
+        self._selected = [layer % (count + 1) for layer in chosen]
+        self.features = len(chosen) * config.vision_config.hidden_size
+        del self.layers[max(self._selected) :]
+        for unread in ("post_layernorm", "head"):
+            self._remove(unread)
+        pass_ends_on(self.layers)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        inner = getattr(self.vision_tower, "encoder", None) or self.vision_tower.transformer
+        layers: nn.ModuleList = inner.layer if hasattr(inner, "layer") else inner.layers
+        return layers
+
+    @property
+    def patch_embedding(self) -> str:
+        """The prefix of the patch embedding's weights."""
+        if hasattr(self.vision_tower, "patch_conv"):
+            return f"{_TOWER}patch_conv."
+        inner = self.vision_tower.embeddings
+        return f"{_TOWER}embeddings." + (
+            "patch_embedding." if hasattr(inner, "patch_embedding") else "patch_embeddings.projection."
+        )
+
+    def embed_with(self, normalisation: Normalisation, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
+        weight, bias = (weights.get(f"{self.patch_embedding}{name}") for name in ("weight", "bias"))
+        assert weight is not None
+        folded = FoldedPatchEmbed(weight[:, :, None], bias, normalisation, dtype)
+        kind = _RotaryEmbedding if hasattr(self.vision_tower, "patch_conv") else _TableEmbedding
+        self.embed = kind(self.vision_tower, folded)
+        for replaced in ("embeddings", "patch_conv", "patch_positional_embedding"):
+            self._remove(replaced)
+
+    def _remove(self, name: str) -> None:
+        if hasattr(self.vision_tower, name):
+            delattr(self.vision_tower, name)
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Any) -> Tensor:
+        """Selected features (T, hidden · selected layers) of patches uint8 (P, values)."""
+        rows, keywords = self.embed(patches, layout)
+        outputs = [rows[None]]
+        for layer in self.layers:
+            outputs.append(
+                layer(
+                    outputs[-1],
+                    attention_mask=None,
+                    attend=attend,
+                    cu_seq_lens_q=layout.ends,
+                    max_length_q=layout.longest,
+                    **keywords,
+                )
+            )
+        selected = torch.cat([outputs[index][0] for index in self._selected], dim=-1)
+        return selected if layout.token_rows is None else selected[layout.token_rows]
+
+
+class _TableEmbedding(nn.Module):
+    """A position embedding for each place of a square grid; CLIP's and InternVL's class token before them."""
+
+    def __init__(self, tower: Any, patch_embed: FoldedPatchEmbed) -> None:
+        super().__init__()
+        embeddings = tower.embeddings
+        class_token: Tensor | None
+        if isinstance(embeddings, InternVLVisionEmbeddings):
+            table, class_token = embeddings.position_embeddings[0], embeddings.cls_token[0, 0]
+        else:
+            table = embeddings.position_embedding.weight
+            class_token = getattr(embeddings, "class_embedding", None)
+        if class_token is not None:
+            table = torch.cat([class_token[None] + table[:1], table[1:]])
+        self.table = nn.Parameter(table.detach(), requires_grad=False)
+        self._first = int(class_token is not None)
+        self._side = side_of(embeddings.image_size) // side_of(embeddings.patch_size)
+        self.patch_embed = patch_embed
+        self.norm = getattr(tower, "pre_layrnorm", nn.Identity())
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        row, column = layout.positions.unbind(1)
+        is_patch = row >= 0
+        place = torch.where(is_patch, self._first + row * self._side + column, 0)
+        embedded = torch.where(is_patch[:, None], self.patch_embed(patches), 0)
+        return self.norm(embedded + self.table[place]), {}
+
+
+class _RotaryEmbedding(nn.Module):
+    """Pixtral's: positions rotate queries and keys in each layer."""
+
+    def __init__(self, tower: Any, patch_embed: FoldedPatchEmbed) -> None:
+        super().__init__()
+        # Made again off the meta device: its frequencies are computed, not stored.
+        self.rotary = PixtralVisionRotaryEmbedding(tower.config)
+        self.patch_embed = patch_embed
+        self.norm = tower.ln_pre
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        rows = self.norm(self.patch_embed(patches))
+        return rows, {"position_embeddings": self.rotary(rows, layout.positions)}
+
+
+def side_of(side: int | Sequence[int]) -> int:
+    return side if isinstance(side, int) else side[0]
+
+
+def _find(checkpoint: Checkpoint, model: _Llava) -> dict[str, Stored]:
+    """The weights of tower and projector by their names in the model, without those that the model leaves out.
+
+    Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5.
+    """
+    found: dict[str, Stored] = {}
+    for part in (_TOWER, _PROJECTOR):
+        for name, each in find_weights(checkpoint, (f"model.{part}", part)).items():
+            found[part + name.removeprefix("vision_model.")] = each
+    kept = model.state_dict().keys()
+    unread = (f"{_TOWER}post_layernorm.", f"{_TOWER}head.", f"{_TOWER}encoder.layer", f"{_TOWER}transformer.layers.")
+    return {name: each for name, each in found.items() if name in kept or not name.startswith(unread)}
+
+
+def _sizes(model: _Llava) -> TowerSizes:
+    in_layers, projector = (
+        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
+        for part in (model.layers, model.multi_modal_projector)
+    )
+    hidden, values = model.embed.patch_embed.weight.shape
+    return TowerSizes(hidden, in_layers + hidden * values, projector, len(model.layers))

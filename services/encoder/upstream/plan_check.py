@@ -1,0 +1,48 @@
+"""The check of a plan from preprocessing, before the encoder passes it on: that it is of this checkpoint and tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.plan import MediaPlan, Modality, PromptPlan
+from framesieve.common.contract.received import check_plan
+from framesieve.services.encoder.tower.patches import PatchShape
+from framesieve.v1 import prompt_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCheck:
+    """What a plan must agree with: the tower's patches and levels, and the checkpoint's fingerprint.
+
+    arrange: of a tower whose tokens are arranged; it raises ValueError for a plan that it cannot be of.
+    """
+
+    patches: PatchShape
+    embed_levels: int
+    fingerprint: bytes
+    arrange: Callable[[MediaPlan], object] | None = None
+
+    def check(self, plan: PromptPlan, prompt: prompt_pb2.Prompt) -> None:
+        """Raises PeerContract unless the plan is one of this prompt, made with this checkpoint for this tower."""
+        check_plan(plan, prompt, self.fingerprint, self.embed_levels)
+        for item in plan.media:
+            if not item.brings_embeds:
+                self.check_frames(item)
+
+    def check_frames(self, item: MediaPlan) -> None:
+        """Raises PeerContract unless the tower makes the item's grid of its frames."""
+        if self.arrange is not None:
+            try:
+                self.arrange(item)
+            except ValueError as error:
+                raise PeerContract(f"the frames of an {item.modality.value} do not make its grid: {error}") from error
+            return
+        if (item.grid.h, item.grid.w) != self.patches.grid(*item.frames.size_px):
+            height, width = item.frames.size_px
+            raise PeerContract(f"frames of {height}×{width} pixels do not make the grid {item.grid}")
+        frames, is_image = item.frames, item.modality is Modality.IMAGE
+        slices = 1 if is_image else -(-frames.count // self.patches.temporal_patch)
+        if slices != item.grid.t or frames.group_frames or (is_image and frames.count != 1):
+            raise PeerContract(f"{frames.count} frames of an {item.modality.value} do not make the grid {item.grid}")
