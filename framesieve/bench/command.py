@@ -82,7 +82,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="host:port of a service's /metrics (plain HTTP); repeat for every replica of all three services. "
-            "--json then includes their costs, for framesieve capacity. Not needed with --start.",
+            "--json then includes their costs (docs/capacity.md). Not needed with --start.",
             rich_help_panel=_SERVER,
         ),
     ] = None,

@@ -242,7 +242,6 @@ def test_a_remedy_is_told_in_flags(
     [
         ("inspect", "no.mp4", "--preprocessing", "127.0.0.1:1", "--encoder", "127.0.0.1:1"),
         ("bench", "--workload", "no.mp4", "--server", "127.0.0.1:1"),
-        ("capacity", "no.mp4", "--requests-per-s", "1"),
     ],
 )
 def test_every_command_reports_an_error_as_json_on_request(framesieve: Run, arguments: tuple[str, ...]) -> None:

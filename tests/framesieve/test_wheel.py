@@ -102,7 +102,7 @@ def test_the_installed_package_is_imported_and_the_command_prints_its_version_an
     assert (client.returncode, client.stderr) == (0, "")
     version = installed("framesieve", "--version")
     assert version.stdout == "framesieve 0.1.0\n"
-    assert "capacity" in installed("framesieve", "--help").stdout
+    assert "inspect" in installed("framesieve", "--help").stdout
 
 
 def test_a_type_checker_knows_the_names_of_the_installed_package(installed: Run, tmp_path: Path) -> None:
