@@ -45,7 +45,7 @@ MAX_RECEIVE_BYTES = MAX_INLINE_BYTES + REQUEST_OVERHEAD_BYTES
 _SIZES = re.compile(r"\((\d+) vs\. (\d+)\)")
 
 # Responses: a piece of an array has at most 2 MiB; the first message of a plan has 1 MiB and 512 media of 11 KiB each.
-MAX_ANSWER_BYTES = 8 * 2**20
+MAX_RESPONSE_BYTES = 8 * 2**20
 
 # Proxy environment variables are meant for the web. A proxy would see every call and its token.
 NO_PROXY = ("grpc.enable_http_proxy", 0)
@@ -76,7 +76,7 @@ _SERVICE_CONFIG = {
 }
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
     ("grpc.max_send_message_length", -1),  # the service checks
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.per_rpc_retry_buffer_size", MAX_RECEIVE_BYTES),
@@ -203,7 +203,7 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         if details.reason != Overloaded.reason and "larger than max" in message:
             if "CLIENT: Received" in message:
-                return PeerContract(f"{stage} sent a message above {MAX_ANSWER_BYTES} bytes: {message}")
+                return PeerContract(f"{stage} sent a message above {MAX_RESPONSE_BYTES} bytes: {message}")
             sizes = (
                 "{} bytes, the limit is {}".format(*found.groups()) if (found := _SIZES.search(message)) else message
             )

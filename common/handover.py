@@ -134,7 +134,7 @@ class Sender:
         add_request_stats(handed_over_bytes=size_bytes)
         return True
 
-    async def taken(self) -> None:
+    async def wait_until_taken(self) -> None:
         """Returns once the receiver has taken everything, or is gone."""
         while self._untaken:
             await self._changed.wait()

@@ -22,7 +22,7 @@ from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Launched, Runner, Sampled, Workers
+from framesieve.services.generation.model.runner import LaunchedStep, OtherRanks, Runner, SampledStep
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
@@ -78,7 +78,7 @@ class WholeWords:
 class RecordingRunner(Runner):
     """Records the chunks of each step, and the logits that each request's tokens were sampled from."""
 
-    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
+    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: OtherRanks | None = None) -> None:
         super().__init__(model, blocks, block_tokens, workers)
         self._requests: dict[str, Request] = {}
         self._logits: dict[str, list[Tensor]] = {}
@@ -90,7 +90,7 @@ class RecordingRunner(Runner):
         sizes = {name: len(each.output_ids) + each.num_unread for name, each in self._requests.items()}
         return {name: rows[: sizes[name]] for name, rows in self._logits.items()}
 
-    def launch(self, chunks: Sequence[Chunk], before: Sampled | None = None) -> Launched:
+    def launch(self, chunks: Sequence[Chunk], before: SampledStep | None = None) -> LaunchedStep:
         self.steps.append([(chunk.request.id, chunk.start, chunk.end) for chunk in chunks])
         return super().launch(chunks, before)
 
@@ -137,7 +137,7 @@ class TinyEngine:
     max_draft_tokens: int = 0
     on_step: Callable[[Step], None] = lambda _: None
     on_end: Callable[[], object] = lambda: None
-    workers: Workers | None = None
+    workers: OtherRanks | None = None
     overlap: bool = False
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)

@@ -17,9 +17,9 @@ from framesieve.services.generation.request.batch import Packed
 TOKEN, TEXT = 300, "any"
 
 
-def constant_logits(runner: Runner, packed: Packed, ids: Tensor, features: Tensor | None) -> Tensor:
+def constant_logits(runner: Runner, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
     """Instead of `Runner._forward`: TOKEN is the most likely token of each row."""
-    return _logits(len(packed.last_rows), runner.model.vocab_size)
+    return _logits(len(packed.logit_rows), runner.model.vocab_size)
 
 
 @cache

@@ -19,7 +19,7 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Launched, Runner, Sampled
+from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
@@ -57,7 +57,7 @@ class TimedRunner(Runner):
         self.failures: list[str] = []
         self.watch: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def launch(self, chunks: Sequence[Chunk], before: Sampled | None = None) -> Launched:
+    def launch(self, chunks: Sequence[Chunk], before: SampledStep | None = None) -> LaunchedStep:
         launched = self.timed(lambda: super(TimedRunner, self).launch(chunks, before))
         return _TimedLaunched(launched.chunks, launched.logits, launched.began_ns, launched.replayed, self)
 
@@ -75,13 +75,13 @@ class TimedRunner(Runner):
 
 
 @dataclass(frozen=True, slots=True)
-class _TimedLaunched(Launched):
+class _TimedLaunched(LaunchedStep):
     """A launched step, whose sampling is timed, too."""
 
     runner: TimedRunner
 
-    def sample(self) -> Sampled:
-        return self.runner.timed(lambda: Launched.sample(self))
+    def sample(self) -> SampledStep:
+        return self.runner.timed(lambda: LaunchedStep.sample(self))
 
 
 @dataclass(eq=False, slots=True)

@@ -195,7 +195,7 @@ async def _embeds_responses(
         assert await sender.send(memory, 2 * math.prod(shape))
         fill_chunk(first.chunk, DType.BFLOAT16, shape, 0, None)
         yield EncodeResponse(embeds=first)
-        await sender.taken()
+        await sender.wait_until_taken()
         return
     sent = embeds if kept is None else await asyncio.to_thread(lambda: embeds[:, kept.long()])
     for offset, piece in pieces(sent.view(torch.uint8).numpy().data):

@@ -203,12 +203,12 @@ class MediaPlan:
 
     @property
     def slices(self) -> int:
-        """How many pieces are decoded and encoded one by one: temporal slices of a video, frames of an image."""
+        """How many parts are decoded and encoded one by one: temporal slices of a video, frames of an image."""
         return self.grid.t if self.modality is Modality.VIDEO or self.brings_embeds else self.frames.count
 
     @property
     def slice_frames(self) -> int:
-        """Frames of each of these; the last may have fewer."""
+        """Frames of each of `slices`; the last may have fewer."""
         if self.modality is Modality.IMAGE or self.brings_embeds:
             return 1
         return self.frames.group_frames or -(-self.frames.count // self.grid.t)

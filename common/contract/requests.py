@@ -52,7 +52,7 @@ def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_B
 
 
 def check_tools(prompt: prompt_pb2.Prompt) -> None:
-    """Raises InvalidRequest for too many tools, and for names that are none or not their own."""
+    """Raises InvalidRequest for too many tools, and for invalid or duplicate names."""
     if len(prompt.tools) > MAX_TOOLS:
         raise InvalidRequest(field="prompt.tools", limit=f"at most {MAX_TOOLS} tools", value=len(prompt.tools))
     names = set()
@@ -62,7 +62,7 @@ def check_tools(prompt: prompt_pb2.Prompt) -> None:
             limit = "1 to 128 letters, digits and characters of _-.:/"
             raise InvalidRequest(field=field, limit=limit, value=tool.name)
         if tool.name in names:
-            raise InvalidRequest(f"must be its own, {tool.name} is an earlier tool's", field=field, value=tool.name)
+            raise InvalidRequest(f"must be unique, {tool.name} is an earlier tool's", field=field, value=tool.name)
         names.add(tool.name)
 
 

@@ -1,7 +1,7 @@
 """The pruning methods, and how many tokens each keeps.
 
-The count follows from the grid alone. It is known before anything is encoded, so admission and the size of the KV cache
-rely on it. `framesieve.services.encoder.pruning.methods` selects the tokens.
+The count follows from grid, rate, method and modality. It is known before anything is encoded, so admission and the
+size of the KV cache rely on it. `services/encoder/pruning/methods.py` selects the tokens.
 Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454; V-CAST, arXiv 2603.27650. The floors
 and the exact arithmetic are Framesieve's own.
 """

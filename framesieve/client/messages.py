@@ -1,7 +1,7 @@
 """Converts prompts and options to protobuf requests.
 
 Files are read here, so `generate_request` and `add_messages` block on the disk: call them in a thread. Files and
-embeddings are set in the request that is sent, because each message that is put into another is copied.
+embeddings are written directly into the final request: protobuf copies a message that is assigned to a field.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None
 
 @contextmanager
 def in_words_of_python() -> Iterator[None]:
-    """Says in a refusal of large files how a caller of this package names a file without sending it."""
+    """Replaces the remedy for files that are too large by the one for callers of this package."""
     try:
         yield
     except FramesieveError as error:

@@ -258,7 +258,7 @@ class Options(TypedDict, total=False):
 
 
 def media_of(location: StrPath) -> Video:
-    """The media of a path or URL: a video or an image, as its bytes are.
+    """The media of a path or URL. A `Video` in either case: preprocessing tells images from videos by their bytes.
 
     Raises InvalidRequest for another scheme than those of `is_url`.
     """

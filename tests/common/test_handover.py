@@ -84,7 +84,7 @@ async def test_only_little_is_sent_before_it_is_taken(receiver: Receiver, sender
     for _ in range(2):
         await hand_over(sender, bytes(size_bytes))
     third = asyncio.create_task(hand_over(sender, b"third"))
-    everything = asyncio.create_task(sender.taken())
+    everything = asyncio.create_task(sender.wait_until_taken())
     await asyncio.sleep(0.1)
     assert not third.done()
     receiver.take(size_bytes)
@@ -104,7 +104,7 @@ async def test_a_receiver_that_ends_keeps_no_sender_waiting(waits: str) -> None:
     with sender_to(receiver.address, "Encode") as sender, memory_of(BYTES) as memory:
         assert sender is not None
         assert await sender.send(memory, handover._UNTAKEN_BYTES)
-        waiting = asyncio.create_task(sender.send(memory, 1) if waits == "for room" else sender.taken())
+        waiting = asyncio.create_task(sender.send(memory, 1) if waits == "for room" else sender.wait_until_taken())
         await asyncio.sleep(0.05)
         assert not waiting.done()
         receiver.close()

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from framesieve.common import channels
-from framesieve.common.channels import MAX_ANSWER_BYTES, open_channel, read_from
+from framesieve.common.channels import MAX_RESPONSE_BYTES, open_channel, read_from
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.serving import guards
 from framesieve.common.serving.interceptors import RequestInterceptor
@@ -58,13 +58,13 @@ async def test_a_request_above_the_limit_is_refused_and_the_service_goes_on(tmp_
 
 
 async def test_a_response_above_the_limit_breaks_the_contract(tmp_path: Path) -> None:
-    assert MAX_ANSWER_BYTES == 8 * 2**20
+    assert MAX_RESPONSE_BYTES == 8 * 2**20
     async with guarded(f"unix:{tmp_path}/s", Flooding()) as service, open_channel(service.address) as channel:
         stub = encoder_pb2_grpc.EncoderServiceStub(channel)
-        answer = await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES - 64)])), "encoder")
-        assert len(answer.embeds.chunk.data) == MAX_ANSWER_BYTES - 64
+        answer = await read_from(stub.Encode(iter([select(MAX_RESPONSE_BYTES - 64)])), "encoder")
+        assert len(answer.embeds.chunk.data) == MAX_RESPONSE_BYTES - 64
         with pytest.raises(PeerContract, match="sent a message above 8388608 bytes"):
-            await read_from(stub.Encode(iter([select(MAX_ANSWER_BYTES)])), "encoder")
+            await read_from(stub.Encode(iter([select(MAX_RESPONSE_BYTES)])), "encoder")
 
 
 class Large: ...

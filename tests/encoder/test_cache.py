@@ -222,7 +222,7 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
     assert semaphore.held_bytes == 6 * SLICE_BYTES
     gated.open()
     while not other.encoded_slices:
-        await asyncio.wait_for(other.changed(), TIMEOUT_S)
+        await asyncio.wait_for(other.wait_for_change(), TIMEOUT_S)
     assert gated.forwards == [[1], [2], [7]]  # 2 was running; 3 has left the queue
     other.close()
 

@@ -192,7 +192,7 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
         buffer.add(DType.UINT8, frame.shape, 0, frame.numpy().tobytes())
         await entry.add_slice(FrameSlice(index, buffer, repaired_frames=0, decoded_ns=0, resized_ns=0))
     while not entry.complete:
-        await asyncio.wait_for(entry.changed(), TIMEOUT_S)
+        await asyncio.wait_for(entry.wait_for_change(), TIMEOUT_S)
     cache.leave(entry)
     assert cache.encoding_bytes.held_bytes == 0
     assert cache.held_bytes == tokens * (4 * tower.embed_dim + 20)  # five scores a token at most

@@ -22,7 +22,7 @@ from framesieve.common.contract.errors import (
     Unavailable,
 )
 from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.model.runner import Launched, Sampled
+from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted
@@ -177,7 +177,7 @@ def test_a_request_that_fails_in_a_step_fails_alone(
     tiny.engine.step()
     launch = tiny.runner.launch
 
-    def failing(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+    def failing(chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         if any(chunk.request.id == "a" for chunk in chunks):
             raise fault
         return launch(chunks, before)
@@ -204,7 +204,7 @@ def test_the_engine_knows_how_long_its_step_takes(models: Models, monkeypatch: p
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
-    def stuck(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+    def stuck(chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         begun.set()
         assert go_on.wait(20)
         return launch(chunks, before)
@@ -364,7 +364,7 @@ def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, m
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
-    def stuck(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+    def stuck(chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         begun.set()
         assert go_on.wait(20)
         return launch(chunks, before)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.model.runner import Launched, Runner, Sampled
+from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from framesieve.services.generation.request.request import Failed, FinishReason
 from framesieve.services.generation.sampling import sampler
 from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState
@@ -167,7 +167,12 @@ def test_the_host_reads_and_prepares_masks_while_the_next_forward_is_computed(
 
         return noted
 
-    for owner, name in ((Runner, "launch"), (Launched, "sample"), (Sampled, "read"), (DocumentState, "allowed")):
+    for owner, name in (
+        (Runner, "launch"),
+        (LaunchedStep, "sample"),
+        (SampledStep, "read"),
+        (DocumentState, "allowed"),
+    ):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     tiny = TinyEngine(models.engine, overlap=True)
     tiny.ask("json", [PROMPTS[0]], SamplingParams(4, grammar=grammars.compile(ANY_OBJECT)))
@@ -222,7 +227,7 @@ def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
     assert sum(step.replayed for step in steps) == 8
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Runner, "forward"), (Launched, "sample")])
+@pytest.mark.parametrize(("owner", "name"), [(Runner, "forward"), (LaunchedStep, "sample")])
 def test_a_launch_that_fails_costs_its_own_request_only(
     models: Models, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
@@ -237,7 +242,7 @@ def test_a_launch_that_fails_costs_its_own_request_only(
     work = getattr(owner, name)
 
     def failing(self: Any, *args: Any) -> Any:
-        chunks = self.chunks if isinstance(self, Launched) else args[0]
+        chunks = self.chunks if isinstance(self, LaunchedStep) else args[0]
         if any(chunk.request.id == "2" for chunk in chunks):
             raise ValueError("broken")
         return work(self, *args)
@@ -259,7 +264,7 @@ def test_an_answer_that_has_ended_does_not_fail_with_the_step_too_many(
     asked = tiny.ask("0", [PROMPTS[0]], SamplingParams(8, eos_ids=(answer[3],)))
     launch = Runner.launch
 
-    def failing(self: Runner, *args: Any) -> Launched:
+    def failing(self: Runner, *args: Any) -> LaunchedStep:
         if len(tiny.runner.steps) > ended + 1:
             raise ValueError("no memory")
         return launch(self, *args)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.runner import Launched, Sampled
+from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
 from framesieve.services.generation.request.batch import Chunk, media_rows
 from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
@@ -47,7 +47,7 @@ class SequenceRunner:
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
-    def launch(self, chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+    def launch(self, chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         assert sum(chunk.tokens for chunk in chunks) <= self.max_num_batched_tokens
         for chunk in chunks:
             adapter = chunk.request.adapter and chunk.request.adapter.digest
@@ -66,7 +66,7 @@ class SequenceRunner:
         sampling = (chunk for chunk in chunks if chunk.samples)
         ends = [end for chunk in sampling for end in range(chunk.end - chunk.num_draft_tokens, chunk.end + 1)]
         logits = torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
-        return Launched(chunks, logits, 0, 0)
+        return LaunchedStep(chunks, logits, 0, 0)
 
     def row(self, chunk: Chunk, token: int) -> tuple[object, ...]:
         """What a token's own key depends on, from the request's items and what was kept of them."""

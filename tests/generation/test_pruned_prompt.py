@@ -131,7 +131,7 @@ def test_packed_chunks_are_those_of_the_formulas(cuts: list[tuple[int, int]]) ->
     positions = [*EXPECTED.positions, *answer_positions]
     at = 0
     rows: dict[int, tuple[str, int, int]] = {}
-    last_rows: list[int] = []
+    logit_rows: list[int] = []
     ordered = [chunk for chunk in chunks if chunk.tokens == 1] + [w for w in chunks if w.tokens > 1]
     assert packed.num_decodes == sum(chunk.tokens == 1 for chunk in chunks)
     for chunk, context in zip(ordered, packed.contexts, strict=True):
@@ -148,9 +148,9 @@ def test_packed_chunks_are_those_of_the_formulas(cuts: list[tuple[int, int]]) ->
                 rows[at] = (chunk.request.id, source[0], KEPT[source[0]].index(source[1]))
             at += 1
         if chunk.samples:
-            last_rows.append(at - 1)
+            logit_rows.append(at - 1)
     assert packed.ids.size == at
-    assert packed.last_rows.tolist() == last_rows
+    assert packed.logit_rows.tolist() == logit_rows
     copied = {
         each.at + n: (each.request.id, each.media_index, each.first_row + n) for each in media for n in range(each.rows)
     }

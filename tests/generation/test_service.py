@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from framesieve.common.channels import REQUEST_ID_KEY
 from framesieve.common.contract.errors import MediaDamaged
-from framesieve.services.generation.model.runner import Launched, Sampled
+from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
@@ -221,7 +221,7 @@ async def test_a_client_that_disconnects_while_tokens_stream_leaves_nothing(
         launch = service.engine._stepper._runner.launch
 
         # So that the answer cannot finish before the client leaves.
-        def slowly(chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+        def slowly(chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
             time.sleep(0.02)
             return launch(chunks, before)
 

@@ -20,7 +20,7 @@ import torch
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.runner import Launched, Runner, Sampled
+from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
@@ -97,19 +97,19 @@ def test_no_step_synchronises_with_the_device(
         read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
     answer(engine, questions(family))  # a first run, which allocates
-    launch, sample, watched = Runner.launch, Launched.sample, []
+    launch, sample, watched = Runner.launch, LaunchedStep.sample, []
 
-    def launched(runner: Runner, chunks: Sequence[Chunk], before: Sampled | None) -> Launched:
+    def launched(runner: Runner, chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         watched.append(before is not None)
         with waits_forbidden():
             return launch(runner, chunks, before)
 
-    def sampled(step: Launched) -> Sampled:
+    def sampled(step: LaunchedStep) -> SampledStep:
         with waits_forbidden():
             return sample(step)
 
     monkeypatch.setattr(Runner, "launch", launched)
-    monkeypatch.setattr(Launched, "sample", sampled)
+    monkeypatch.setattr(LaunchedStep, "sample", sampled)
     answer(engine, questions(family))
     assert {False, True} == set(watched)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from framesieve.common.channels import MAX_ANSWER_BYTES, MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from framesieve.common.channels import MAX_RECEIVE_BYTES, MAX_RESPONSE_BYTES, REQUEST_ID_KEY
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse
 from tests.common.loopback import speaking
 
@@ -69,7 +69,7 @@ async def _without_handover(requests: AsyncIterator[bytes]) -> AsyncIterator[byt
 @asynccontextmanager
 async def halfway(address: str, encoder: str) -> AsyncIterator[Halfway]:
     """Serves at `address` for the encoder at the other one. On exit all its calls break, as if it were killed."""
-    options = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
+    options = [("grpc.max_receive_message_length", MAX_RESPONSE_BYTES)]
     async with grpc.aio.insecure_channel(encoder, options=options) as channel:
         replica = Halfway(channel)
         listening = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]

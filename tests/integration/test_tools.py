@@ -127,7 +127,7 @@ USER = Message("user", (Text(QUESTION),))
     [
         ([USER], Options(tools=[CLOCK], tool_choice=WEATHER), r"tool_choice\.name must be one of .*, got 'weather'"),
         ([USER], Options(tool_choice="required"), r"tool_choice\.mode must not be required without tools"),
-        ([USER], Options(tools=[CLOCK, CLOCK]), r"prompt\.tools\[1\]\.name must be its own, clock is"),
+        ([USER], Options(tools=[CLOCK, CLOCK]), r"prompt\.tools\[1\]\.name must be unique, clock is"),
         ([USER], Options(tools=[Tool("a b")]), r"prompt\.tools\[0\]\.name must be .*, got 'a b'"),
         (
             [USER, Message("assistant", (), tool_calls=(ToolCall("1", "clock", "now"),))],

@@ -176,7 +176,7 @@ class CacheEntry:
         """Whether slices are missing that no stream brings."""
         return self.delivery is None and self.failure is None and not self.decoded
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Waits until a slice is decoded or encoded, a delivery begins or ends, or the entry fails."""
         await self._changed.wait()
 

@@ -155,12 +155,12 @@ class Item:
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
 
-    async def decoded(self) -> None:
-        """Waits until this request selects the item no more: all is decoded, or its own stream brings the rest."""
+    async def wait_until_decoded(self) -> None:
+        """Waits until this request will not need to select the item again: decoded, or its own stream brings the rest."""
         while self._joined and (entry := self._entry) and not entry.decoded:
             if self._delivery and self._delivery.active:
                 return
-            await entry.changed()
+            await entry.wait_for_change()
 
     def close(self) -> None:
         """Leaves the entry and releases the output bytes; may be called twice."""
@@ -177,12 +177,12 @@ class Item:
             if entry.needs_delivery:
                 await self._deliver(stream, entry)
             else:
-                await entry.changed()
+                await entry.wait_for_change()
             progressed(self)
 
     async def _deliver(self, stream: Stream, entry: CacheEntry) -> None:
         self._delivery = await stream.deliver(self.media_index, entry)
-        entry.notify()  # `decoded` waits for this
+        entry.notify()  # `wait_until_decoded` waits for this
 
     def _leave(self) -> None:
         if self._joined and self._entry is not None:

@@ -80,7 +80,7 @@ class Responses:
             await self.put(response)
             extra = {}
         if self.sender and shared:
-            await self._read(self.sender.taken)
+            await self._read(self.sender.wait_until_taken)
 
     async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
         """Yields everything that is put until `task` is done, then raises the error of the task, if any."""

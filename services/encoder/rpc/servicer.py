@@ -1,10 +1,10 @@
 """EncoderService: sends the plan, then the pruned embeddings of selected items, in the order of selection.
 
-    select   reserve output bytes ─▶ join the cache entry ─▶ fill it: reserve encoding bytes, select upstream
+    start    reserve output bytes ─▶ join the cache entry ─▶ fill it: reserve encoding bytes, select the item
     obtain                                        (a task per item)  entry complete ─▶ gather ─▶ leave the entry
     send                                                             in order ─▶ stream ─▶ release output bytes
 
-Output bytes are reserved before an item is selected upstream. The slices of an entry may come from this request's
+Output bytes are reserved before an item is selected from preprocessing. The slices of an entry may come from this request's
 stream or from another's. It owns the order of messages, and maps CUDA out-of-memory to OVERLOADED.
 """
 
@@ -132,7 +132,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                 started.put_nowait((item, group.create_task(item.obtain(stream, responses.offer_progress))))
             started.put_nowait(None)
             for item in items:
-                await item.decoded()
+                await item.wait_until_decoded()
             await stream.all_selected()
 
         async def send() -> None:
@@ -144,7 +144,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
         try:
             async with asyncio.TaskGroup() as group:
-                for step in (select(group), send(), stream.finished()):
+                for step in (select(group), send(), stream.wait_until_finished()):
                     group.create_task(step)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None

@@ -103,7 +103,7 @@ class PreprocessStream:
             self._all_selected = True
             await end_writing(self._call)
 
-    async def finished(self) -> None:
+    async def wait_until_finished(self) -> None:
         """Waits until the stream has ended as it should. Raises its error otherwise."""
         assert self._reading is not None
         await asyncio.wait([self._reading])
@@ -166,7 +166,7 @@ class PreprocessStream:
             raise PeerContract(f"the stream ended before the frames of media {due} had arrived")
 
     async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
-        """The slice that starts at frame `start`. chunk: its first piece."""
+        """The slice that starts at frame `start`. chunk: its first message."""
         frames = min(item.slice_frames, item.frames.count - start)
         shape = (frames, *item.frames.frame_px(start), 3)
         buffer: TensorBuffer | None = None

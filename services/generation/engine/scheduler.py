@@ -128,7 +128,7 @@ class Scheduler:
         """The chunks of the next step, with blocks allocated; empty if nothing can run until something arrives."""
         chunks = list(self._allocate(self._assign_tokens()))
         if not chunks and self.waiting:
-            # The newest request was preempted for its own chunk; an older, waiting one may use the blocks it had.
+            # The newest request preempted itself, because its chunk did not fit; an older one may use its blocks.
             chunks = list(self._allocate(self._assign_tokens()))
         # The oldest request that can run is always among them: it is admitted and served first and may preempt any
         # other. Only blocks pinned by requests that await media are out of its reach.
@@ -147,7 +147,7 @@ class Scheduler:
         prefills: list[Request] = []
         for request in self.running:
             tokens = request.tokens
-            if tokens <= request.max_tokens:
+            if tokens <= request.max_tokens:  # else its last token is sampled and not yet read
                 (decodes if tokens - request.num_computed_tokens == 1 else prefills).append(request)
         # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
         draft_budget = (budget - len(decodes)) // 2
@@ -289,7 +289,7 @@ class Scheduler:
         request.blocks, request.num_pinned_blocks = BlockTable(blocks), len(blocks)
         request.cached_tokens = len(blocks) * self.allocator.block_tokens
         self._pins.update(blocks)
-        self._release(request)
+        self._release(request)  # sets its counters to the pinned blocks
 
     def _whole_blocks(self, tokens: int) -> int:
         return tokens - tokens % self.allocator.block_tokens

@@ -25,7 +25,7 @@ import torch
 from framesieve.common.contract.errors import FramesieveError, Overloaded
 from framesieve.services.generation.engine.scheduler import Scheduler
 from framesieve.services.generation.engine.stats import Step, Totals
-from framesieve.services.generation.model.runner import OutOfStep, Runner, Sampled
+from framesieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
 from framesieve.services.generation.sampling.sampler import SampledToken
@@ -63,14 +63,14 @@ class Stepper:
         self._cancel = cancel
         self._on_step = on_step
         self._overlap = overlap
-        self._unread: Sampled | None = None  # the last step, if its tokens have yet to be read
+        self._unread: SampledStep | None = None  # the last step, if its tokens have yet to be read
         self._read_ns = 0  # when a step was read last
 
     def step(self) -> bool:
         """Launches a step and reads one. Returns False if there was nothing to do."""
         self.began_ns = monotonic_ns()
         chunks, unread = self._schedule(), self._unread
-        self._unread = self._launch(chunks)
+        self._unread = self._run_step(chunks)
         if not self._overlap:
             self._read()
         self.began_ns = None
@@ -118,7 +118,7 @@ class Stepper:
                     self._send(request, PrefillStarted())
         return chunks
 
-    def _launch(self, chunks: Sequence[Chunk]) -> Sampled | None:
+    def _run_step(self, chunks: Sequence[Chunk]) -> SampledStep | None:
         """Launches the forward of a step, reads the step before it, and launches the sampling.
 
         If that fails, each chunk is computed by itself, and only requests that fail alone fail. A second try gives the
@@ -141,7 +141,7 @@ class Stepper:
             return None
         for chunk in chunks:
             if chunk.request.status is not Status.DONE:  # the step before may have ended it
-                self._unread = self._launch([chunk])
+                self._unread = self._run_step([chunk])
                 self._read()
         return None
 
@@ -208,7 +208,7 @@ class Stepper:
                 return accepted
         return len(sampled) - 1
 
-    def _publish(self, sampled: Sampled, accepted: int) -> None:
+    def _publish(self, sampled: SampledStep, accepted: int) -> None:
         preemptions = self._scheduler.preemptions - self.totals.preemptions
         began_ns, self._read_ns = max(sampled.began_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9

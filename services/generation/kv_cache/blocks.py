@@ -10,7 +10,7 @@ a hash alone. A cached block without references keeps its content until an alloc
 last reference first is evicted first. A request drops the reference to its last block first, so a block is never
 evicted before the blocks that follow it.
 
-The allocator knows neither the tensors of the cache nor requests.
+The allocator knows nothing of the cache's tensors.
 Sources: PagedAttention, arXiv 2309.06180; RadixAttention, arXiv 2312.07104 (prefixes that outlive their request).
 """
 

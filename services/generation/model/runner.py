@@ -33,7 +33,7 @@ from framesieve.services.generation.request.batch import (
 )
 from framesieve.services.generation.request.request import Request, Status
 from framesieve.services.generation.sampling.sampler import (
-    Choice,
+    SampledBatch,
     SampledToken,
     SamplingState,
     choose,
@@ -50,15 +50,15 @@ class OutOfStep(Exception):
     """The ranks of a tensor-parallel model no longer compute the same steps, so their caches differ from now on."""
 
 
-class Workers(Protocol):
+class OtherRanks(Protocol):
     """The other ranks of a tensor-parallel model."""
 
-    def broadcast(self, packed: Packed, features: Tensor | None, unread: Tensor | None) -> None:
+    def broadcast(self, packed: Packed, media_embeds: Tensor | None, unread: Tensor | None) -> None:
         """Makes each of them compute what this rank computes next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedStep:
     """A step whose forward the device may still be computing.
 
     chunks: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
@@ -71,42 +71,42 @@ class Launched:
     replayed: bool
 
     @torch.inference_mode()
-    def sample(self) -> Sampled:
+    def sample(self) -> SampledStep:
         """Makes the device sample, without waiting for it unless there are draft tokens.
 
         The host knows all tokens before those that are sampled. Nothing is drawn for requests that have ended.
         """
         sampling = [chunk for chunk in self.chunks if chunk.samples]
-        choice: Choice | list[list[SampledToken] | Exception] = []
+        tokens: SampledBatch | list[list[SampledToken] | Exception] = []
         drafts = [chunk.draft_tokens for chunk in sampling]
         if any(drafts):
             states = [chunk.request.sampling_state for chunk in sampling]
-            choice = sample_and_verify(self.logits, states, drafts)
+            tokens = sample_and_verify(self.logits, states, drafts)
         elif sampling:
-            # Also if all have ended: only what is read tells that the forward has read its pinned inputs.
-            choice = choose(self.logits, [_state_of(chunk.request) for chunk in sampling])
-        return Sampled(self.chunks, sampling, choice, self.began_ns, self.replayed)
+            # Also if all have ended: reading the result tells that the forward's pinned inputs may be used again.
+            tokens = choose(self.logits, [_state_of(chunk.request) for chunk in sampling])
+        return SampledStep(self.chunks, sampling, tokens, self.began_ns, self.replayed)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledStep:
     """A step whose tokens the device may still be sampling.
 
-    sampling: the chunks that sample. choice: their tokens; those of a step with draft tokens are known.
-    chunks, began_ns, replayed: as in `Launched`.
+    sampling: the chunks that sample. tokens: their tokens; those of a step with draft tokens are known.
+    chunks, began_ns, replayed: as in `LaunchedStep`.
     """
 
     chunks: Sequence[Chunk]
     sampling: Sequence[Chunk]
-    choice: Choice | list[list[SampledToken] | Exception]
+    tokens: SampledBatch | list[list[SampledToken] | Exception]
     began_ns: int
     replayed: bool
 
     def tokens_of(self, requests: Sequence[Request]) -> Tensor:
         """The sampled tokens of some requests, int64 [R], on the device. Not of a step with draft tokens."""
-        assert isinstance(self.choice, Choice)
+        assert isinstance(self.tokens, SampledBatch)
         rows = {chunk.request: row for row, chunk in enumerate(self.sampling)}
-        token_ids = self.choice.token_ids
+        token_ids = self.tokens.token_ids
         return token_ids[to_device(np.array([rows[each] for each in requests], np.int64), token_ids.device)]
 
     def read(self) -> dict[Chunk, list[SampledToken] | Exception]:
@@ -114,17 +114,17 @@ class Sampled:
 
         Waits for the device. What it gives for requests that had ended has no meaning.
         """
-        if not isinstance(self.choice, Choice):
-            return dict(zip(self.sampling, self.choice, strict=True))
-        tokens = [[token] for token in self.choice.read()]
+        if not isinstance(self.tokens, SampledBatch):
+            return dict(zip(self.sampling, self.tokens, strict=True))
+        tokens = [[token] for token in self.tokens.read()]
         found: dict[Chunk, list[SampledToken] | Exception] = dict(zip(self.sampling, tokens, strict=True))
-        return found | {self.sampling[row]: error for row, error in self.choice.errors.items()}
+        return found | {self.sampling[row]: error for row, error in self.tokens.errors.items()}
 
 
 class Runner:
     """Runs a language model over a paged KV cache of `blocks` blocks of `block_tokens` tokens each."""
 
-    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: Workers | None = None) -> None:
+    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: OtherRanks | None = None) -> None:
         self.model = model
         self._workers = workers
         sizes = CacheSizes(
@@ -146,7 +146,7 @@ class Runner:
             positions=np.tile(np.arange(tokens), (3, 1)),
             slots=slots_of(blocks, 0, tokens, block_tokens),
             media_rows=np.empty(0, np.int64),
-            last_rows=np.array([tokens - 1]),
+            logit_rows=np.array([tokens - 1]),
         )
         self._compiled = compiled_whole(self.model.text)
         if not compiles(lambda: self.compute(packed, None)):
@@ -179,7 +179,7 @@ class Runner:
         return True
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], before: Sampled | None = None) -> Launched:
+    def launch(self, chunks: Sequence[Chunk], before: SampledStep | None = None) -> LaunchedStep:
         """Makes the device compute chunks, without waiting for it.
 
         before: the step before this one, if it was not read; chunks of its requests take its tokens on the device.
@@ -188,7 +188,7 @@ class Runner:
         late = [chunk.request for chunk in chunks if chunk.request.num_unread]
         assert before or not late, "a token that was not read belongs to the step before"
         logits = self.forward(chunks, before.tokens_of(late) if before and late else None)
-        return Launched(chunks, logits, began_ns, self.replayed)
+        return LaunchedStep(chunks, logits, began_ns, self.replayed)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], unread: Tensor | None = None) -> Tensor:
@@ -201,20 +201,20 @@ class Runner:
         sent to the other ranks; a failure before that leaves them as they were.
         """
         packed, media = pack(chunks, self._cache.sizes.block_tokens)
-        features = self._uploaded(media) if media else None
+        media_embeds = self._uploaded(media) if media else None
         if self._workers is None:
-            return self.compute(packed, features, unread)
+            return self.compute(packed, media_embeds, unread)
         try:
-            self._workers.broadcast(packed, features, unread)
-            return self.compute(packed, features, unread)
+            self._workers.broadcast(packed, media_embeds, unread)
+            return self.compute(packed, media_embeds, unread)
         except Exception as error:
             raise OutOfStep(str(error)) from error
 
     @torch.inference_mode()
-    def compute(self, packed: Packed, features: Tensor | None, unread: Tensor | None = None) -> Tensor:
-        """Raw logits of `packed.last_rows`, float32 [S, vocab_size].
+    def compute(self, packed: Packed, media_embeds: Tensor | None, unread: Tensor | None = None) -> Tensor:
+        """Raw logits of `packed.logit_rows`, float32 [S, vocab_size].
 
-        features: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
+        media_embeds: [1 + embed_levels, M, D], embeddings and levels of the media rows; None if there are none.
         unread: int64 [U], the tokens of `packed.unread_rows`; None if there are none.
         """
         self.model.adapters.rows = packed.adapted
@@ -224,26 +224,26 @@ class Runner:
         # A step is one forward, a graph's or an eager one: two would read all weights twice.
         logits = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
         self.replayed = logits is not None
-        return self._forward(packed, ids, features) if logits is None else logits
+        return self._forward(packed, ids, media_embeds) if logits is None else logits
 
     def _uploaded(self, media: Sequence[MediaRows]) -> Tensor:
         """The embeddings of media rows on the model's device: [1 + embed_levels, M, D]."""
         model = self.model
         shape = (1 + model.embed_levels, sum(each.rows for each in media), model.hidden_size)
-        features = torch.empty(shape, dtype=model.dtype, device=model.device)
+        media_embeds = torch.empty(shape, dtype=model.dtype, device=model.device)
         at = 0
         for each in media:
             # Level by level: rows of one level are contiguous in pinned memory, so the host does not wait.
-            for level, rows in zip(features, _features(each), strict=True):
+            for level, rows in zip(media_embeds, _features(each), strict=True):
                 level[at : at + each.rows].copy_(pinned_for(rows, model.device), non_blocking=True)
             at += each.rows
-        return features
+        return media_embeds
 
-    def _forward(self, packed: Packed, ids: Tensor, features: Tensor | None) -> Tensor:
+    def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
         """ids: int64 [T], on the device, with those of unread rows."""
-        rows = to_device(packed.last_rows, self.model.device)
+        rows = to_device(packed.logit_rows, self.model.device)
         embeds: Tensor = self.model.embed_tokens(ids)
-        levels = {} if features is None else self._put_media(packed, embeds, features)
+        levels = {} if media_embeds is None else self._put_media(packed, embeds, media_embeds)
         embeds = embeds[None]  # [1, T, D]
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
@@ -255,13 +255,13 @@ class Runner:
         logits: Tensor = self.model.lm_head(output.last_hidden_state[0][rows])
         return logits.float()
 
-    def _put_media(self, packed: Packed, embeds: Tensor, features: Tensor) -> dict[str, Tensor]:
+    def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Tensor]:
         """Writes media rows into `embeds` [T, D], and returns the model's arguments for their further levels."""
         rows = to_device(packed.media_rows, self.model.device)
-        embeds.index_copy_(0, rows, features[0])
+        embeds.index_copy_(0, rows, media_embeds[0])
         if not self.model.embed_levels:
             return {}
-        return {"visual_pos_masks": rows, "deepstack_visual_embeds": features[1:]}
+        return {"visual_pos_masks": rows, "deepstack_visual_embeds": media_embeds[1:]}
 
 
 def _features(media: MediaRows) -> Tensor:

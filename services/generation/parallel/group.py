@@ -116,10 +116,10 @@ class WorkerRanks:
         self.group = Group(0, count, meeting, device)
         log.info("ranks", count=count, others=self.ranks.pids)
 
-    def broadcast(self, packed: Packed, features: Tensor | None, unread: Tensor | None) -> None:
-        """Sends the next step to all workers. features, unread: as in `Runner.compute`. Raises OSError if one ended."""
+    def broadcast(self, packed: Packed, media_embeds: Tensor | None, unread: Tensor | None) -> None:
+        """Sends the next step to all workers. Arguments as in `Runner.compute`. Raises OSError if one ended."""
         self.ranks.broadcast(to_bytes(packed))
-        for tensor in (features, unread):
+        for tensor in (media_embeds, unread):
             if tensor is not None:
                 self.group.from_first(tensor)
 
@@ -139,7 +139,7 @@ def to_bytes(packed: Packed) -> bytes:
         packed.slots,
         packed.media_rows,
         packed.unread_rows,
-        packed.last_rows,
+        packed.logit_rows,
         np.array([each.start for each in contexts], np.int64),
         np.array([each.end for each in contexts], np.int64),
         np.array([len(each.blocks) for each in contexts], np.int64),
@@ -157,7 +157,7 @@ def from_bytes(data: bytes) -> Packed:
     """The packed batch that `to_bytes` serialised."""
     numbers = np.frombuffer(data, np.int64)
     num_decodes, *sizes = numbers[:_HEADER].tolist()
-    ids, positions, slots, media_rows, unread_rows, last_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
+    ids, positions, slots, media_rows, unread_rows, logit_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
         # Copied: torch requires writable arrays.
         numbers[_HEADER + end - size : _HEADER + end].copy()
         for size, end in zip(sizes, accumulate(sizes), strict=True)
@@ -171,7 +171,7 @@ def from_bytes(data: bytes) -> Packed:
         slots=slots,
         media_rows=media_rows,
         unread_rows=unread_rows,
-        last_rows=last_rows,
+        logit_rows=logit_rows,
         adapted=tuple(
             AdaptedRows(digest.tobytes(), start, end)
             for start, end, digest in zip(

@@ -95,7 +95,7 @@ class Packed:
     positions: int64 [3, T].
     slots: int64 [T], where in the cache the keys and values are written.
     media_rows: int64 [M], packed rows that take media embeddings instead of those of `ids`.
-    last_rows: int64 [S], rows whose logits are needed: for each chunk that samples, 1 + its draft tokens.
+    logit_rows: int64 [S], rows whose logits are needed: for each chunk that samples, 1 + its draft tokens.
     adapted: rows that are computed with an adapter.
     unread_rows: int64 [U], rows whose token was sampled and not read by the host; their `ids` are 0.
     """
@@ -106,14 +106,14 @@ class Packed:
     positions: Int64Array
     slots: Int64Array
     media_rows: Int64Array
-    last_rows: Int64Array
+    logit_rows: Int64Array
     adapted: tuple[AdaptedRows, ...] = ()
     unread_rows: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def decodes_only(self) -> bool:
         """Whether every row is text without an adapter, and sampled: answers' last tokens and their draft tokens."""
-        return len(self.last_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
+        return len(self.logit_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
 
     @property
     def row_contexts(self) -> list[Context]:
@@ -141,7 +141,7 @@ def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[Medi
     last_blocks = np.array([context.blocks[-1] for context in contexts[:num_decodes]], np.int64)
     slots[:num_decodes] = last_blocks * block_tokens + starts % block_tokens
     media: list[MediaRows] = []
-    last_rows = [row for row, chunk in enumerate(chunks[:num_decodes]) if chunk.samples]
+    logit_rows = [row for row, chunk in enumerate(chunks[:num_decodes]) if chunk.samples]
     for row, chunk in enumerate(chunks[:num_decodes]):
         if chunk.start < chunk.request.prompt.tokens:
             media.extend(media_rows(chunk, row))
@@ -152,7 +152,7 @@ def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[Medi
         slots[at:end] = slots_of(context.blocks, chunk.start, chunk.end, block_tokens)
         media.extend(media_rows(chunk, at))
         if chunk.samples:
-            last_rows.extend(range(end - 1 - chunk.num_draft_tokens, end))
+            logit_rows.extend(range(end - 1 - chunk.num_draft_tokens, end))
         at = end
     packed = Packed(
         contexts=tuple(contexts),
@@ -162,7 +162,7 @@ def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[Medi
         slots=slots,
         media_rows=np.concatenate([np.empty(0, np.int64), *(np.arange(each.at, each.end) for each in media)]),
         unread_rows=np.array([row for row, chunk in enumerate(chunks) if chunk.request.num_unread], np.int64),
-        last_rows=np.array(last_rows, np.int64),
+        logit_rows=np.array(logit_rows, np.int64),
         adapted=tuple(_adapted_rows(chunks)),
     )
     return packed, tuple(media)

@@ -51,7 +51,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """All media have arrived and the first forward since then is about to run. Sent once."""
+    """All media have arrived and the first forward since then is about to run. Sent once for each answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class Request:
         own = max(first, prompt_tokens)
         ids = np.array(self.output_ids[own - prompt_tokens : end - prompt_tokens], np.int64)
         positions = np.arange(own, end, dtype=np.int32) + np.int32(self.prompt.delta)
-        if own == first:
+        if own == first:  # as below, without building arrays: identities (0, id), then one position on three axes
             return bytes(ids.nbytes) + ids.tobytes() + 3 * positions.tobytes()
         identities = np.concatenate([self.prompt.identities[:, first:own], [np.zeros_like(ids), ids]], axis=1)
         both = np.concatenate([self.prompt.positions[:, first:own], np.broadcast_to(positions, (3, end - own))], axis=1)

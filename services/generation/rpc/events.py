@@ -41,7 +41,7 @@ class Inbox:
         self._woken = False  # first: an event that arrives from now on wakes the loop again
         while self._arrived:
             events, dated = self._arrived.popleft()
-            events.take(dated)
+            events.append(dated)
 
 
 class Events:
@@ -59,13 +59,13 @@ class Events:
 
     def put(self, event: Progress | Exception) -> None:
         """Called in the event loop."""
-        self.take((monotonic_ns(), 0, event))
+        self.append((monotonic_ns(), 0, event))
 
     def listener(self, index: int) -> Callable[[Event], None]:
         """The callback of one answer, called in the engine's thread, whose time is recorded."""
         return lambda event: self._inbox.put(self, (monotonic_ns(), index, event))
 
-    def take(self, dated: Dated) -> None:
+    def append(self, dated: Dated) -> None:
         self._unread.append(dated)
         self._arrived.set()
         if isinstance(dated[2], (Finished, Failed)):

@@ -62,18 +62,18 @@ def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
         if required:
             raise InvalidRequest("must not be required without tools in the prompt", field="tool_choice.mode")
         return None
-    held = tuple(
+    callable_tools = tuple(
         Tool(tool.name, tool.parameters, tool.strict, place)
         for place, tool in enumerate(tools)
         if choice.name in ("", tool.name)
     )
-    if not held:
+    if not callable_tools:
         raise InvalidRequest(field="tool_choice.name", limit="one of the prompt's tools", value=choice.name)
     for index, tool in enumerate(tools):
         if (size := len(tool.parameters)) > MAX_SCHEMA_CHARACTERS:
             limit = f"at most {MAX_SCHEMA_CHARACTERS} characters"
             raise InvalidRequest(field=f"prompt.tools[{index}].parameters", limit=limit, value=size)
-    return ToolUse(held, required, choice.single_call)
+    return ToolUse(callable_tools, required, choice.single_call)
 
 
 def _json_schema(message: generation_pb2.Sampling) -> str | None:

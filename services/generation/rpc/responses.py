@@ -71,7 +71,7 @@ class Responses:
                 self._count(at_ns, index)
                 deltas.setdefault(index, []).append(event)
                 continue
-            yield from self._answered(deltas)
+            yield from self._delta_responses(deltas)
             deltas = {}
             match event:
                 case Progress():
@@ -98,9 +98,9 @@ class Responses:
                     raise event.error
                 case Exception():
                     raise event
-        yield from self._answered(deltas)
+        yield from self._delta_responses(deltas)
 
-    def _answered(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[GenerateResponse]:
+    def _delta_responses(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[GenerateResponse]:
         for index, several in deltas.items():
             joined, calls = Delta.joined(several), list[CallDelta]()
             GENERATED_TOKENS.inc(len(joined.token_ids))

@@ -69,7 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         wanted = sampling_request(request)
         self._check_tools(request.prompt, wanted.tool_use)
         adapter = model.adapters.find(request.adapter) if request.HasField("adapter") else None
-        grammar = await self._grammar(wanted) if wanted.is_held else None
+        grammar = await self._grammar(wanted) if wanted.is_constrained else None
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
@@ -94,7 +94,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             _note_repairs(usage, question)
             if not question.wanted_media:
                 clock.skip(Stage.TRANSFER)
-            fetching = asyncio.create_task(self._fetch(session, clock, question, usage, events))
+            receiving = asyncio.create_task(self._receive_media(session, clock, question, usage, events))
             try:
                 count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, num_kept)
                 add_request_stats(
@@ -117,8 +117,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             finally:
                 for answer in answers:
                     self._engine.cancel(answer)
-                fetching.cancel()
-                await asyncio.wait([fetching])
+                receiving.cancel()
+                await asyncio.wait([receiving])
 
     def _check_tools(self, prompt: prompt_pb2.Prompt, use: ToolUse | None) -> None:
         """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
@@ -135,7 +135,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """For the engine, which must find stop strings in the text."""
         return Detokenizer(self._model.tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
-    async def _fetch(
+    async def _receive_media(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """Delivers the media that the cache lacks to the engine. Errors become events."""

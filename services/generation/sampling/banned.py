@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from framesieve.services.generation.sampling.bias import FORBIDDEN, Bias
+from framesieve.services.generation.sampling.bias import FORBIDDEN_BIAS, Bias
 from framesieve.services.generation.sampling.detokenizer import Tokenizer
 
 Spelling: TypeAlias = tuple[int, ...]
@@ -56,4 +56,4 @@ class Banned:
         for *known, last in self._words:
             if self._recent[-len(known) :] == known:
                 token_ids.append(last)
-        return Bias.of(token_ids, [FORBIDDEN] * len(token_ids))
+        return Bias.of(token_ids, [FORBIDDEN_BIAS] * len(token_ids))

@@ -15,7 +15,7 @@ from torch import Tensor
 from framesieve.services.compute.transfers import to_device
 
 # Puts a token below all others at any temperature. Finite: where a grammar allows no other token, it is still chosen.
-FORBIDDEN = -1e6
+FORBIDDEN_BIAS = -1e6
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class SamplingRequest:
             size, limit = len(self.json_schema), f"at most {MAX_SCHEMA_CHARACTERS} characters"
             _check("json_schema", f"{size} characters", limit, size <= MAX_SCHEMA_CHARACTERS)
             _check("ignore_eos", "true", "false where a document must end", not self.ignore_eos)
-        if self.is_held:
+        if self.is_constrained:
             self._check("min_new_tokens", "0 where a document ends by itself", lambda value: value == 0)
         if self.tool_use and self.tool_use.required:
             _check("ignore_eos", "true", "false where tools must be called", not self.ignore_eos)
@@ -94,9 +94,9 @@ class SamplingRequest:
             _check(f"logit_bias[{token_id}]", bias, f"between -{MAX_BIAS} and {MAX_BIAS}", abs(bias) <= MAX_BIAS)
 
     @property
-    def is_held(self) -> bool:
+    def is_constrained(self) -> bool:
         """Whether a grammar holds the answer."""
-        return self.json_schema is not None or (self.tool_use is not None and self.tool_use.is_held)
+        return self.json_schema is not None or (self.tool_use is not None and self.tool_use.is_constrained)
 
     def resolve(
         self,
@@ -107,7 +107,7 @@ class SamplingRequest:
     ) -> tuple[SamplingParams, ...]:
         """The parameters of each of the `n` answers; answer i has seed + i.
 
-        limit_tokens: the longest possible answer, at least 1. grammar: if `is_held`. bad_words: the spellings of
+        limit_tokens: the longest possible answer, at least 1. grammar: if `is_constrained`. bad_words: the spellings of
         `bad_words`. End tokens are not forbidden by them.
         Raises InvalidRequest for a token outside the vocabulary, and for a least length above the greatest.
         """

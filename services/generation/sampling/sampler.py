@@ -30,7 +30,7 @@ from framesieve.services.generation.sampling.structured import DocumentState, Gr
 from framesieve.services.generation.sampling.truncation import floors
 
 # The bias that forbids a token, as OpenAI's API defines it.
-_FORBIDDING = -100
+_FORBIDS = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class SamplingState:
             if params.penalised
             else None
         )
-        biases = {token_id: value for token_id, value in params.logit_bias if value not in (0, _FORBIDDING)}
+        biases = {token_id: value for token_id, value in params.logit_bias if value not in (0, _FORBIDS)}
         self.bias = Bias.of([*biases], [*biases.values()]) if biases else None
-        forbidden = [token_id for token_id, value in params.logit_bias if value == _FORBIDDING]
+        forbidden = [token_id for token_id, value in params.logit_bias if value == _FORBIDS]
         end_ids = params.eos_ids if params.min_new_tokens else ()
         self.banned = (
             Banned(forbidden, params.bad_words, end_ids, params.min_new_tokens)
@@ -171,7 +171,9 @@ def sample_and_verify(
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Samples one token for each row and updates the row's state. Waits for the device.
+    """Samples one token for each row and updates the row's state, to measure the memory that sampling takes.
+
+    Waits for the device; the engine calls `choose`.
 
     logits: [B, V], any float dtype, one row for each state; not changed.
     """
@@ -183,7 +185,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledBatch:
     """One sampled token for each row, which the device may still be computing.
 
     token_ids: int64 [B], on the device.
@@ -218,7 +220,7 @@ class Choice:
         return sampled
 
 
-def choose(logits: Tensor, states: Sequence[SamplingState | None]) -> Choice:
+def choose(logits: Tensor, states: Sequence[SamplingState | None]) -> SampledBatch:
     """Makes the device sample one token for each row, without waiting for it. Draws a number for each random row.
 
     logits: [B, V], any float dtype; not changed.
@@ -240,7 +242,7 @@ def choose(logits: Tensor, states: Sequence[SamplingState | None]) -> Choice:
     results = [token_ids]
     if num_tops:
         results += [logprobs.gather(-1, token_ids[at_logprobs][:, None])[:, 0], *tops]
-    return Choice(token_ids, by_row, num_tops, ToHost(results))
+    return SampledBatch(token_ids, by_row, num_tops, ToHost(results))
 
 
 def truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -52,7 +52,7 @@ class ToolUse:
     single: bool = False
 
     @property
-    def is_held(self) -> bool:
+    def is_constrained(self) -> bool:
         """Whether a grammar holds the calls; else they are whatever the model writes."""
         return self.required or any(tool.strict for tool in self.tools)
 

@@ -18,7 +18,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading.quantised import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Runner, Workers
+from framesieve.services.generation.model.runner import OtherRanks, Runner
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.adapter_files import load_adapters
@@ -64,7 +64,7 @@ def build(
     settings: GenerationSettings,
     checkpoint: Checkpoint,
     group: Group | None = None,
-    workers: Workers | None = None,
+    workers: OtherRanks | None = None,
 ) -> Built:
     """Loads model and adapters, sizes the KV cache and captures decode steps.
 

@@ -149,7 +149,7 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
         positions=np.tile(np.arange(start, start + rows), (3, 1)),
         slots=slots_of(own, 0, rows, block_tokens),
         media_rows=np.arange(rows),
-        last_rows=np.arange(rows)[-sizes.sampled :],
+        logit_rows=np.arange(rows)[-sizes.sampled :],
     )
     shape = (1 + model.embed_levels, rows, model.hidden_size)
     logits = runner.compute(packed, torch.zeros(shape, dtype=model.dtype, device=model.device))
@@ -174,7 +174,7 @@ def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: 
             positions=np.full((3, rows), end - 1),
             slots=np.repeat(slots_of(own, end - 1, end, block_tokens), rows),
             media_rows=np.empty(0, np.int64),
-            last_rows=np.arange(rows),
+            logit_rows=np.arange(rows),
         ),
         None,
     )

@@ -58,17 +58,17 @@ def run_steps(orders: Orders, runner: Runner, group: Group) -> None:
     computed = cycle([torch.cuda.Event(), torch.cuda.Event()]) if model.device.type == "cuda" else None
     while data := orders.receive():
         packed = from_bytes(data)
-        features = None
+        media_embeds = None
         if media := packed.media_rows.size:
             shape = (1 + model.embed_levels, media, model.hidden_size)
-            features = group.from_first(torch.empty(shape, dtype=model.dtype, device=model.device))
+            media_embeds = group.from_first(torch.empty(shape, dtype=model.dtype, device=model.device))
         unread = None
         if rows := packed.unread_rows.size:
             unread = group.from_first(torch.empty(rows, dtype=torch.int64, device=model.device))
         done = next(computed) if computed else None
         if done:
             done.synchronize()
-        runner.compute(packed, features, unread)
+        runner.compute(packed, media_embeds, unread)
         if done:
             done.record()
 

@@ -47,7 +47,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of a media item is decoded and encoded, in temporal slices."""
+    """How much of a media item is decoded and encoded, in temporal slices of a video or frames of an image."""
 
     media_index: int
     decoded_slices: int

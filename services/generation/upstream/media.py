@@ -71,13 +71,13 @@ class MediaClient:
         call: timeout and metadata of the upstream call.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
-        # Files may be large: only `upstream` keeps them, for as long as it may have to retry. A field of the request
-        # keeps the whole request in memory, so these are copies.
+        # Files may be large: only `upstream` keeps them, for as long as it may have to retry. Copied, because a
+        # field of the request would keep all of it alive.
         prompt, files = detach_files(prompt)
         pruning = prompt_pb2.Pruning.FromString(pruning.SerializeToString())
         check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
-        opening = self._encode(prompt, files, pruning, call) if prunings else self._preprocess(prompt, call)
+        opening = self._encode_call(prompt, files, pruning, call) if prunings else self._preprocess_call(prompt, call)
         del files
         with opening as upstream:
             plan = await upstream.plan()
@@ -95,7 +95,7 @@ class MediaClient:
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, upstream, self._model, self._media_buffer, held)
 
-    def _encode(
+    def _encode_call(
         self,
         prompt: prompt_pb2.Prompt,
         files: Sequence[bytes],
@@ -106,7 +106,7 @@ class MediaClient:
         retries = self._encoder_retries
         return RetriedCall(self._encoder.Encode, requests, "encoder", retries, receiver=self._receiver, **call)
 
-    def _preprocess(self, prompt: prompt_pb2.Prompt, call: Mapping[str, Any]) -> RetriedCall:
+    def _preprocess_call(self, prompt: prompt_pb2.Prompt, call: Mapping[str, Any]) -> RetriedCall:
         requests = partial(_preprocess_requests, prompt)
         return RetriedCall(
             self._preprocessing.Preprocess, requests, "preprocessing", self._preprocessing_retries, **call

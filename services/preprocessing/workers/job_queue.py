@@ -53,7 +53,7 @@ class InFlightBudget:
         self.shares += 1
         return Share(self, max(piece_bytes, _MIN_PIECE_BYTES))
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Returns when bytes are released or `wake` is called."""
         await self._changed.wait()
 
@@ -83,7 +83,7 @@ class Share:
     async def acquire(self) -> None:
         """Waits until there is room for one piece, and acquires it."""
         while not self.try_acquire():
-            await self._budget.changed()
+            await self._budget.wait_for_change()
 
     def release(self) -> None:
         """Releases the room of one piece."""
@@ -102,7 +102,7 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class _Run(Generic[T]):
-    """A running job: how many pieces are done, how long a worker may still work on it, and say that it does.
+    """A job that a worker runs.
 
     gives_way: it gives its worker to another job that waits for one.
     """
@@ -229,7 +229,7 @@ class JobQueue:
             elif self.workers.waiting:
                 return
             else:
-                await self.inflight.changed()
+                await self.inflight.wait_for_change()
 
     async def _receive_piece(self, run: _Run[T], worker: WorkerProcess) -> T:
         message = await self._receive(run, worker)
