@@ -156,7 +156,7 @@ class Item:
         self._leave()
 
     async def wait_until_decoded(self) -> None:
-        """Waits until this request will not need to select the item again: decoded, or its own stream brings the rest."""
+        """Waits until this request need not select the item again: it is decoded, or its own stream brings the rest."""
         while self._joined and (entry := self._entry) and not entry.decoded:
             if self._delivery and self._delivery.active:
                 return

@@ -4,8 +4,8 @@
     obtain                                        (a task per item)  entry complete ─▶ gather ─▶ leave the entry
     send                                                             in order ─▶ stream ─▶ release output bytes
 
-Output bytes are reserved before an item is selected from preprocessing. The slices of an entry may come from this request's
-stream or from another's. It owns the order of messages, and maps CUDA out-of-memory to OVERLOADED.
+Output bytes are reserved before an item is selected from preprocessing. The slices of an entry may come from this
+request's stream or from another's. It owns the order of messages, and maps CUDA out-of-memory to OVERLOADED.
 """
 
 from __future__ import annotations
