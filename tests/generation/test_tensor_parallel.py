@@ -195,7 +195,12 @@ def ended(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("failing", "where"), [("0", "inside"), ("1", "after"), pytest.param("1", "inside", marks=pytest.mark.deep)]
+    ("failing", "where"),
+    [
+        ("0", "inside"),
+        pytest.param("1", "after", marks=pytest.mark.deep),
+        pytest.param("1", "inside", marks=pytest.mark.deep),
+    ],
 )
 def test_a_rank_that_cannot_capture_what_the_others_can_ends_all_and_says_why(
     tiny_checkpoint: Path, failing: str, where: str
@@ -207,6 +212,7 @@ def test_a_rank_that_cannot_capture_what_the_others_can_ends_all_and_says_why(
     assert "lower --max-num-seqs or --gpu-memory-fraction" in process.stdout
 
 
+@pytest.mark.deep
 def test_ranks_that_all_fail_to_capture_decode_eagerly(tiny_checkpoint: Path) -> None:
     process = capturing(tiny_checkpoint, "01", "inside")
     assert "2 tokens, graphs: False" in process.stdout
