@@ -38,8 +38,9 @@ def main() -> None:
             continue
         began_s = time.monotonic()
         jit.build_jit_specs([spec], skip_prebuilt=False)
-        kernel.parent.mkdir(parents=True)
-        shutil.copy(jit.env.FLASHINFER_JIT_DIR / spec.name / kernel.name, kernel)
+        kernel.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copy(jit.env.FLASHINFER_JIT_DIR / spec.name / kernel.name, kernel.with_suffix(".copied"))
+        copy.replace(kernel)
         print(f"{spec.name}: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
 
 

@@ -96,8 +96,8 @@ class RecordingRunner(Runner):
 
     def forward(self, chunks: Sequence[Chunk], unread: Tensor | None = None) -> Tensor:
         self._logits = self.logits
-        logits = super().forward(chunks, unread).clone()  # a graph overwrites its own
-        rows = iter(logits)
+        logits = super().forward(chunks, unread)
+        rows = iter(logits.clone())  # the next step may overwrite them
         for chunk in chunks:
             if chunk.samples:
                 self._requests[chunk.request.id] = chunk.request

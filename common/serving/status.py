@@ -6,7 +6,7 @@ import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from framesieve.common.contract.errors import FramesieveError, Overloaded
+from framesieve.common.contract.errors import FramesieveError, Overloaded, remedy_suffix
 
 DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "framesieve"
@@ -18,9 +18,10 @@ _MAX_DETAIL_BYTES = 256
 
 def status_message(error: FramesieveError) -> str:
     """The error's text, cut to MAX_MESSAGE_BYTES: it may quote input of any length."""
-    text = str(error)
-    cut = _cut(text, MAX_MESSAGE_BYTES)
-    return text if cut == text else f"{cut} …"
+    field = "" if error.field is None else f"{_cut(error.field, _MAX_DETAIL_BYTES)} "  # as in the details
+    text = field + error.message + remedy_suffix(error.remedy)
+    cut, whole = (_cut(text, size_bytes) for size_bytes in (MAX_MESSAGE_BYTES, None))
+    return whole if cut == whole else f"{cut} …"
 
 
 def status_details(error: FramesieveError) -> status_pb2.Status:
@@ -37,5 +38,6 @@ def status_details(error: FramesieveError) -> status_pb2.Status:
     return status
 
 
-def _cut(text: str, size_bytes: int) -> str:
-    return text.encode()[:size_bytes].decode(errors="ignore")
+def _cut(text: str, size_bytes: int | None) -> str:
+    """At most so many bytes of UTF-8. Lone surrogates, which stand for bytes of a path, are escaped."""
+    return text.encode(errors="backslashreplace")[:size_bytes].decode(errors="ignore")

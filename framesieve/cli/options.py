@@ -210,7 +210,7 @@ def in_flags(messages: Sequence[Message] = ()) -> Iterator[None]:
 
 def _flag(field: str, messages: Sequence[Message]) -> str:
     match steps_of(field):
-        case "frame_sampling" | "sampling", *_:
+        case "frame_sampling" | "sampling", _, *_:
             return f"--{field.partition('.')[2].replace('_', '-')}"
         case "prompt", "messages", int(number), "parts", int(place), "image" | "video", *rest:
             if (name := _media_name(messages, number, place)) is None or rest[:1] == ["embeds"]:

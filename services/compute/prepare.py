@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 def prepare() -> None:
-    """Sets what the environment leaves unset, for this process and for those that it starts."""
+    """Sets what the environment leaves unset, for this process and for those that it starts; does so once."""
+    if "torch" in sys.modules:
+        return
     # GNU's OpenMP threads spin for long while they wait. Where another process holds their core, a small forward took
     # 310 ms instead of 4.
     if not _use_intel_openmp():
@@ -38,7 +40,7 @@ def _use_intel_openmp() -> bool:
     at once or spin for long. torch uses the runtime that was loaded first, so this has no effect once it is imported.
     """
     library = Path(sys.prefix, "lib", "libiomp5.so")
-    if "torch" in sys.modules or not library.exists():
+    if not library.exists():
         return False
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -39,6 +39,7 @@ FAILURES: dict[int, Exception] = {
     9: errors.Unavailable("the tower has ended", "encoder"),
     10: errors.InvalidRequest(field="sampling.top_p", limit="above 0", value=-1, remedy="set `sampling.top_p` to 1"),
     11: errors.MediaRejected("ä" * 5000, field="ä" * 200, value="ä" * 500, limit="ä" * 500, remedy="ä" * 500),
+    12: errors.MediaRejected(field="video.url", limit="a path below --media-root", value="/\udcff\0"),
 }
 FLOOD = 100
 RUNNING = ("framesieve_requests_running", {"method": "Encode"})
@@ -113,13 +114,15 @@ async def test_errors_become_statuses_and_errors_again(tmp_path: Path) -> None:
                 assert isinstance(error, errors.FramesieveError)
                 assert (caught.value.code(), type(back)) == (grpc.StatusCode[error.status], type(error))
                 as_sent = caught.value.details().removesuffix(" …")
-                assert str(error).startswith(as_sent), "as much of the text as a status holds"
-                assert index == 11 or str(back).removesuffix(" …") == as_sent
+                text = f"{'ä' * 128} {'ä' * 5000}" if index == 11 else str(error).replace("\udcff", "\\udcff")
+                assert text.startswith(as_sent), "as much of the text as a status holds"
+                assert str(back).startswith(as_sent)
                 assert len(str(back)) >= min(len(str(error)), 700)
-                cut = 128 if index == 11 else 200
                 for name in ("field", "value", "limit", "remedy"):
                     told = getattr(error, name)
-                    assert getattr(back, name) == (told and told[:cut])
+                    assert getattr(back, name) == (
+                        told and told.replace("\udcff", "\\udcff")[: 128 if index == 11 else 200]
+                    )
                 assert getattr(back, "retry_after_s", None) == {4: 2.5}.get(index)
                 assert getattr(back, "stage", None) == {5: "preprocessing", 9: "encoder"}.get(index)
 
