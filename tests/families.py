@@ -49,7 +49,7 @@ class FamilyUnderTest:
     text_prefix, lm_head: prefix of the names of the text model's weights in that checkpoint, and its output layer's.
     linear: positions are one-dimensional.
     rows_stand_alone: an image's rows, or its tiles, have text between them.
-    newline_id: of the stored vector behind rows of an image and behind a video: the id behind the vocabulary.
+    newline_id: of the stored vector after rows of an image and after a video: the id after the vocabulary.
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
 

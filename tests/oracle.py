@@ -26,7 +26,7 @@ class Item:
     """An image (time_step None) or a video: its grid, merged embeddings [t·h·w, D] and pruning.
 
     deepstack: further levels of each token, [t·h·w, D] each.
-    texts: of an item of several runs, or with text of its own: what is before each run and behind the last one, some of
+    texts: of an item of several runs, or with text of its own: what is before each run and after the last one, some of
         it empty. Runs are of equal size, and of positions on three axes whole slices.
     linear: its positions count up as those of text. compact: the positions of its prompt count the kept tokens alone.
     """

@@ -141,7 +141,7 @@ async def responses(call: Any, prompt: Any, select: Any) -> AsyncIterator[Any]:
 
 
 def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
-    """Seconds per slice, or the time of each slice where every slice has its own run of tokens behind a timestamp.
+    """Seconds per slice, or the time of each slice where every slice has its own run of tokens after a timestamp.
 
     A slice's time is the midpoint of its first and last frame. An image has neither.
     """

@@ -108,7 +108,7 @@ def test_graphs_keep_groups_together(tmp_path: Path) -> None:
 @given(st.integers(1, 400), st.fractions(1, 60, max_denominator=30))
 def test_times_are_numbered_as_published(frames: int, rate: Fraction) -> None:
     times = [float(index / rate) for index in range(frames)]
-    # The published scale ends with the video; frames that are sampled as published are nearer to none behind it.
+    # The published scale ends with the video; frames that are sampled as published are nearer to none after it.
     scale = np.arange(0, float(frames / rate) + 0.1, 0.1)
     nearest = scale[np.abs(np.array(times)[:, None] - scale).argmin(axis=1)]
     assert [time_number(time) for time in times] == (nearest / 0.1).astype(np.int32).tolist()

@@ -38,7 +38,7 @@ def decode(source: Source) -> None:
 
 
 def decode_all(seed: int, count: int, progress: Path) -> Counter[str]:
-    """Counts the outcomes of the files. `progress`: a file that always holds the current one behind its name."""
+    """Counts the outcomes of the files. `progress`: a file that always holds the current one under its name."""
     ends: Counter[str] = Counter()
     for name, data in mutations(seed, count):
         progress.write_bytes(name.encode() + b"\n" + data)

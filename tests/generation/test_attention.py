@@ -117,7 +117,7 @@ def test_a_decode_batch_needs_only_a_plan_a_block_table_and_lengths(
 
 @given(batch=batches())
 def test_plans_of_blocks_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
-    spare = [0, 0]  # blocks behind the chunk's end are not read
+    spare = [0, 0]  # blocks after the chunk's end are not read
     plan = plan_blocks([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
     row, block = 0, 0
     for index, (blocks, start, end) in enumerate(batch):

@@ -58,7 +58,7 @@ class FakeMemory:
     def settle(self) -> None:
         self._most = self.weights
 
-    def most_used(self) -> int:
+    def max_used(self) -> int:
         return self._most
 
     def reserved(self) -> int:

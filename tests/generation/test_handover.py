@@ -86,7 +86,7 @@ async def test_bytes_beside_shared_memory_are_a_violation(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_found_at_every_place(dtype: torch.dtype, value: float) -> None:
-    """Whether in a vector of values that are compared at once, or behind the last of these."""
+    """Whether in a vector of values that are compared at once, or after the last of these."""
     (image,) = prompt_plan(FINGERPRINT, 1, IMAGE, 1).media
     model = replace(MODEL, hidden_size=37, dtype=dtype)
     sent = np.random.default_rng(0).standard_normal((1, 4, 37)).astype(np.float32)

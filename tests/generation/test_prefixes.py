@@ -2,7 +2,7 @@
 cache is, and every request that can run does.
 
 The model of these tests stores the whole sequence up to a token in the token's slot. Reading a block of another
-sequence, or the same tokens behind another prefix, fails at once.
+sequence, or the same tokens after another prefix, fails at once.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def check_pruned_answer(answer: Answer, model: Any, inputs: dict[str, Tensor], p
     model(**inputs)
     hook.remove()
     (full,) = given
-    media = torch.nonzero(ids == pad_id)[: video.plan.grid.tokens, 0]  # without a newline behind them
+    media = torch.nonzero(ids == pad_id)[: video.plan.grid.tokens, 0]  # without a newline after them
     kept = media[torch.tensor(video.kept)]
     torch.testing.assert_close(torch.from_numpy(video.values[0].copy()), full[kept], atol=1e-5, rtol=0)
     taken = torch.ones(len(ids), dtype=torch.bool)

@@ -43,13 +43,13 @@ def loaded(family_checkpoint: Path) -> Any:
 )
 @example(frames=1195207, rate=Fraction(24000, 1001), fps=2.0, low=4, high=768)  # rounds by lanes of 8
 @example(frames=1289433, rate=Fraction(1), fps=1.0, low=2, high=360)  # ends with half a pair of lanes
-@example(frames=68, rate=Fraction(24000, 1001), fps=5.622115197626865, low=4, high=768)  # ends behind the last frame
+@example(frames=68, rate=Fraction(24000, 1001), fps=5.622115197626865, low=4, high=768)  # ends after the last frame
 def test_indices_equal_those_of_transformers(
     family: str, loaded: Any, frames: int, rate: Fraction, fps: float, low: int, high: int
 ) -> None:
     expected = transformers_indices(frames, float(rate), fps, low, high, family)
     picked = loaded.sample_indices(frames, rate, FrameBounds(fps, low, high, 2))
-    # Rounding sometimes puts Qwen2-VL's last index behind the last frame: transformers fails, and it is dropped here.
+    # Rounding sometimes puts Qwen2-VL's last index after the last frame: transformers fails, and it is dropped here.
     assert list(picked) == [index for index in expected if index < frames]
 
 

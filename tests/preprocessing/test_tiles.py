@@ -67,7 +67,7 @@ def pixels(data: bytes) -> Any:
 
 
 def ids_of(folder: Path, *media: str, before: str = "") -> list[int]:
-    """The ids of a question behind expanded media."""
+    """The ids of a question after expanded media."""
     text = f"<|im_start|>user\n{before}{''.join(media)}What?<|im_end|>\n<|im_start|>assistant\n"
     ids: list[int] = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     return ids

@@ -114,7 +114,7 @@ async def test_an_interrupted_video_continues_with_the_same_frames(queue: JobQue
     assert_equal(ours, list(video.slices()))
 
 
-# A slice shows frames 4n and 4n + 2: damage far behind the interruption, right behind it, on both sides, and too much.
+# A slice shows frames 4n and 4n + 2: damage long after the interruption, right after it, on both sides, and too much.
 @pytest.mark.parametrize(
     ("slices_before", "damaged"), [(12, [50, 54]), (5, [20, 22]), (5, [16, 18, 20]), (10, [4, 8, 44, 48])]
 )

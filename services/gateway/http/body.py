@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
-    """The request with a body that raises TooLarge behind its limit, and tells `charge` the size of each piece."""
+    """The request with a body that raises TooLarge beyond its limit, and tells `charge` the size of each piece."""
     _check_announced(request, limit_bytes)
     received_bytes = 0
 

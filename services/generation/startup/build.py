@@ -179,12 +179,12 @@ def fitting_tokens(
     return tokens
 
 
-def _capture(runner: Runner, most_rows: int, most_tokens: int, group: Group | None) -> None:
+def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None) -> None:
     """All ranks replay decode steps, or none does: a rank would wait for ever for one that computes another step."""
     if group and not group.least(int(runner.captures)):
         return
-    rows = rows_without_wait(runner.model.text, most_rows)
-    captured = runner.capture_decoding(rows, most_tokens, CudaCapture(runner.model.device))
+    rows = rows_without_wait(runner.model.text, max_rows)
+    captured = runner.capture_decoding(rows, max_tokens, CudaCapture(runner.model.device))
     if group:
         remedy = "if memory is short on its device, lower --max-num-seqs or --gpu-memory-fraction"
         group.end_unless_alike(captured, "capturing decode steps as graphs", remedy)

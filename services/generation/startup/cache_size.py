@@ -38,7 +38,7 @@ class Memory(Protocol):
     def settle(self) -> None:
         """Returns this process' unused reserved memory to the device and resets the peak counter."""
 
-    def most_used(self) -> int:
+    def max_used(self) -> int:
         """Peak memory used by this process since `settle`."""
 
     def reserved(self) -> int:
@@ -59,7 +59,7 @@ class CudaMemory:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def most_used(self) -> int:
+    def max_used(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
     def reserved(self) -> int:
@@ -121,7 +121,7 @@ def measure(
     runner = Runner(model, blocks, block_tokens)
     _largest_step(runner, blocks, block_tokens, sizes)
     _largest_decode_step(runner, blocks, block_tokens, sizes)
-    step = memory.most_used() - model.token_bytes * block_tokens * (blocks + 1)
+    step = memory.max_used() - model.token_bytes * block_tokens * (blocks + 1)
     memory.settle()
     reserved = memory.reserved()
     capture(runner)

@@ -47,7 +47,7 @@ class SecondFields:
 
     def __init__(self, codec: VideoCodecContext) -> None:
         extradata = codec.extradata or b""
-        # avcC holds its sets behind lengths of 16 bits, and its slices behind lengths as it says.
+        # avcC holds its sets after lengths of 16 bits, and its slices after lengths as it says.
         self._length_bytes = (extradata[4] & 3) + 1 if extradata[:1] == b"\1" and len(extradata) > 6 else 0
         self._sequence = self._declared(codec, extradata)
         self._first: _Picture | None = None  # a first field whose second one may follow
