@@ -43,10 +43,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "pattern": {"type": "string", "pattern": "^[a-c]{2,4}-[0-9]{3}$"},
     "choice": {"anyOf": [{"const": "yes"}, {"type": "number", "minimum": 0, "maximum": 1}]},
 }
-ASKED = [
-    *SCHEMAS.items(),
-    *((f"{name}, {place}", SCHEMAS["long list"]) for place in ("left", "right") for name in SCHEMAS),
-]
+ASKED = [*SCHEMAS.items(), *((f"long list, {place}", SCHEMAS["long list"]) for place in ("left", "right", "above"))]
 SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
 
 
