@@ -83,7 +83,7 @@ class Service:
         """Starts the process and returns at once; see `ready`."""
         command = [
             sys.executable,
-            *(("-m", f"services.{self.name}") if self.program is None else ("-c", self.program)),
+            *(("-m", f"framesieve.services.{self.name}") if self.program is None else ("-c", self.program)),
             *("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port)),
             *self.flags,
         ]

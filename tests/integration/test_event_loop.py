@@ -39,7 +39,7 @@ def timed(handle):
         print("SLOW", getattr(work, "__qualname__", re.sub(" at 0x\\\\w+", "", repr(work))), flush=True)
 
 asyncio.events.Handle._run = timed
-runpy.run_module("services.{{name}}", run_name="__main__", alter_sys=True)
+runpy.run_module("framesieve.services.{{name}}", run_name="__main__", alter_sys=True)
 """
 
 
