@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -41,15 +42,29 @@ def services() -> FakeServices:
 
 @pytest.fixture
 def address(services: FakeServices, tmp_path: Path) -> Iterator[str]:
-    """The unix socket of a server with all three services."""
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(services, server)
-    encoder_pb2_grpc.add_EncoderServiceServicer_to_server(services, server)
-    preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(services, server)
-    server.add_insecure_port(f"unix:{tmp_path}/all.sock")
-    server.start()
+    """The unix socket of a server with all three services: grpc.aio's, in a thread, as services are.
+
+    gRPC's server of threads beside grpc.aio's client in one process has ended pytest by a segmentation fault.
+    """
+    started, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(services, server)
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(services, server)
+        preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(services, server)
+        server.add_insecure_port(f"unix:{tmp_path}/all.sock")
+        await server.start()
+        started.set()
+        await asyncio.to_thread(stop.wait)
+        await server.stop(0)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="fake-services")
+    thread.start()
+    assert started.wait(20)
     yield f"unix:{tmp_path}/all.sock"
-    server.stop(0).wait()
+    stop.set()
+    thread.join()
 
 
 @pytest.fixture

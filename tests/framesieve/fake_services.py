@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from fractions import Fraction
 from typing import Any
 
@@ -86,20 +87,15 @@ class FakeServices(
         self.hangs = threading.Event()
         self.cancelled = threading.Event()
 
-    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.asked.append(request)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        ended = threading.Event()
-        context.add_callback(ended.set)
         question = request.prompt.messages[-1].parts[-1].text
-        if question == "hang":  # here: of a call that is cancelled at once, gRPC does not read a second response
-            context.add_callback(self.cancelled.set)
         if question == "refuse":
             details = status_details(self.refusal).SerializeToString()
-            context.set_trailing_metadata(((DETAILS_KEY, details),))
             self.running -= 1
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(self.refusal))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(self.refusal), ((DETAILS_KEY, details),))
         video = generation_pb2.MediaUsage(
             modality=prompt_pb2.MODALITY_VIDEO,
             grid=prompt_pb2.Grid(t=2, h=2, w=2),
@@ -117,7 +113,11 @@ class FakeServices(
             yield self._delta(request.sampling, index, COMPLETIONS[index][0], 1)
         if question == "hang":
             self.hangs.set()
-            ended.wait(20)
+            try:
+                await asyncio.sleep(20)
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
         for index in indices:
             yield self._delta(request.sampling, index, COMPLETIONS[index][1], 2)
         usage.completion_tokens = 2
@@ -142,11 +142,11 @@ class FakeServices(
             delta.top_logprobs.add(token_ids=[token_id, 9], logprobs=[-0.5, -1.5])
         return generation_pb2.GenerateResponse(delta=delta)
 
-    def Preprocess(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        self.asked.append(next(requests).prompt)
+    async def Preprocess(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self.asked.append((await anext(requests)).prompt)
         for plan in plan_messages(self.plan):
             yield preprocessing_pb2.PreprocessResponse(plan=plan)
-        assert next(requests).select.all
+        assert (await anext(requests)).select.all
         item = self.plan.media[0]
         for first in range(0, item.frames.count, item.slice_frames):
             shape = (item.slice_frames, *item.frames.frame_px(first), 3)
@@ -156,11 +156,11 @@ class FakeServices(
                     frames=preprocessing_pb2.FramesChunk(first_frame=first, chunk=chunk, repaired_frames=first)
                 )
 
-    def Encode(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        self.asked.append(next(requests).prompt)
+    async def Encode(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self.asked.append((await anext(requests)).prompt)
         for plan in plan_messages(self.plan):
             yield encoder_pb2.EncodeResponse(plan=plan)
-        assert next(requests).select.all
+        assert (await anext(requests)).select.all
         count = self.plan.media[0].grid.tokens if self.kept is None else len(self.kept)
         shape = (1 + self.plan.embed_levels, count, 4)
         kept = None if self.kept is None else int32_tensor(np.array(self.kept, dtype=np.int32))
