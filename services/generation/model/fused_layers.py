@@ -2,9 +2,9 @@
 
     rotary embedding   transformers' class computes cosines and sines, whichever axes of a position they are of; here
                        they become a table with a row for each token, once a forward
-    attention          transformers' own code, but its global function that rotates is one that reads the table
-    MLP, experts       the joined product of gate and up is multiplied as it is; products of their own, which sharded
-                       and quantised layers have, by transformers' code
+    attention          transformers' own code over other globals: its function that rotates reads the table
+    MLP, experts       the joined product of gate and up is multiplied as it is. Sharded and quantised layers have two
+                       products, which are multiplied by transformers' code
 
 Source: flashinfer-python 0.7.2, include/flashinfer/pos_enc.cuh and activation.cuh: bfloat16 and float16, heads whose
 halves are rotated against each other; they compute in float32 and round once. No card has run them yet.
@@ -121,20 +121,17 @@ def _over(rotate: Callable[..., tuple[Tensor, Tensor]], attention: type) -> type
 
 
 @torch.inference_mode()
-def _check(
-    rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Tensor], Tensor], text: Any, tokens: int = 5
-) -> None:
+def _check(rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Tensor], Tensor], text: Any) -> None:
     """Compares the kernels with transformers' functions in float32, on views of one product as joined layers give."""
-    attention, like = text.layers[0].self_attn, text.embed_tokens.weight
-    draw = torch.Generator(like.device).manual_seed(0)
-    shape = (1, tokens, 3, attention.head_dim)
-    product = torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1).to(like.dtype)
+    attention, like, device = text.layers[0].self_attn, text.embed_tokens.weight, text.embed_tokens.weight.device
+    draw = torch.Generator(device).manual_seed(0)
+    product = torch.rand((1, 5, 3, attention.head_dim), generator=draw, device=device).mul(2).sub(1).to(like.dtype)
     query, key = product.transpose(1, 2).split((2, 1), dim=1)
-    positions = 1000 * torch.arange(tokens, device=like.device)[None]
-    expected = inspect.unwrap(type(attention).forward).__globals__[ROTATION](
-        query.float(), key.float(), *text.rotary_emb(like.new_empty(0, dtype=torch.float32), positions)
-    )
-    for found, exact in zip(rotate(query, key, *RotaryTable(text.rotary_emb)(like, positions)), expected, strict=True):
-        check_result(found, exact)
+    positions = 1000 * torch.arange(5, device=device)[None]
+    found = rotate(query, key, *RotaryTable(text.rotary_emb)(like, positions))
+    theirs = inspect.unwrap(type(attention).forward).__globals__[ROTATION]
+    expected = theirs(query.float(), key.float(), *text.rotary_emb(product.float(), positions))
+    for rows, exact in zip(found, expected, strict=True):
+        check_result(rows, exact)
     gate, up = product.flatten(2).float().chunk(2, dim=-1)
     check_result(multiply(product.flatten(2)), ACT2FN[text.config.hidden_act](gate) * up)
