@@ -27,7 +27,7 @@ HEAD_DIM = 128
 def main() -> None:
     library = importlib.import_module("flashinfer.aot")
     jit = importlib.import_module("flashinfer.jit")
-    specs = []
+    specs = [library.gen_rope_module(), library.gen_act_and_mul_module("silu")]  # for all head sizes and both dtypes
     for kv_dtype in (DTYPE, FP8):  # prefill, and decoding with and without tensor cores
         specs += library.gen_fa2(DTYPE, kv_dtype, HEAD_DIM, HEAD_DIM, False, False)
     if "9.0" in os.environ["FLASHINFER_CUDA_ARCH_LIST"]:  # Hopper's prefill; of keys in bf16 only

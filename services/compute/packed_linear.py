@@ -113,6 +113,17 @@ class _Product:
         return product
 
 
+def as_one(first: Tensor, second: Tensor) -> Tensor | None:
+    """The product of which the results of two joined layers are views, with what was added to them since.
+
+    [.., I] each, to [.., 2 · I]; None if they are products of their own.
+    """
+    apart = second.storage_offset() - first.storage_offset()
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or apart != first.shape[-1]:
+        return None
+    return first.as_strided((*first.shape[:-1], apart + second.shape[-1]), first.stride())
+
+
 def _multiply(rows: Tensor, weight: _PackedWeight | _PlainWeight, number: Tensor, out_features: int) -> Tensor:
     if torch.compiler.is_compiling():
         product: Tensor = torch.ops.framesieve.packed_linear(rows, number, out_features)

@@ -5,8 +5,12 @@ They read no number back from a device, so that capturing them is watched as a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from framesieve.services.compute.transfers import to_device
+from framesieve.services.generation.model import fused_layers
 from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots
 from framesieve.services.generation.model.attention.cache import CacheSizes, write
 from framesieve.services.generation.model.attention.flash_infer import (
@@ -127,10 +132,35 @@ class _Wrapper:
 
 
 class FakeFlashInfer:
-    """Stands in for the module `flashinfer`. made: the wrappers, in order."""
+    """Stands in for the module `flashinfer`. made: wrappers, in order. called: how often its functions were."""
 
     def __init__(self) -> None:
         self.made: list[_Wrapper] = []
+        self.called = Counter[str]()
+
+    def apply_rope_with_cos_sin_cache(
+        self, positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As documented, in halves. query, key: (T, heads * head_size); cos_sin_cache: (positions, head_size)."""
+        assert positions.dtype in (torch.int32, torch.int64)
+        assert cos_sin_cache.dtype == torch.float32
+        assert cos_sin_cache.is_contiguous()
+        assert query.stride(1) == key.stride(1) == 1
+        self.called["rope"] += 1
+        turns = torch.complex(*cos_sin_cache[positions, None].double().chunk(2, dim=-1))
+        turned = [
+            torch.complex(*each.unflatten(1, (-1, head_size)).double().chunk(2, dim=-1)) * turns
+            for each in (query, key)
+        ]
+        found = [torch.cat([each.real, each.imag], dim=-1).flatten(1).to(query.dtype) for each in turned]
+        return found[0], found[1]
+
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        """(.., 2 * I) to (.., I), in one piece of memory, as the kernel reads it."""
+        assert both.is_contiguous()
+        self.called["silu"] += 1
+        gate, up = both.double().chunk(2, dim=-1)
+        return (gate * gate.sigmoid() * up).to(both.dtype)
 
     def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, *, backend: str) -> _Wrapper:
         assert backend in ("auto", "fa2")
@@ -194,6 +224,14 @@ class FakeFlashInfer:
 
         self.made.append(Decode(workspace, layout))
         return self.made[-1]
+
+
+@contextmanager
+def layers_by_flash_infer() -> Iterator[FakeFlashInfer]:
+    """Models that are loaded inside use FlashInfer's functions for rotary embeddings and activations, as on CUDA."""
+    library: Any = FakeFlashInfer()
+    with patch.object(fused_layers, "may_work", lambda *_: True), patch.dict(sys.modules, flashinfer=library):
+        yield library
 
 
 class Kernels(FlashInferKernels):

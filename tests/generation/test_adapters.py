@@ -28,7 +28,7 @@ from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.settings import AdapterFolder
 from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.generation.paged_kernels import use_paged
+from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
@@ -121,6 +121,7 @@ def test_adapters_add_to_layers_that_are_joined_as_on_cuda(adapted: Adapted) -> 
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
         patch.object(packed_linear, "_can_pack", lambda _: False),
+        layers_by_flash_infer(),
     ):
         joined = without_adapters(adapted)
     assert any(isinstance(each, packed_linear.JoinedLinear) for each in joined.text.modules())

@@ -21,7 +21,7 @@ from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.model import graphs
 from framesieve.services.generation.request.batch import Packed
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from tests.generation.paged_kernels import use_paged
+from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
 from tests.law import LOGPROB_TOLERANCE, Question, answer, assert_law, question
 from tests.oracle import Text
@@ -62,7 +62,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, family: str) -> Models:
-    return load_models(family, tmp_path_factory.mktemp(family))
+    with layers_by_flash_infer():
+        return load_models(family, tmp_path_factory.mktemp(family))
 
 
 def answers(models: Models, tiny: TinyEngine, prompts: list[int], new_tokens: int, rate: float) -> list[list[int]]:

@@ -28,7 +28,7 @@ from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests import law
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
-from tests.generation.paged_kernels import use_paged
+from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
 from tests.oracle import Text
 from tests.tiny import TinyEngine, load_models, random_item
@@ -258,14 +258,18 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "minicpmv_4_5", "mistral3"])
-def test_the_law_holds_with_layers_joined_and_norms_fused_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "minicpmv_4_5", "mistral3"])
+def test_the_law_holds_with_layers_joined_and_fused_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
         patch.object(packed_linear, "_can_pack", lambda _: False),
         patch.object(norms, "FUSING_DEVICES", ("cpu",)),
+        layers_by_flash_infer() as library,
     ):
         models = load_models(family, tmp_path)
+    library.called.clear()
+    forwards = list[int]()
+    models.engine.text.register_forward_hook(lambda *_: forwards.append(1))
     modules = dict(models.engine.text.named_modules())
     kinds = {name.split(".")[-1]: type(each) for name, each in modules.items() if ".0." in name}
     assert all(kinds[name] is JoinedLinear for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
@@ -276,3 +280,20 @@ def test_the_law_holds_with_layers_joined_and_norms_fused_as_they_are_on_cuda(fa
     questions = [law.Question((Text((20 + number, 21)), video, Text((30,))), 7 + number) for number in range(3)]
     assert use_paged(engine).runner.capture_decoding(4, 256, capture)
     law.assert_law(models, engine, questions, law.answer(engine, questions, arrivals=[0, 1, 3]))
+    computed = models.engine.layers * len(forwards)
+    assert library.called == {"rope": computed, "silu": computed}
+
+
+@pytest.mark.parametrize("name", ["apply_rope_with_cos_sin_cache", "silu_and_mul"])
+def test_layers_are_not_fused_by_a_kernel_with_wrong_results(name: str, tiny_checkpoint: Path) -> None:
+    with layers_by_flash_infer() as library:
+        right = getattr(library, name)
+
+        def wrong(*arrays: Tensor) -> Tensor | list[Tensor]:
+            found = right(*arrays)
+            return found + 0.1 if isinstance(found, Tensor) else [each.roll(1, dims=1) for each in found]
+
+        setattr(library, name, wrong)
+        text = load(tiny_checkpoint).text
+    assert library.called
+    assert {type(each) for each in text.modules()} == {type(each) for each in load(tiny_checkpoint).text.modules()}

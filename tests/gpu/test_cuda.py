@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ from framesieve.services.generation.model.attention.block_plan import plan_block
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
+from framesieve.services.generation.model.fused_layers import ROTATION, RotaryTable
 from framesieve.services.generation.model.norms import FusedNorm, fuse_norms
 from framesieve.services.generation.request.batch import Context
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from tests.families import FAMILIES
+from tests.families import FAMILIES, write_qwen3_vl_heads
 from tests.generation.paged_kernels import read_in_place
 from tests.oracle import Text, kept_tokens
 from tests.tiny import TinyEngine, random_item
@@ -151,6 +153,30 @@ def test_fused_norms_are_those_of_the_formula(dtype: torch.dtype, joined: bool) 
     fuse_norms(text)
     assert type(text[0]) is FusedNorm
     torch.testing.assert_close(text(rows).double(), exact, atol=1e-6, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
+
+
+# The two numbers of rows have kernels of their own.
+@pytest.mark.parametrize("count", [9, 20_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_rotations_and_activations_are_those_of_the_formula(
+    dtype: torch.dtype, count: int, tmp_path: Path
+) -> None:
+    heads, kv_heads, head_dim = 4, 2, 128
+    write_qwen3_vl_heads(tmp_path, 7, heads, kv_heads, head_dim)
+    text = load_language_model(Checkpoint(tmp_path), dtype, DEVICES[1]).text
+    if not isinstance(text.rotary_emb, RotaryTable):
+        pytest.skip("FlashInfer is not installed, or has no kernel for this card")
+    close = partial(torch.testing.assert_close, rtol=torch.finfo(dtype).eps / 2 * 1.01, atol=1e-5)
+    product = torch.randn(1, count, heads + 2 * kv_heads, head_dim, device=DEVICES[1]).to(dtype)
+    query, key, _ = product.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+    positions = torch.randint(0, 30_000, (3, 1, count), device=DEVICES[1])
+    rotate = type(text.layers[0].self_attn).forward.__globals__[ROTATION]
+    cos, sin = (each.double() for each in text.rotary_emb.rotary(query.float(), positions))
+    for rows, found in zip((query, key), rotate(query, key, *text.rotary_emb(query, positions)), strict=True):
+        first, second = rows.double().chunk(2, dim=-1)
+        close(found.double(), rows.double() * cos + torch.cat([-second, first], dim=-1) * sin)
+    gate, up = product.flatten(2).double().chunk(2, dim=-1)
+    close(text.layers[0].mlp.multiply(product.flatten(2)).double(), gate * gate.sigmoid() * up)
 
 
 def test_the_engine_with_a_cache_in_fp8_computes_nearly_the_logits_of_the_cpu(family_checkpoint: Path) -> None:

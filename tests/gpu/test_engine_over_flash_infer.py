@@ -17,6 +17,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
+from framesieve.services.generation.model.fused_layers import RotaryTable
 from tests.families import FAMILIES, write_qwen3_vl_heads
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
@@ -61,6 +62,7 @@ def test_the_law_holds_over_flash_infer(models: Models, chunk_tokens: int, fp8: 
     model = replace(load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), fp8_cache=fp8)
     engine = TinyEngine(model, blocks=256, max_num_batched_tokens=chunk_tokens, overlap=True)
     assert isinstance(engine.runner._cache, FlashInferCache), "the log says what does not work"
+    assert isinstance(model.text.rotary_emb, RotaryTable), "the log says what does not work"
     assert engine.runner.capture_decoding(8, 512, CudaCapture(CUDA))
     asking = questions()
     asked = answer(engine, asking, arrivals=[0, 4, 1, 9, 2, 14, 30, 40], deliveries=[0, 3, 1, 4])

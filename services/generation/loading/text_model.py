@@ -17,6 +17,7 @@ from framesieve.services.compute.packed_linear import join_linears, pack_linears
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.experts import EXPERTS, waits
+from framesieve.services.generation.model.fused_layers import fuse_layers
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.norms import fuse_norms
 from framesieve.services.generation.parallel.group import Group
@@ -108,6 +109,7 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     if hasattr(sizes, "num_experts") and waits(text.embed_tokens.weight):
         text.config._experts_implementation = EXPERTS
     fuse_norms(text)
+    fuse_layers(text)
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
         join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
         pack_linears(text)

@@ -46,7 +46,7 @@ def make_cache(sizes: CacheSizes, like: Tensor) -> PagedCache:
 
 def _reason(sizes: CacheSizes, like: Tensor) -> str:
     """Why there is no kernel that reads blocks in place, and what helps if anything does."""
-    if why := lacking(sizes, like):
+    if why := lacking(sizes.head_dim, like):
         return why
     if importlib.util.find_spec("flashinfer") is None:
         return "install FlashInfer, pip install framesieve[cuda]"

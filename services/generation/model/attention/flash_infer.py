@@ -214,23 +214,30 @@ def workspace_bytes(sizes: CacheSizes, num_multiprocessors: int) -> int:
     return max(LEAST_WORKSPACE_BYTES, split + 2**24)
 
 
-def lacking(sizes: CacheSizes, like: Tensor) -> str | None:
+def lacking(head_dim: int, like: Tensor) -> str | None:
     """Why FlashInfer has no kernels for a model on a CUDA device; None if it has."""
     if like.dtype not in DTYPES:
         return f"no kernel computes in {name_of(like.dtype)}, set --dtype bfloat16"
-    if sizes.head_dim not in HEAD_DIMS:
-        return (
-            f"FlashInfer has kernels for heads of {', '.join(map(str, HEAD_DIMS))}, this model's have {sizes.head_dim}"
-        )
+    if head_dim not in HEAD_DIMS:
+        return f"FlashInfer has kernels for heads of {', '.join(map(str, HEAD_DIMS))}, this model's have {head_dim}"
     capability = torch.cuda.get_device_capability(like.device)
     if capability < LEAST_CAPABILITY:
         return f"FlashInfer is used from compute capability 8.0 on, this device has {'.'.join(map(str, capability))}"
     return None
 
 
+def may_work(head_dim: int, like: Tensor) -> bool:
+    """Whether FlashInfer is installed and has kernels for a model on its device."""
+    return (
+        like.device.type == "cuda"
+        and lacking(head_dim, like) is None
+        and importlib.util.find_spec("flashinfer") is not None
+    )
+
+
 def find_kernels(sizes: CacheSizes, like: Tensor) -> Kernels | None:
     """FlashInfer's kernels, if they pass `check_kernels` on this device for this model."""
-    if like.device.type != "cuda" or lacking(sizes, like) or importlib.util.find_spec("flashinfer") is None:
+    if not may_work(sizes.head_dim, like):
         return None
     num_multiprocessors = torch.cuda.get_device_properties(like.device).multi_processor_count
     for backend in BACKENDS:
