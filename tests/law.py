@@ -84,7 +84,7 @@ def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
         time_step=draw(st.sampled_from(steps)) if video else None,
         seed=draw(st.integers(0, 2**32 - 1)),
         rate=draw(st.sampled_from((0.0, 0.25, 0.5, 0.75, 0.9))),
-        method=draw(st.sampled_from(("evs", "evs_causal", "vidcom2", "vcast", "random", "none"))),
+        method=draw(st.sampled_from(("evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change", "none"))),
     )
 
 

@@ -65,11 +65,15 @@ def check_media(plan: PromptPlan, prompt: prompt_pb2.Prompt) -> None:
             )
 
 
-def received_kept(first: EmbedsChunk, grid: Grid, num_kept: int) -> Int32Array | None:
+def received_kept(first: EmbedsChunk, grid: Grid, num_kept: int, bound: bool = False) -> Int32Array | None:
     """The indices of the kept tokens in an item's first chunk, int32 [K]; None if all are kept.
 
-    num_kept: K, by the item's grid and pruning.
+    num_kept: K, by the item's grid and pruning. bound: K may be less.
     """
+    if bound and first.HasField("kept"):
+        kept = int32_array(first.kept)
+        check_kept(kept, grid, min(num_kept, grid.tokens - 1), bound)
+        return kept
     if first.HasField("kept") != (num_kept < grid.tokens):
         raise PeerContract(
             f"{num_kept} of {grid.tokens} tokens are kept: `kept` must be sent if and only if tokens are dropped"

@@ -177,8 +177,9 @@ async def received_pieces(requests: Requests, prompt: prompt_pb2.Prompt) -> Asyn
             yield name, piece
 
 
-async def selections(requests: Requests, media: int) -> AsyncIterator[int]:
-    """Indices of the selected media items, in the order of selection, until the caller half-closes.
+async def selections(requests: Requests, media: int) -> AsyncIterator[tuple[int, prompt_pb2.Select]]:
+    """Indices of the selected media items, and the selections that name them, in their order, until the caller
+    half-closes.
 
     requests: those after the prompt and its files. media: how many items the plan has.
     Only a select message selects. Half-closing must not, because a cancelled call looks half-closed for a moment.
@@ -196,7 +197,7 @@ async def selections(requests: Requests, media: int) -> AsyncIterator[int]:
             indices = [_checked(request.select.media_index, media, selected)]
         for index in indices:
             selected.add(index)
-            yield index
+            yield index, request.select
 
 
 def _checked(index: int, media: int, selected: set[int]) -> int:

@@ -1,7 +1,9 @@
-"""The pruning methods, and how many tokens each keeps.
+"""The pruning methods, where each acts, and how many tokens it keeps.
 
-The count follows from grid, rate, method and modality. It is known before anything is encoded, so admission and the
-size of the KV cache rely on it. `services/encoder/pruning/methods.py` selects the tokens.
+The count follows from grid, rate, method and modality, or is bounded by them where a threshold decides. It is known
+before anything is decoded, so admission and the size of the KV cache rely on it. Methods after the tower rank its
+embeddings (`services/encoder/pruning/methods.py`). Those before it rank pixels (`services/preprocessing/pruning/`), and
+the tower runs over the kept tokens alone.
 Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454; V-CAST, arXiv 2603.27650. The floors
 and the exact arithmetic are Framesieve's own.
 """
@@ -22,8 +24,12 @@ EVS_CAUSAL = "evs_causal"
 VIDCOM2 = "vidcom2"
 VCAST = "vcast"
 RANDOM = "random"
+PIXEL_CHANGE = "pixel_change"
 NONE = "none"
-METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, NONE)
+METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
+# Those that choose tokens by their pixels, before the vision tower.
+BEFORE_TOWER = (PIXEL_CHANGE,)
+AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
 # Those that keep at least one token of each slice, and need not keep slice 0.
 BY_SLICE = (VIDCOM2, VCAST)
 
@@ -35,12 +41,15 @@ class Pruning:
     rate: share of a video's tokens to drop, 0 ≤ rate < 1; taken as its shortest decimal.
     method: one of METHODS.
     seed: of `random`; None: 0.
-    Raises InvalidRequest for a rate outside its range or an unknown method.
+    threshold: of the methods before the tower: tokens that changed by less are dropped, and of the others at most the
+        share `rate`, so that num_kept is a bound; None: `rate` alone decides.
+    Raises InvalidRequest for a value outside its range, an unknown method, and a threshold of another method.
     """
 
     rate: float = 0.0
     method: str = EVS
     seed: int | None = None
+    threshold: float | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and 0 <= self.rate < 1):
@@ -49,38 +58,62 @@ class Pruning:
             raise InvalidRequest(field="pruning.method", limit=f"one of {', '.join(METHODS)}", value=self.method)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise InvalidRequest(field="pruning.seed", limit="at least 0 and below 2^63", value=self.seed)
+        if self.threshold is not None:
+            if self.method not in BEFORE_TOWER:
+                text = f"is for {', '.join(BEFORE_TOWER)}, the method is {self.method}"
+                raise InvalidRequest(text, field="pruning.threshold", value=self.threshold)
+            if not (math.isfinite(self.threshold) and 0 <= self.threshold < 1):
+                limit = "at least 0 and below 1"
+                raise InvalidRequest(field="pruning.threshold", limit=limit, value=self.threshold)
+
+    @property
+    def drops(self) -> bool:
+        """Whether it may drop tokens of a video."""
+        return self.method != NONE and (self.rate > 0 or self.threshold is not None)
 
 
 def method_of(pruning: Pruning, modality: Modality) -> str:
-    """The method that metrics count an item under: `none` for images and at rate 0, where nothing is dropped."""
-    return pruning.method if modality is Modality.VIDEO and pruning.rate else NONE
+    """The method that metrics count an item under: `none` for images and where nothing is dropped."""
+    return pruning.method if modality is Modality.VIDEO and pruning.drops else NONE
+
+
+def chosen_before_tower(grid: Grid, pruning: Pruning, modality: Modality) -> bool:
+    """Whether the tower is given some of an item's tokens: those that a method before it keeps."""
+    if method_of(pruning, modality) not in BEFORE_TOWER:
+        return False
+    return pruning.threshold is not None or num_kept(grid, pruning) < grid.tokens
 
 
 def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) -> int:
-    """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image.
+    """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image. The largest
+    number that may be, where there is a threshold.
 
-    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
-    slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
+    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` and
+    `pixel_change` keep slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
     """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens
-    if pruning.method == EVS_CAUSAL:
+    if pruning.method in (EVS_CAUSAL, PIXEL_CHANGE):
         return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)
     floor = grid.t if pruning.method in BY_SLICE else grid.slice_tokens
     return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate)))
 
 
 def causal_slice_tokens(grid: Grid, rate: float) -> int:
-    """How many tokens `evs_causal` keeps of each slice but the first."""
+    """How many tokens `evs_causal` and `pixel_change` keep of each slice but the first."""
     return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
 
 
-def check_kept(kept: Int32Array, grid: Grid, num_kept: int) -> None:
-    """Raises PeerContract unless kept, int32 [K], are K = `num_kept` strictly increasing indices into the grid."""
-    if kept.shape != (num_kept,) or kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()):
+def check_kept(kept: Int32Array, grid: Grid, num_kept: int, bound: bool = False) -> None:
+    """Raises PeerContract unless kept, int32 [K], are K = `num_kept` strictly increasing indices into the grid.
+
+    bound: K is from 1 to `num_kept`.
+    """
+    fits = kept.ndim == 1 and (1 <= kept.size <= num_kept if bound else kept.size == num_kept)
+    if not fits or kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()):
         raise PeerContract(
-            f"an item of the grid {grid} must keep {num_kept} tokens, whose indices increase strictly, from at least 0 "
-            f"to below {grid.tokens}; got kept of shape {list(kept.shape)}"
+            f"an item of the grid {grid} must keep {'at most ' if bound else ''}{num_kept} tokens, whose indices "
+            f"increase strictly, from at least 0 to below {grid.tokens}; got kept of shape {list(kept.shape)}"
         )
 
 

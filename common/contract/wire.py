@@ -139,12 +139,17 @@ def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
 # --- pruning ----------------------------------------------------------------------------------------------------
 
 
+def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
+    return prompt_pb2.Pruning(rate=pruning.rate, method=pruning.method, seed=pruning.seed, threshold=pruning.threshold)
+
+
 def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
     """The pruning that a message asks for. Raises InvalidRequest for a bad rate or an unknown method."""
     return Pruning(
         rate=message.rate,
         method=message.method or EVS,
         seed=message.seed if message.HasField("seed") else None,
+        threshold=message.threshold if message.HasField("threshold") else None,
     )
 
 

@@ -23,7 +23,7 @@ def test_counts_are_exact_in_decimal_arithmetic_above_the_floor_of_each_method(
     tokens = grid.t * grid.h * grid.w
     share = Decimal(tokens) * (Decimal(10_000 - ten_thousandths) / Decimal(10_000))
     expected = max(grid.t if method in ("vidcom2", "vcast") else grid.h * grid.w, math.floor(share))
-    if method == "evs_causal":
+    if method in ("evs_causal", "pixel_change"):
         each = Decimal(grid.h * grid.w) * (Decimal(10_000 - ten_thousandths) / Decimal(10_000))
         expected = grid.h * grid.w + (grid.t - 1) * max(1, math.floor(each))
     if modality is Modality.IMAGE or method == "none":
@@ -50,7 +50,9 @@ def test_rates_outside_their_range_are_refused(rate: float) -> None:
 
 
 def test_unknown_methods_and_negative_seeds_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"evs, evs_causal, vidcom2, vcast, random, none, got 'best'"):
+    with pytest.raises(
+        InvalidRequest, match=r"evs, evs_causal, vidcom2, vcast, random, pixel_change, none, got 'best'"
+    ):
         Pruning(0.5, method="best")
     with pytest.raises(InvalidRequest, match=r"pruning\.seed"):
         Pruning(0.5, method="random", seed=-1)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import StartupError, Unavailable
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import METHODS, NONE, Pruning
+from framesieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
 from framesieve.common.process import ExitStatus
 from framesieve.services.compute.device import device_of
 from framesieve.services.compute.rank_failure import RankFailure
@@ -265,7 +265,7 @@ def test_the_largest_forward_fills_every_rank_twice_and_is_pruned_by_every_metho
     run_largest(towers, packing_of(graphed, 100).largest)
     side_px = 10 * tower.patches.token_px
     assert forwards_of(towers, others) == [[[(2, side_px, side_px, 3)]] * 2] * 2
-    assert sorted(methods) == sorted(set(METHODS) - {NONE})
+    assert sorted(methods) == sorted(set(AFTER_TOWER) - {NONE})
 
 
 def test_a_device_without_memory_for_the_largest_forward_is_warned_about(tower: Tower, make: MakeRanks) -> None:

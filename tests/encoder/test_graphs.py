@@ -67,7 +67,7 @@ def encode_in_batches(tower: Tower, slices: Sequence[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     while len(found) < len(slices):
         left = slices[len(found) :]
-        count = fitting([tower.packing.size_of(frames.shape) for frames in left], tower.packing.largest)
+        count = fitting([tower.packing.size_of(frames) for frames in left], tower.packing.largest)
         found += tower.encode(left[:count])
     return found
 
@@ -99,7 +99,7 @@ def test_buckets_are_captured_largest_first_and_limit_a_forward(captured: Graphe
     packing = captured.tower.packing
     assert packing is not None
     assert (packing.largest.tokens, packing.largest.slices) == (160, 8)
-    strip = (shape.temporal_patch, 2 * shape.token_px, 3 * shape.token_px, 3)
+    strip = torch.empty(shape.temporal_patch, 2 * shape.token_px, 3 * shape.token_px, 3, dtype=torch.uint8)
     assert packing.size_of(strip) == Size(6, 1, 0 if shape.slices_stand_alone else 2, 6)  # windows of 2 by 2 tokens
     assert captured.recorder.captured == [tokens * shape.merge**2 for tokens in (160, 128, 64)]
 

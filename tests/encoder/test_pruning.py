@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import METHODS, Pruning
+from framesieve.common.contract.retention import AFTER_TOWER, Pruning
 from framesieve.services.encoder.pruning.evs import evs_scores
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
 from tests.encoder.kept import FLOAT32_ERROR, GRIDS, RATES, check_kept, exact_count, exact_scores, videos
@@ -124,7 +124,7 @@ def test_scores_are_float32_and_serve_every_rate(method: str) -> None:
 
 def test_cached_scores_take_at_most_the_bytes_that_the_cache_accounts_for() -> None:
     grid, known = Grid(5, 1, 2), dict[str, Scores]()
-    for method in METHODS:
+    for method in AFTER_TOWER:
         keep_tokens(torch.randn(grid.tokens, 16), grid, Pruning(0.5, method), known)
     taken = sum(each.nbytes for scores in known.values() for each in scores)
     assert 0.8 * SCORES_BYTES * grid.tokens < taken <= SCORES_BYTES * grid.tokens

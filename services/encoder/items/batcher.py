@@ -131,7 +131,7 @@ class Batcher:
         Raises Unavailable once it is not `alive`.
         """
         tokens = tokens or target.shape[1]
-        size = self._packing.size_of(frames.shape) if self._packing else Size(tokens, 1, 0, tokens)
+        size = self._packing.size_of(frames) if self._packing else Size(tokens, 1, 0, tokens)
         piece = _Slice(frames, target, store or target.copy_, size)
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)

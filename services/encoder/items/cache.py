@@ -1,4 +1,4 @@
-"""Unpruned embeddings by content: made once for all concurrent requests, and cached for later ones.
+"""Embeddings by content: made once for all concurrent requests, and cached for later ones.
 
     join ─▶ absent      ─▶ reserve bytes, begin a delivery ─▶ slices ─▶ complete ─▶ gathered ─▶ cached
             being made  ─▶ wait; begin a delivery if this one ends early ──▲                      │
@@ -19,13 +19,14 @@ import torch
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_digest
+from framesieve.common.contract.retention import Pruning
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache_entry import CacheEntry
+from framesieve.services.encoder.items.cache_entry import CacheEntry, num_encoded
 from framesieve.services.encoder.metrics import EVICTIONS, LOOKUPS
 from framesieve.services.encoder.tower.tower import Tower
 
-_KEY_DOMAIN = b"framesieve embeddings v1"
+_KEY_DOMAIN = b"framesieve embeddings v2"
 
 
 class EmbedsCache:
@@ -42,12 +43,15 @@ class EmbedsCache:
         self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # cached and not read, least recently used first
         self._idle_bytes = 0
 
-    def join(self, plan: MediaPlan) -> CacheEntry:
-        """The item's entry, with the caller as a waiter until `leave`."""
-        key = cache_key(plan, self.tower.dtype, self.tower.embed_levels)
+    def join(self, plan: MediaPlan, chosen: Pruning | None = None) -> CacheEntry:
+        """The item's entry, with the caller as a waiter until `leave`.
+
+        chosen: how its tokens are chosen before the tower; None: all are encoded.
+        """
+        key = cache_key(plan, chosen, self.tower.dtype, self.tower.embed_levels)
         entry = self._entries.get(key)
         if entry is None or entry.failure is not None:
-            entry = self._entries[key] = self._new_entry(key, plan)
+            entry = self._entries[key] = self._new_entry(key, plan, chosen)
             LOOKUPS.labels("miss").inc()
         elif entry.cached:
             LOOKUPS.labels("hit").inc()
@@ -74,10 +78,10 @@ class EmbedsCache:
         if entry.delivery is not None:
             entry.delivery.abandoned()
 
-    def _new_entry(self, key: bytes | None, plan: MediaPlan) -> CacheEntry:
+    def _new_entry(self, key: bytes | None, plan: MediaPlan, chosen: Pruning | None = None) -> CacheEntry:
         # Embeddings that a prompt brings are named by their content; those of two forwards differ in rounding.
         encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
-        return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes)
+        return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes, chosen)
 
     def _joined(self, entry: CacheEntry) -> CacheEntry:
         if entry in self._idle:
@@ -109,12 +113,16 @@ class EmbedsCache:
         entry.close()
 
 
-def cache_key(item: MediaPlan, dtype: torch.dtype, embed_levels: int) -> bytes:
-    """32 bytes that differ wherever modality, grid, dtype, levels or content differ.
+def cache_key(item: MediaPlan, chosen: Pruning | None, dtype: torch.dtype, embed_levels: int) -> bytes:
+    """32 bytes that differ wherever modality, grid, dtype, levels, content or the choice before the tower differ.
 
     The content hash covers file bytes, frame selection, frame size, time base and the checkpoint's fingerprint. The
-    item's place in the prompt, its pruning and the caller do not enter.
+    item's place in the prompt, its pruning after the tower and the caller do not enter.
     """
+    how = b""
+    if chosen:
+        threshold = -1.0 if chosen.threshold is None else chosen.threshold
+        how = struct.pack("<qd", num_encoded(item, chosen), threshold) + chosen.method.encode()
     return tagged_digest(
         _KEY_DOMAIN,
         (
@@ -123,5 +131,6 @@ def cache_key(item: MediaPlan, dtype: torch.dtype, embed_levels: int) -> bytes:
             struct.pack("<3q", item.grid.t, item.grid.h, item.grid.w),
             str(dtype).encode(),
             struct.pack("<q", embed_levels),
+            how,
         ),
     )

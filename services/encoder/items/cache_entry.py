@@ -1,4 +1,4 @@
-"""A cache entry: the unpruned embeddings of one media item, while they are made and while they are kept.
+"""A cache entry: the embeddings of one media item, while they are made and while they are kept.
 
     reserve ──▶ add_slice × t ────▶ complete ──▶ close
     (bytes)     (queued for the     (all slices    (bytes released,
@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.contract.errors import PeerContract, Unavailable
+from framesieve.common.contract.plan import Int32Array, MediaPlan
+from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
-from framesieve.services.encoder.tower.patches import TimedFrames
+from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames
 from framesieve.services.encoder.tower.tower import Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
@@ -37,10 +39,10 @@ _FORWARDS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class FrameSlice:
-    """One whole temporal slice of a media item: uint8 [frames, height, width, 3].
+    """One temporal slice of a media item: uint8 [frames, height, width, 3].
 
     index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
-    monotonic clock.
+    monotonic clock. kept: which of its tokens are there, one below the other, int32 [k], increasing; None: all of it.
     """
 
     index: int
@@ -48,6 +50,7 @@ class FrameSlice:
     repaired_frames: int
     decoded_ns: int
     resized_ns: int
+    kept: Int32Array | None = None
 
 
 @dataclass(slots=True)
@@ -96,8 +99,9 @@ class Delivery:
 
 
 class CacheEntry:
-    """Unpruned embeddings of one media item, (1 + levels, tokens, D), and the pruning scores computed from them.
+    """Embeddings of one media item, (1 + levels, tokens, D), before it is pruned by their scores, and these scores.
 
+    chosen: how its tokens are chosen before the tower: it then has embeddings of these alone. None: of all tokens.
     key: its cache key; None: the entry is never found by others and never cached.
     encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
     waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
@@ -113,7 +117,11 @@ class CacheEntry:
         tower: Tower,
         batcher: Batcher,
         encoding_bytes: ByteSemaphore,
+        chosen: Pruning | None = None,
     ) -> None:
+        self.chosen = chosen
+        self._kept: list[Int32Array] = []
+        self.tokens = num_encoded(plan, chosen)  # at most, until it is complete
         self.key = key
         self.encoding = encoding
         self.plan = plan
@@ -148,13 +156,15 @@ class CacheEntry:
         plan = self.plan
         if plan.brings_embeds:
             return self._arrangement.slice_tokens
+        if self.chosen:  # on average: the first slice is whole
+            return -(-self.tokens // plan.slices)
         sizes = {plan.frames.frame_px(0), plan.frames.frame_px(1)}
         return max(1, *(self._tower.patches.load((plan.slice_frames, *size, 3)) for size in sizes))
 
     @property
     def size_bytes(self) -> int:
         """Bytes that it takes in the cache: embeddings, and the scores of every method."""
-        return embeds_bytes(self._tower, self.plan.grid.tokens) + SCORES_BYTES * self.plan.grid.tokens
+        return embeds_bytes(self._tower, self.tokens) + (0 if self.chosen else SCORES_BYTES * self.tokens)
 
     @property
     def embeds(self) -> Tensor:
@@ -162,6 +172,13 @@ class CacheEntry:
         assert self._buffer is not None
         assert self.complete
         return self._buffer
+
+    @property
+    def kept(self) -> Int32Array | None:
+        """The tokens that `embeds` has, int32 (tokens,), increasing; None: all."""
+        if self.tokens == self.plan.grid.tokens:
+            return None
+        return np.concatenate(self._kept)
 
     @property
     def complete(self) -> bool:
@@ -197,8 +214,10 @@ class CacheEntry:
         """
         if self._buffer is not None:
             return
-        tokens = self.plan.grid.tokens if self.plan.brings_embeds else self.plan.slices * self._arrangement.slice_tokens
-        size_bytes = encoding_bytes(self._tower, self.plan)
+        tokens = self.tokens
+        if not (self.plan.brings_embeds or self.chosen):
+            tokens = self.plan.slices * self._arrangement.slice_tokens
+        size_bytes = encoding_bytes(self._tower, self.plan, self.chosen)
         await self._encoding_bytes.reserve(size_bytes)
         self._reserved_bytes = size_bytes
         shape = (1 + self._tower.embed_levels, tokens, self._tower.embed_dim)
@@ -214,26 +233,30 @@ class CacheEntry:
         """Queues the next slice for the tower; waits while enough slices of this entry are queued.
 
         Slices that it has are skipped: every delivery starts at slice 0.
-        Raises Unavailable, and fails the entry, once the tower accepts no more slices.
+        Raises Unavailable, and fails the entry, once the tower accepts no more slices; PeerContract for slices of more
+        or fewer tokens than are chosen.
         """
         if piece.index < self.decoded_slices:
             return
         assert piece.index == self.decoded_slices
+        start = piece.index * self._arrangement.slice_tokens if piece.kept is None else self._choose(piece.kept)
         self.repaired_frames += piece.repaired_frames
         self.times.decoded_ns, self.times.resized_ns = piece.decoded_ns, piece.resized_ns
         self.decoded_slices += 1
         self.queued_ns = self.queued_ns or monotonic_ns()
+        if piece.kept is not None and not piece.kept.size:
+            self.encoded_slices += 1
+            self.notify()
+            return
         self.notify()
         await self._ahead.acquire()
         if self._buffer is None or self.failure is not None:  # closed or failed while it waited
             self._ahead.release()
             return
-        start = piece.index * self._arrangement.slice_tokens
         pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
-        target = self._buffer[:, start : start + self._arrangement.slice_tokens]
-        first = piece.index * self.plan.slice_frames
-        times = self._arrangement.times[first : first + len(pixels)]
-        frames = TimedFrames(pixels, times) if times else pixels
+        tokens = self._arrangement.slice_tokens if piece.kept is None else piece.kept.size
+        target = self._buffer[:, start : start + tokens]
+        frames = self._frames(piece, pixels)
         try:
             load = self._tower.patches.load(pixels.shape)
             submitted = self.batcher.submit(frames, target, load, partial(self._store, piece.index, target))
@@ -244,6 +267,33 @@ class CacheEntry:
         encoded = asyncio.wrap_future(submitted)
         encoded.add_done_callback(self._slice_done)
         self._slices.append(encoded)
+
+    def _choose(self, kept: Int32Array) -> int:
+        """Notes the chosen tokens of the next slice, and returns where their embeddings begin."""
+        assert self.chosen is not None
+        plan, start = self.plan, sum(each.size for each in self._kept)
+        self._kept.append(kept + self.decoded_slices * plan.grid.slice_tokens)
+        chosen, last = start + kept.size, len(self._kept) == plan.slices
+        if chosen > self.tokens or (last and (chosen == 0 or (self.chosen.threshold is None and chosen < self.tokens))):
+            bound = "" if self.chosen.threshold is None else "at most "
+            raise PeerContract(f"{chosen} tokens were chosen of a video that keeps {bound}{self.tokens}")
+        if last:
+            self.tokens = chosen
+        return start
+
+    def _frames(self, piece: FrameSlice, pixels: Tensor) -> Frames:
+        """What the tower is given of a slice. pixels: uint8 (F, H, W, 3)."""
+        if piece.kept is not None:
+            return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(piece.kept.tolist()))
+        first = piece.index * self.plan.slice_frames
+        times = self._arrangement.times[first : first + len(pixels)]
+        return TimedFrames(pixels, times) if times else pixels
+
+    def trim(self) -> None:
+        """Gives back the memory of a complete entry that was reserved for tokens that were not chosen."""
+        with self._closing:
+            if self._buffer is not None and self.chosen and self._buffer.shape[1] > self.tokens:
+                self._buffer = self._buffer[:, : self.tokens].clone()
 
     async def fill(self, embeds: Tensor) -> None:
         """Copies embeddings that came with the prompt, (1 + levels, tokens, D), any float dtype."""
@@ -305,9 +355,14 @@ def _copy(embeds: Tensor, buffer: Tensor) -> None:
     Computed(buffer.device).wait()
 
 
-def encoding_bytes(tower: Tower, plan: MediaPlan) -> int:
+def num_encoded(plan: MediaPlan, chosen: Pruning | None) -> int:
+    """How many tokens of an item are encoded, at most. chosen: how they are chosen before the tower; None: all are."""
+    return plan.grid.tokens if chosen is None else num_kept(plan.grid, chosen)
+
+
+def encoding_bytes(tower: Tower, plan: MediaPlan, chosen: Pruning | None) -> int:
     """Bytes that encoding an item takes: its embeddings, and before them what they are arranged from."""
-    tokens = plan.grid.tokens
+    tokens = num_encoded(plan, chosen)
     arrangement = tower.arrangement(plan)
     if not plan.brings_embeds and arrangement.of_item:
         tokens += plan.slices * arrangement.slice_tokens

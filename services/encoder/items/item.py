@@ -24,7 +24,7 @@ from torch import Tensor
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import NONE, Pruning, num_kept
+from framesieve.common.contract.retention import NONE, Pruning, chosen_before_tower, num_kept
 from framesieve.common.contract.tensors import DType
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.common.telemetry.logs import add_request_stats
@@ -33,7 +33,14 @@ from framesieve.common.telemetry.tracing import record, span
 from framesieve.services.compute.device import TORCH_DTYPES
 from framesieve.services.compute.transfers import Readback, beside
 from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, StageTimes, embeds_bytes, encoding_bytes
+from framesieve.services.encoder.items.cache_entry import (
+    CacheEntry,
+    Delivery,
+    StageTimes,
+    embeds_bytes,
+    encoding_bytes,
+    num_encoded,
+)
 from framesieve.services.encoder.metrics import count_item
 from framesieve.services.encoder.pruning.methods import keep_tokens
 
@@ -85,7 +92,8 @@ class Item:
         self._cache = cache
         self._output_bytes = output_bytes
         self._shares = shares
-        self._count = num_kept(plan.grid, pruning, plan.modality)
+        self._chosen = pruning if chosen_before_tower(plan.grid, pruning, plan.modality) else None
+        self._count = num_kept(plan.grid, pruning, plan.modality)  # at most, until it is obtained
         self._size_bytes = embeds_bytes(cache.tower, self._count)
         self._reserved = False
         self._joined = False  # whether the cache counts it as a waiter of its entry
@@ -129,7 +137,8 @@ class Item:
         self._check_fits()
         await self._output_bytes.reserve(self._size_bytes)
         self._reserved = True
-        self._entry = self._cache.join(self.plan) if brought is None else self._cache.join_unshared(self.plan)
+        cache = self._cache
+        self._entry = cache.join(self.plan, self._chosen) if brought is None else cache.join_unshared(self.plan)
         self._joined, self._joined_ns = True, monotonic_ns()
         if brought is not None:
             await self._entry.reserve()
@@ -151,6 +160,8 @@ class Item:
             raise
         self._record_spans(entry, None)
         with entry.batcher.ending_on_device_errors():
+            if self._chosen:
+                self._shrink(entry.tokens)
             self._embeds = await asyncio.to_thread(self._gather, entry, entry.embeds)
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
@@ -184,6 +195,12 @@ class Item:
         self._delivery = await stream.deliver(self.media_index, entry)
         entry.notify()  # `wait_until_decoded` waits for this
 
+    def _shrink(self, count: int) -> None:
+        """Releases the bytes of tokens that were not chosen."""
+        size_bytes = embeds_bytes(self._cache.tower, count)
+        self._output_bytes.release(self._size_bytes - size_bytes)
+        self._count, self._size_bytes = count, size_bytes
+
     def _leave(self) -> None:
         if self._joined and self._entry is not None:
             self._joined = False
@@ -191,11 +208,12 @@ class Item:
 
     def _check_fits(self) -> None:
         tower, limit_bytes = self._cache.tower, self._cache.encoding_bytes.size_bytes
-        size_bytes = encoding_bytes(tower, self.plan)
+        tokens = num_encoded(self.plan, self._chosen)
+        size_bytes = encoding_bytes(tower, self.plan, self._chosen)
         if size_bytes > limit_bytes:
             raise MediaRejected(
-                f"media {self.media_index} becomes {self.plan.grid.tokens} tokens, {size_bytes} bytes of embeddings; "
-                f"the encoder has room for {limit_bytes} bytes, {limit_bytes // embeds_bytes(tower, 1)} tokens",
+                f"media {self.media_index} becomes {tokens} tokens, {size_bytes} bytes of embeddings; the encoder has "
+                f"room for {limit_bytes} bytes, {limit_bytes // embeds_bytes(tower, 1)} tokens",
                 value=size_bytes,
                 limit=limit_bytes,
                 remedy=_remedy(self.plan),
@@ -227,8 +245,11 @@ class Item:
         # `device_of`: the current device of a new thread is cuda:0.
         tracing = span("prune", **tokens, **how)
         with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
-            kept = None
-            if prunes:
+            kept, indices = None, None
+            if self._chosen:
+                entry.trim()
+                embeds, indices = entry.embeds, entry.kept
+            elif prunes:
                 with entry.scoring:
                     kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
             memory, data = None, None
@@ -238,7 +259,8 @@ class Item:
                     data = memory.mapped(self._size_bytes).data
             if data is None:
                 memory, data = None, _bytes_of(embeds if kept is None else embeds[:, kept.long()])
-            indices = None if kept is None else Readback(kept).wait()[0].numpy()
+            if kept is not None:
+                indices = Readback(kept).wait()[0].numpy()
         count_item(self.plan, self._pruning, self._count)
         self._pruned_ns = monotonic_ns()
         shape = (len(embeds), self._count, embeds.shape[2])

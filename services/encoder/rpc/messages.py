@@ -14,7 +14,7 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, EVS, Pruning, method_of
 from framesieve.common.contract.tensors import MAX_AXES
 from framesieve.common.contract.wire import named_media, prunings_of, tensor_digest
 from framesieve.services.compute.device import name_of
@@ -40,12 +40,18 @@ class BroughtEmbeds:
 def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]:
     """How each media item is pruned, by media index.
 
-    Raises InvalidRequest for a rate out of range, and above rate 0 for a method that the tower does not take.
+    Raises InvalidRequest for a rate out of range, where tokens are dropped for a method that the tower does not take,
+    and for one that ranks pixels of a video that brings its embeddings.
     """
     _check_method("pruning", request.pruning, tower)
     for name, _, media in named_media(request.prompt):
         _check_method(f"{name}.pruning", media.pruning, tower)
-    return prunings_of(request.prompt, request.pruning)
+    prunings = prunings_of(request.prompt, request.pruning)
+    for pruning, (name, modality, media) in zip(prunings, named_media(request.prompt), strict=True):
+        if media.WhichOneof("source") == "embeds" and method_of(pruning, modality) in BEFORE_TOWER:
+            text = f"must be one of {', '.join(AFTER_TOWER)} for embeds, which have no pixels, got {pruning.method!r}"
+            raise InvalidRequest(text, field=f"{name}.pruning.method", value=pruning.method)
+    return prunings
 
 
 def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmbeds]:
@@ -105,7 +111,7 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
 
 def _check_method(name: str, message: prompt_pb2.Pruning, tower: Tower) -> None:
     method = message.method or EVS
-    if message.rate and method not in tower.pruning_methods:
+    if (message.rate or message.HasField("threshold")) and method not in tower.pruning_methods:
         why = f": {tower.why_not_all}" if tower.why_not_all else ""
         limit = f"one of {', '.join(tower.pruning_methods)} for this model"
         text = f"must be {limit}, got {method!r}{why}"

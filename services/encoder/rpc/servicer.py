@@ -33,7 +33,7 @@ from framesieve.services.encoder.rpc.messages import BroughtEmbeds, checked_prun
 from framesieve.services.encoder.rpc.responses import Responses
 from framesieve.services.encoder.upstream.plan_check import PlanCheck
 from framesieve.services.encoder.upstream.stream import PreprocessStream
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2_grpc
+from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -113,7 +113,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
     async def _encode(
         self,
-        selections: AsyncIterator[int],
+        selections: AsyncIterator[tuple[int, prompt_pb2.Select]],
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
         brought: dict[int, BroughtEmbeds],
@@ -124,7 +124,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         started: asyncio.Queue[tuple[Item, asyncio.Task[None]] | None] = asyncio.Queue()
 
         async def select(group: asyncio.TaskGroup) -> None:
-            async for index in selections:
+            async for index, _ in selections:
                 shares = responses.sender is not None
                 item = Item(index, plan.media[index], prunings[index], self._cache, self._output_bytes, shares)
                 items.append(item)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import NONE, Pruning
+from framesieve.common.contract.retention import BEFORE_TOWER, NONE, Pruning
 from framesieve.services.compute.transfers import Computed, Readback, beside
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower.graph_buckets import Size
@@ -58,7 +58,7 @@ def _prune(tower: Tower, embeds: Tensor) -> None:
         return
     grid = Grid(_SLICES, 1, embeds.shape[1] // _SLICES)
     for method in tower.pruning_methods:
-        if method != NONE:
+        if method not in (NONE, *BEFORE_TOWER):
             with beside(tower.device, "prune"):
                 video = embeds[:, : grid.tokens]
                 kept = keep_tokens(video[0], grid, Pruning(_RATE, method))

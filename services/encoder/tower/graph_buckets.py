@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 # Rows of a tile, for which FlashAttention launches one block of threads in each head.
 TILE_ROWS = 128
@@ -66,10 +67,10 @@ class Eager(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PackingLimit:
-    """largest: what one forward may hold. size_of: the size of a slice, by the shape of its frames, (F, H, W, 3)."""
+    """largest: what one forward may hold. size_of: the size of a slice."""
 
     largest: Size
-    size_of: Callable[[Sequence[int]], Size]
+    size_of: Callable[[Any], Size]
 
 
 def bucket_size(tokens: int, longest: int, window_tokens: int, blocks: int = BLOCKS_PER_FULL_ONE) -> Size:

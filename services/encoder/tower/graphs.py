@@ -41,6 +41,7 @@ from framesieve.services.encoder.tower.graph_buckets import (
     pays,
 )
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape, lay_out, pad, size_of
+from framesieve.services.encoder.tower.patches import side_of
 from framesieve.services.encoder.tower.tower import ModelForward, Tower
 
 # The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
@@ -195,6 +196,6 @@ def with_graphs(tower: Tower, max_tokens: int, device: Device | None = None) -> 
         return uncaptured
     log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))
     packing = PackingLimit(
-        packing_size(graphs.buckets), lambda frames: size_of(tower.patches.side(frames), forward.shape)
+        packing_size(graphs.buckets), lambda frames: size_of(side_of(frames, tower.patches), forward.shape)
     )
     return replace(tower, forward=graphs, packing=packing)

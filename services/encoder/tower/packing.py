@@ -9,6 +9,13 @@ So the forward reads no number back from the device, and its inputs can be padde
     ends:       0   24   40   40   40                   padding is in no sequence, so attention skips it
     order:      [0 … 9 | 10 11 …]                       padding tokens keep their places
 
+Of a slice whose tokens were chosen before the tower, only the kept ones have patches. Each keeps its row, column,
+window and table entries; sequences and windows have fewer patches, and empty windows are left out:
+
+    slice:      [ a: 4 × 6 patches, of which tokens 1, 4 and 5 are kept ]
+    ends:       0   12
+    order:      [0 1 | 2]                               tokens 1 and 4 share a window, 5 is in another one
+
 A slice may be a group of frames, whose patches are sequences of their own:
 
     slices:     [ a0: 4 × 6 ][ a1: 4 × 6 ][ b: 4 × 4 ]
@@ -22,6 +29,7 @@ on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -46,11 +54,15 @@ B = TypeVar("B")
 
 
 class Side(NamedTuple):
-    """Rows and columns of a slice, in patches, multiples of merge. times: the numbered time of each of its frames."""
+    """Rows and columns of a slice, in patches, multiples of merge. times: the numbered time of each of its frames.
+
+    kept: the tokens of the slice whose patches are there, increasing; None: all.
+    """
 
     rows: int
     columns: int
     times: tuple[int, ...] = (UNTIMED,)
+    kept: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +155,9 @@ class PackedLayout(Generic[A]):
 
 def size_of(side: Side, shape: TowerShape) -> Size:
     """The size of one slice, whose frames are slices of a bucket."""
+    if side.kept is not None:
+        laid = _laid_side(side, shape)
+        return Size(laid.tokens, 1, len(laid.windows) if shape.window_side else 0, laid.tokens)
     rows, columns, frames = side.rows // shape.merge, side.columns // shape.merge, len(side.times)
     windows = -(-rows // shape.window_side) * -(-columns // shape.window_side) if shape.window_side else 0
     tokens = rows * columns + shape.lead - shape.dropped
@@ -151,7 +166,7 @@ def size_of(side: Side, shape: TowerShape) -> Size:
 
 def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
     """The layout of slices packed end to end. sides: of at least one slice."""
-    laid = [_laid(side.rows, side.columns, shape) for side in sides for _ in side.times]
+    laid = [_laid_side(side, shape) for side in sides for _ in side.times]
     order, window_ends, longest_window = None, None, 0
     if shape.window_side:
         starts = np.cumsum([0, *(each.tokens for each in laid[:-1])])
@@ -160,7 +175,7 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         window_ends, longest_window = _ends(lengths), int(lengths.max())
     patches = [each.patches for each in laid]
     ends, token_rows = _ends(patches), None
-    slices = [_laid(side.rows, side.columns, shape).patches * len(side.times) for side in sides]
+    slices = [_laid_side(side, shape).patches * len(side.times) for side in sides]
     if shape.dropped:
         token_rows = np.concatenate([np.arange(a + shape.dropped, b) for a, b in pairwise(ends)])
     return PackedLayout(
@@ -215,8 +230,14 @@ def _laid(rows: int, columns: int, shape: TowerShape) -> _Frame:
     return _Frame(rows, columns, shape)
 
 
+def _laid_side(side: Side, shape: TowerShape) -> _Frame:
+    """The layout of each frame of a slice."""
+    whole = _laid(side.rows, side.columns, shape)
+    return whole if side.kept is None else whole.only(side.kept)
+
+
 class _Frame:
-    """The layout of one frame. order: tokens by window. windows: patches in each window."""
+    """The layout of one frame. window: of each token. order: tokens by window. windows: patches in each window."""
 
     def __init__(self, rows: int, columns: int, shape: TowerShape) -> None:
         side = (rows, columns)
@@ -228,9 +249,9 @@ class _Frame:
         self.positions = np.concatenate([np.full((shape.lead, 2), -1), by_patch])
         if shape.window_side:
             row, column = np.indices((rows // merge, columns // merge)) // shape.window_side
-            window = (row * (column.max() + 1) + column).ravel()
-            self.order = np.argsort(window, kind="stable")
-            self.windows = np.bincount(window) * merge**2
+            self.window = (row * (column.max() + 1) + column).ravel()
+            self.order = np.argsort(self.window, kind="stable")
+            self.windows = np.bincount(self.window) * merge**2
         if shape.table_side:
             (row_indices, row_weights), (column_indices, column_weights) = (
                 _axis(self.positions[:, axis], side[axis], shape.table_side) for axis in (0, 1)
@@ -244,6 +265,25 @@ class _Frame:
                 places = np.indices(lengths).reshape(2, -1).T
             row, column = (_cells(lengths[axis], shape.cell_side)[places[:, axis]] for axis in (0, 1))
             self.cells = row * shape.cell_side + column
+        self._shape = shape
+
+    def only(self, kept: Sequence[int]) -> _Frame:
+        """The layout of these tokens alone, increasing. Towers whose slices have lead rows or cells have none."""
+        shape, tokens = self._shape, np.array(kept, np.int64)
+        assert not shape.lead
+        assert not shape.cell_side
+        frame = copy(self)
+        frame.tokens, frame.patches = len(tokens), len(tokens) * shape.merge**2
+        rows = (tokens[:, None] * shape.merge**2 + np.arange(shape.merge**2)).ravel()
+        frame.positions = self.positions[rows]
+        if shape.window_side:
+            window = self.window[tokens]
+            frame.order = np.argsort(window, kind="stable")
+            found = np.bincount(window)
+            frame.windows = found[found > 0] * shape.merge**2
+        if shape.table_side:
+            frame.indices, frame.weights = self.indices[rows], self.weights[rows]
+        return frame
 
 
 def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:

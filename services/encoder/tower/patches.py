@@ -64,7 +64,7 @@ class PatchShape:
 
     def load(self, frames: Sequence[int]) -> int:
         """Merged patches of one temporal slice, which limit a forward. frames: its shape, (F, H, W, 3)."""
-        rows, columns, times = self.side(frames)
+        rows, columns, times, _ = self.side(frames)
         return len(times) * (rows * columns // self.merge**2 + self.lead - self.dropped)
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int] | None:
@@ -128,8 +128,39 @@ class TimedFrames:
         return self.frames.shape
 
 
-# uint8 (F, H, W, 3), with the times of its frames where a tower takes them.
-Frames: TypeAlias = Tensor | TimedFrames
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptFrames:
+    """A slice of which only some tokens are there, one below the other. frames: uint8 (F, k · token_px, token_px, 3).
+
+    grid: rows and columns of all its tokens. kept: which are there, k of them, increasing.
+    """
+
+    frames: Tensor
+    grid: tuple[int, int]
+    kept: tuple[int, ...]
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.frames.shape
+
+
+# uint8 (F, H, W, 3), with the times of its frames where a tower takes them, or with the tokens that are there.
+Frames: TypeAlias = Tensor | TimedFrames | KeptFrames
+
+
+def side_of(frames: Frames, shape: PatchShape) -> Side:
+    """The side of a slice, in patches."""
+    match frames:
+        case TimedFrames():
+            return shape.side(frames.shape)._replace(times=frames.times)
+        case KeptFrames(grid=(rows, columns)):
+            return Side(rows * shape.merge, columns * shape.merge, kept=frames.kept)
+    return shape.side(frames.shape)
+
+
+def pixels_of(frames: Frames) -> Tensor:
+    """uint8 (F, H, W, 3)."""
+    return frames if isinstance(frames, Tensor) else frames.frames
 
 
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import METHODS
+from framesieve.common.contract.retention import AFTER_TOWER
 from framesieve.services.compute.transfers import beside, taken_over, to_device
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit
 from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
-from framesieve.services.encoder.tower.patches import Frames, PatchShape, TimedFrames, patchify
+from framesieve.services.encoder.tower.patches import Frames, PatchShape, patchify, pixels_of, side_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Tower:
     dtype: torch.dtype
     device: torch.device
     sizes: TowerSizes
-    pruning_methods: tuple[str, ...] = METHODS
+    pruning_methods: tuple[str, ...] = AFTER_TOWER
     why_not_all: str = ""
     packing: PackingLimit | None = None
     features: int | None = None
@@ -123,18 +123,14 @@ class Tower:
         progress on the current stream.
         """
         with torch.inference_mode():
-            pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
+            pixels = [pixels_of(each) for each in slices]
             # Frames that are on the device already may still be arriving, and the current stream waits for them.
             there = any(frames.device.type == "cuda" for frames in pixels)
             with nullcontext() if there else beside(self.device, "upload") as uploading:
                 patches = torch.cat([patchify(to_device(frames, self.device), self.patches) for frames in pixels])
-            embeds = self.forward(taken_over(patches, uploading), [self._side(each) for each in slices])
+            embeds = self.forward(taken_over(patches, uploading), [side_of(each, self.patches) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))
-
-    def _side(self, frames: Frames) -> Side:
-        side = self.patches.side(frames.shape)
-        return side._replace(times=frames.times) if isinstance(frames, TimedFrames) else side
 
     def cost(self, frames: Sequence[int]) -> int:
         """Multiplications in the forward of one slice. frames: its shape, (F, H, W, 3). Of each of its sequences:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import METHODS
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
@@ -97,6 +98,7 @@ def make_tower(
         dtype=runs_in,
         device=device,
         sizes=sizes,
+        pruning_methods=METHODS,
     )
 
 

@@ -17,12 +17,14 @@ from collections.abc import AsyncIterator
 from time import monotonic_ns
 from typing import Any
 
+import numpy as np
+
 from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
-from framesieve.common.contract.plan import MediaPlan, PromptPlan
+from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan
 from framesieve.common.contract.received import received_plan
 from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s
+from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from framesieve.common.handover import Receiver
 from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, FrameSlice
 from framesieve.services.encoder.upstream.plan_check import PlanCheck
@@ -129,7 +131,11 @@ class PreprocessStream:
             if self._reading.done():
                 self._reading.result()
             self._due.append(delivery)
-            await write_to(self._call, PreprocessRequest(select=prompt_pb2.Select(media_index=delivery.media_index)))
+            chosen = delivery.entry.chosen
+            select = prompt_pb2.Select(
+                media_index=delivery.media_index, pruning=None if chosen is None else pruning_message(chosen)
+            )
+            await write_to(self._call, PreprocessRequest(select=select))
 
     async def _read(self) -> None:
         try:
@@ -155,7 +161,7 @@ class PreprocessStream:
             item = delivery.entry.plan
             for start in range(0, item.frames.count, item.slice_frames):
                 chunk = first if start == 0 else await self._read_frames()
-                piece = await self._read_slice(delivery.media_index, item, start, chunk)
+                piece = await self._read_slice(delivery, start, chunk)
                 if delivery.active:  # else its request was cancelled while the selection was being sent
                     await delivery.entry.add_slice(piece)
             self._due.pop(0)
@@ -165,11 +171,12 @@ class PreprocessStream:
             due = ", ".join(str(each.media_index) for each in self._due) or "items that may still be selected"
             raise PeerContract(f"the stream ended before the frames of media {due} had arrived")
 
-    async def _read_slice(self, media_index: int, item: MediaPlan, start: int, chunk: FramesChunk | None) -> FrameSlice:
+    async def _read_slice(self, delivery: Delivery, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first message."""
+        media_index, item = delivery.media_index, delivery.entry.plan
         frames = min(item.slice_frames, item.frames.count - start)
-        shape = (frames, *item.frames.frame_px(start), 3)
         buffer: TensorBuffer | None = None
+        kept: Int32Array | None = None
         repaired = decoded_ns = resized_ns = 0
         while buffer is None or not buffer.complete:
             if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
@@ -177,6 +184,10 @@ class PreprocessStream:
                 raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")
             if buffer is None:
                 take = self._receiver.take if self._receiver else None
+                kept = _kept(chunk, item) if delivery.entry.chosen else None
+                side = item.frames.size_px[0] // item.grid.h
+                size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
+                shape = (frames, *size_px, 3)
                 buffer = buffer_for(chunk.chunk, [DType.UINT8], shape, take)
                 repaired, heard_ns = chunk.repaired_frames, monotonic_ns()
                 decoded_ns = from_ago_s(chunk.decoded_ago_s, heard_ns)
@@ -186,7 +197,7 @@ class PreprocessStream:
                 chunk = await self._read_frames()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
-        return FrameSlice(start // item.slice_frames, buffer, repaired, decoded_ns, resized_ns)
+        return FrameSlice(start // item.slice_frames, buffer, repaired, decoded_ns, resized_ns, kept)
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read_message()
@@ -209,3 +220,14 @@ class PreprocessStream:
     def _close_receiver(self) -> None:
         if self._receiver is not None:
             self._receiver.close()
+
+
+def _kept(first: FramesChunk, item: MediaPlan) -> Int32Array:
+    """The chosen tokens of a slice, int32 [k], in its first message."""
+    kept, tokens = int32_array(first.kept), item.grid.slice_tokens
+    ordered = kept.ndim == 1 and (not kept.size or (kept[0] >= 0 and kept[-1] < tokens and (np.diff(kept) > 0).all()))
+    if not first.HasField("kept") or not ordered:
+        raise PeerContract(
+            f"a slice of media {first.media_index} must say which of its {tokens} tokens are sent, in increasing order"
+        )
+    return kept

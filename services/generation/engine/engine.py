@@ -199,7 +199,8 @@ class Engine:
         if index not in request.wanted_media:
             raise PeerContract(f"media item {index} does not exist or was delivered twice")
         prompt = request.prompt
-        expected = (1 + prompt.plan.embed_levels, prompt.num_kept[index], self._model.hidden_size)
+        count = prompt.plan.media[index].grid.tokens if item.kept is None else item.kept.size
+        expected = (1 + prompt.plan.embed_levels, count, self._model.hidden_size)
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
         encoded = self._encoded_media.add(request.media_keys[index], item)

@@ -26,8 +26,9 @@ def encoded_media_key(item: MediaPlan, pruning: Pruning, num_kept: int, fingerpr
     All prunings that keep every token have the same key.
     """
     how = b""
-    if num_kept < item.grid.tokens:
-        how = struct.pack("<dq", pruning.rate, pruning.seed or 0) + pruning.method.encode()
+    if num_kept < item.grid.tokens or pruning.threshold is not None:
+        threshold = -1.0 if pruning.threshold is None else pruning.threshold
+        how = struct.pack("<dqd", pruning.rate, pruning.seed or 0, threshold) + pruning.method.encode()
     grid = struct.pack("<4q", item.grid.t, item.grid.h, item.grid.w, num_kept)
     return tagged_digest(_DOMAIN, (item.content_hash, item.modality.value.encode(), grid, how, fingerprint))
 

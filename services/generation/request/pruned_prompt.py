@@ -41,12 +41,13 @@ class PrunedPrompt:
     """The pruned prompt: token ids and M-RoPE positions, gathered from the full layout as `kept` arrives.
 
     plan: the full layout. num_kept: how many tokens of each of its media items are kept.
-    tokens: length of the pruned prompt; the grids and rates determine it before any item arrives.
-    ids: int32 [tokens]; positions: int32 [3, tokens]; both valid up to `ready`.
+    tokens: length of the pruned prompt; the grids and rates determine it before any item arrives. An item whose number
+        of tokens a threshold decides has a bound in both, until it arrives.
+    ids: int32 [tokens or more]; positions: int32 [3, tokens or more]; both valid up to `ready`.
     ready: tokens gathered so far: those before the first item that has not arrived.
     delta: decoded token i has position tokens + i + delta on all three axes.
     spans: the media rows within [0, ready), in order.
-    identities: int64 [2, tokens], valid up to `ready`: (0, token id) or (id of encoded media, row).
+    identities: int64 [2, tokens or more], valid up to `ready`: (0, token id) or (id of encoded media, row).
     """
 
     def __init__(
@@ -55,9 +56,12 @@ class PrunedPrompt:
         num_kept: Sequence[int],
         vocab_size: int = MAX_VOCABULARY,
         *,
+        bounded: Sequence[bool] = (),
         compact: bool = False,
     ) -> None:
         """vocab_size: ids from this on name vectors that the model stores, not text.
+
+        bounded: whether num_kept is a bound, for each item; by default none is.
 
         compact: a position is the place in the pruned prompt, for checkpoints that were trained so. Otherwise tokens
         keep the positions of the full layout, with gaps where tokens were dropped.
@@ -65,15 +69,16 @@ class PrunedPrompt:
         self.plan = plan
         self.vocab_size = vocab_size
         self._compact = compact
-        self.num_kept = tuple(num_kept)
+        self.num_kept = list(num_kept)
+        self._most_kept = tuple(num_kept)
+        self._bounded = tuple(bounded) or (False,) * len(plan.media)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
         self._encoded_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
-        dropped = sum(item.grid.tokens for item in plan.media) - sum(self.num_kept)
-        self.tokens = plan.tokens - dropped
-        self.delta = 0 if compact else int(plan.positions.max()) + 1 - self.tokens
+        self.tokens = plan.tokens - sum(item.grid.tokens for item in plan.media) + sum(self.num_kept)
+        self._next_position = int(plan.positions.max()) + 1
         self.ids = np.empty(self.tokens, np.int32)
         self.positions = np.empty((3, self.tokens), np.int32)
         self.identities = np.empty((2, self.tokens), np.int64)
@@ -83,7 +88,11 @@ class PrunedPrompt:
 
     def undelivered(self) -> PrunedPrompt:
         """The state of the same prompt before any item arrived."""
-        return PrunedPrompt(self.plan, self.num_kept, self.vocab_size, compact=self._compact)
+        return PrunedPrompt(self.plan, self._most_kept, self.vocab_size, bounded=self._bounded, compact=self._compact)
+
+    @property
+    def delta(self) -> int:
+        return 0 if self._compact else self._next_position - self.tokens
 
     @property
     def complete(self) -> bool:
@@ -100,7 +109,9 @@ class PrunedPrompt:
         item, count = self.plan.media[media_index], self.num_kept[media_index]
         if kept is None:
             kept = np.arange(item.grid.tokens, dtype=np.int32)
-        check_kept(kept, item.grid, count)
+        check_kept(kept, item.grid, count, self._bounded[media_index])
+        self.num_kept[media_index] = kept.size
+        self.tokens -= count - kept.size
         at = _full_indices(item)
         self._mask[at] = False
         self._mask[at[kept]] = True
@@ -112,7 +123,8 @@ class PrunedPrompt:
     def text_ids(self) -> Int32Array:
         """int32 [tokens]: ids of the complete prompt, −1 for media rows and for stored vectors."""
         assert self.complete
-        return np.where((self.identities[0] > 0) | (self.ids >= self.vocab_size), np.int32(-1), self.ids)
+        ids = self.ids[: self.tokens]
+        return np.where((self.identities[0, : self.tokens] > 0) | (ids >= self.vocab_size), np.int32(-1), ids)
 
     def content(self, first: int, end: int) -> bytes:
         """Everything that keys and values of tokens [first, end) depend on besides the tokens before them."""

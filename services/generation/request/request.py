@@ -176,8 +176,6 @@ class Request:
         self.adapter = adapter
         self.prompt = prompt
         self.media_keys = tuple(media_keys)
-        # The most tokens it can have in the KV cache: the last token of an answer is never computed.
-        self.max_tokens = self.prompt.tokens + sampling.max_new_tokens - 1
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event
@@ -209,6 +207,11 @@ class Request:
         return self.adapter.root if self.adapter else ROOT
 
     @property
+    def max_tokens(self) -> int:
+        """The most tokens it can have in the KV cache: the last token of an answer is never computed."""
+        return self.prompt.tokens + self.sampling.max_new_tokens - 1
+
+    @property
     def tokens(self) -> int:
         """Tokens of the pruned prompt and the answer so far."""
         return self.prompt.tokens + len(self.output_ids) + self.num_unread
@@ -227,7 +230,8 @@ class Request:
     def sampling_state(self) -> SamplingState:
         """Random generator and penalties of the answer. Needs the complete prompt."""
         assert self.prompt.complete
-        return SamplingState(self.sampling, self.prompt.ids[self.prompt.ids < self.prompt.vocab_size])
+        ids = self.prompt.ids[: self.prompt.tokens]
+        return SamplingState(self.sampling, ids[ids < self.prompt.vocab_size])
 
     def add_sibling(
         self,

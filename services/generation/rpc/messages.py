@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.common.contract.plan import Int32Array, Modality, PromptPlan
 from framesieve.common.contract.requests import check_tools
 from framesieve.common.contract.retention import EVS, Pruning
 from framesieve.common.contract.wire import grid_message, modality_message
@@ -104,6 +104,14 @@ def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Seque
             and kept == item.grid.slice_tokens < item.grid.tokens,
         )
     return usage
+
+
+def note_item(usage: generation_pb2.Usage, index: int, kept: Int32Array | None, repaired_frames: int) -> None:
+    """Adds what is known of an item once it is encoded. kept: int32 [K]; None: all of its tokens."""
+    item = usage.media[index]
+    count = item.grid.t * item.grid.h * item.grid.w if kept is None else kept.size
+    usage.prompt_tokens -= item.num_kept - count
+    item.num_kept, item.repaired_frames = count, repaired_frames
 
 
 def accepted_response(request_id: str, usage: generation_pb2.Usage) -> generation_pb2.GenerateResponse:

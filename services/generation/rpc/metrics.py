@@ -14,6 +14,7 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.request.request import FinishReason
 from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.v1.generation_pb2 import Usage
 
 _PREFIX = "framesieve_generation_"
 _NS = 1e-9
@@ -126,20 +127,14 @@ def count_step(step: Step) -> None:
         STAGE_BUSY_SECONDS.labels("prefill").observe(step.seconds)
 
 
-def count_prompt(
-    prompt_tokens_full: int,
-    prompt_tokens: int,
-    media: Sequence[MediaPlan],
-    prunings: Sequence[Pruning],
-    num_kept: Sequence[int],
-) -> None:
-    """Counts an accepted prompt. media, prunings, num_kept: one for each media item."""
-    PROMPT_TOKENS.labels("before").inc(prompt_tokens_full)
-    PROMPT_TOKENS.labels("after").inc(prompt_tokens)
-    for item, pruning, kept in zip(media, prunings, num_kept, strict=True):
+def count_prompt(usage: Usage, media: Sequence[MediaPlan], prunings: Sequence[Pruning]) -> None:
+    """Counts a prompt whose media have arrived. media, prunings: one for each media item."""
+    PROMPT_TOKENS.labels("before").inc(usage.prompt_tokens_full)
+    PROMPT_TOKENS.labels("after").inc(usage.prompt_tokens)
+    for item, pruning, counted in zip(media, prunings, usage.media, strict=True):
         method = method_of(pruning, item.modality)
         MEDIA_TOKENS.labels(method, "before").inc(item.grid.tokens)
-        MEDIA_TOKENS.labels(method, "after").inc(kept)
+        MEDIA_TOKENS.labels(method, "after").inc(counted.num_kept)
 
 
 def count_first_token(clock: StageClock, cached_tokens: int) -> None:

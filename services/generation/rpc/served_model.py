@@ -75,6 +75,6 @@ class ServedModel:
             writes_calls(chat_templates(checkpoint)),
         )
 
-    def pruned(self, plan: PromptPlan, num_kept: Sequence[int]) -> PrunedPrompt:
-        """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept."""
-        return PrunedPrompt(plan, num_kept, self.defaults.vocab_size, compact=self.compact)
+    def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:
+        """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept, or most."""
+        return PrunedPrompt(plan, num_kept, self.defaults.vocab_size, bounded=bounded, compact=self.compact)

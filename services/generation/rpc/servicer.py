@@ -22,7 +22,7 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.messages import accepted_response, sampling_request, usage_message
+from framesieve.services.generation.rpc.messages import accepted_response, note_item, sampling_request, usage_message
 from framesieve.services.generation.rpc.metrics import count_prompt
 from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.rpc.served_model import ServedModel
@@ -82,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage = usage_message(plan, prunings, num_kept)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
-            prompt, listener = model.pruned(plan, num_kept), events.listener
+            prompt, listener = model.pruned(plan, num_kept, session.bounded), events.listener
             question = Request(
                 request_id, prompt, session.media_keys, first, self._detokenizer(first), listener(0), adapter
             )
@@ -91,17 +91,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             answers = (question, *question.siblings)
             # Submitted before its media are selected, so that the text before them is prefilled in the meantime.
             self._engine.submit(question)
-            _note_repairs(usage, question)
+            for index, encoded in enumerate(question.encoded_media):
+                if encoded:  # the encoder does not send it again
+                    note_item(usage, index, encoded.kept, encoded.repaired_frames)
             if not question.wanted_media:
                 clock.skip(Stage.TRANSFER)
             receiving = asyncio.create_task(self._receive_media(session, clock, question, usage, events))
             try:
-                count_prompt(usage.prompt_tokens_full, usage.prompt_tokens, plan.media, prunings, num_kept)
-                add_request_stats(
-                    media=len(plan.media),
-                    prompt_tokens_full=usage.prompt_tokens_full,
-                    prompt_tokens=usage.prompt_tokens,
-                )
                 yield accepted_response(request_id, usage)
                 responses = Responses(
                     question, len(answers), usage, clock, model.tokenizer, _readers(wanted.tool_use, len(answers))
@@ -141,6 +137,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Delivers the media that the cache lacks to the engine. Errors become events."""
         try:
             await self._deliver(session, clock, question, usage, events)
+            count_prompt(usage, session.plan.media, session.prunings)
+            add_request_stats(
+                media=len(usage.media),
+                prompt_tokens_full=usage.prompt_tokens_full,
+                prompt_tokens=usage.prompt_tokens,
+            )
             # Release the bytes now: a slow client must not hold bytes that the engine no longer needs.
             await events.ended.wait()
             await session.release()
@@ -153,7 +155,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
         async for received in session.receive(question.wanted_media, clock):
             if isinstance(received, MediaItem):
-                usage.media[received.media_index].repaired_frames = received.repaired_frames
+                note_item(usage, received.media_index, received.kept, received.repaired_frames)
                 self._engine.deliver(question, received)
             else:
                 events.put(received)
@@ -161,13 +163,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:
     return {} if use is None else {index: CallReader(use.single) for index in range(answers)}
-
-
-def _note_repairs(usage: generation_pb2.Usage, question: Request) -> None:
-    """Copies repaired_frames of media found in the cache, as the encoder does not send them again."""
-    for media, encoded in zip(usage.media, question.encoded_media, strict=True):
-        if encoded:
-            media.repaired_frames = encoded.repaired_frames
 
 
 def _request_id(given: str) -> str:

@@ -55,12 +55,16 @@ class Progress:
 
 
 class ArrivingItem:
-    """Assembles one media item from its pieces. Raises PeerContract for a piece that contradicts the plan."""
+    """Assembles one media item from its pieces. Raises PeerContract for a piece that contradicts the plan.
 
-    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput) -> None:
+    count: how many of its tokens are kept. bounded: fewer may be.
+    """
+
+    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput, *, bounded: bool = False) -> None:
         self._index = index
         self._plan = plan
         self._shape = (1 + model.embed_levels, count, model.hidden_size)
+        self._bounded = bounded
         self._dtype = model.dtype
         self._device = model.device
         self._buffer: TensorBuffer | None = None
@@ -96,7 +100,9 @@ class ArrivingItem:
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None:
-            self._kept = received_kept(message, self._plan.grid, self._shape[1])
+            levels, count, width = self._shape
+            self._kept = received_kept(message, self._plan.grid, count, self._bounded)
+            self._shape = (levels, count if self._kept is None else self._kept.size, width)
             if not 0 <= message.repaired_frames <= self._plan.frames.count:
                 raise PeerContract(
                     f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames.count}, "

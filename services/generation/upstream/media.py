@@ -20,7 +20,7 @@ import grpc
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.plan import Modality, PromptPlan
 from framesieve.common.contract.received import check_plan
 from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
 from framesieve.common.contract.retention import Pruning, num_kept
@@ -116,7 +116,8 @@ class MediaClient:
 class MediaSession:
     """Plan and media of one request.
 
-    prunings, num_kept, media_keys: one for each item of the plan; the keys look up encoded media in the cache.
+    prunings, num_kept, bounded, media_keys: one for each item of the plan. bounded: whether num_kept is a bound. The
+    keys look up encoded media in the cache.
     Raises PromptTooLong if the embeddings of all items together exceed the whole buffer.
     """
 
@@ -133,6 +134,13 @@ class MediaSession:
         self.prunings = prunings
         self.num_kept = tuple(
             num_kept(item.grid, how, item.modality) for item, how in zip(plan.media, prunings, strict=True)
+        )
+        self.bounded = tuple(
+            how.threshold is not None and item.modality is Modality.VIDEO
+            for item, how in zip(plan.media, prunings, strict=True)
+        )
+ is not None and item.modality is Modality.VIDEO
+            for item, how in zip(plan.media, prunings, strict=True)
         )
         self.media_keys = tuple(
             encoded_media_key(item, how, count, plan.fingerprint)
@@ -195,7 +203,10 @@ class MediaSession:
 
     def _arriving(self, wanted: Sequence[int]) -> dict[int, ArrivingItem]:
         return {
-            index: ArrivingItem(index, self.plan.media[index], self.num_kept[index], self._model) for index in wanted
+            index: ArrivingItem(
+                index, self.plan.media[index], self.num_kept[index], self._model, bounded=self.bounded[index]
+            )
+            for index in wanted
         }
 
     def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:

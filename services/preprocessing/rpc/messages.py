@@ -17,7 +17,7 @@ from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.common.contract.requests import check_inline_bytes, check_prompt
 from framesieve.common.contract.tensors import DType, pieces
-from framesieve.common.contract.wire import ago_s, fill_chunk, plan_messages, tensor_digest
+from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages, tensor_digest
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
 from framesieve.services.preprocessing.fetch.urls import file_path
 from framesieve.services.preprocessing.prompt.embeds import Embeds
@@ -237,8 +237,10 @@ def frames_responses(
         "repaired_frames": piece.repaired_frames,
         "decoded_ago_s": ago_s(piece.decoded_ns),
         "resized_ago_s": ago_s(piece.resized_ns),
+        "kept": None if piece.kept is None else int32_tensor(piece.kept),
     }
-    for offset, part in [(0, None)] if shared else pieces(piece.pixels.data):
+    data = piece.pixels.data if piece.pixels.size else memoryview(b"")
+    for offset, part in [(0, None)] if shared else pieces(data):
         frames = preprocessing_pb2.FramesChunk(media_index=media_index, first_frame=piece.first_frame, **first)
         response = preprocessing_pb2.PreprocessResponse(frames=frames)
         fill_chunk(response.frames.chunk, DType.UINT8, piece.pixels.shape, offset, part)

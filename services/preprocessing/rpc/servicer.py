@@ -17,6 +17,7 @@ import grpc
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.requests import received_pieces, selections
+from framesieve.common.contract.wire import pruning_of
 from framesieve.common.handover import Sender, sender_to
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
@@ -24,6 +25,7 @@ from framesieve.common.telemetry.tracing import span
 from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
+from framesieve.services.preprocessing.pruning.choice import Choice, choice_of
 from framesieve.services.preprocessing.rpc.decode_stats import recording_decode
 from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from framesieve.services.preprocessing.rpc.metrics import count_frames
@@ -83,9 +85,10 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         with planned.files, sender_to(first.handover, "Preprocess") as sender:
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
-            async for media_index in selections(requests, len(planned.media)):
+            async for media_index, select in selections(requests, len(planned.media)):
+                choice = choice_of(pruning_of(select.pruning), planned.plan.media[media_index])
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
-                frames = self._frames(media_index, planned.media[media_index], sender)
+                frames = self._frames(media_index, planned.media[media_index], choice, sender)
                 async with aclosing(frames) as responses:
                     async for response in responses:
                         yield response
@@ -121,7 +124,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         return planned
 
     async def _frames(
-        self, media_index: int, media: PlannedMedia, sender: Sender | None
+        self, media_index: int, media: PlannedMedia, choice: Choice | None, sender: Sender | None
     ) -> AsyncGenerator[PreprocessResponse, None]:
         job = slices_job(media)
         if job is None:
@@ -132,6 +135,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     stats.add(each)
                     count_frames(each)
                     add_request_stats(frames=len(each.pixels))
+                    if choice:
+                        each = await asyncio.to_thread(choice.of, each, sender is not None)
                     shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         yield response

@@ -12,7 +12,7 @@ from time import monotonic_ns
 
 import numpy as np
 
-from framesieve.common.contract.plan import FrameShape, SizePx
+from framesieve.common.contract.plan import FrameShape, Int32Array, SizePx
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
@@ -29,7 +29,8 @@ class Slice:
 
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
-    memory: holds the frames, if another process made them.
+    memory: holds the frames, if they can be handed over. kept: the tokens whose squares they are, one below the other,
+    int32 [k], increasing; None: they are whole.
     """
 
     first_frame: int
@@ -40,6 +41,7 @@ class Slice:
     decoded_ns: int
     resized_ns: int
     memory: SealedMemory | None = None
+    kept: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from framesieve.services.compute.transfers import to_device
-from framesieve.services.encoder.tower.patches import Frames, TimedFrames
+from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, pixels_of
 
 # For all ranks to join, for encoding one share, and for one transfer once both sides are ready for it.
 TIMEOUT = timedelta(minutes=5)
@@ -47,15 +47,12 @@ class Exchange:
 
 def packed(slices: Sequence[Frames], device: torch.device) -> Tensor:
     """All values of the slices as one tensor on `device`: uint8 (values,)."""
-    pixels = [each.frames if isinstance(each, TimedFrames) else each for each in slices]
-    return to_device(torch.cat([frames.reshape(-1) for frames in pixels]), device)
+    return to_device(torch.cat([pixels_of(each).reshape(-1) for each in slices]), device)
 
 
 def announced(slices: Sequence[Frames]) -> bytes:
-    """The shapes and times of slices; None where a slice has no times."""
-    return json.dumps(
-        [[list(each.shape), list(each.times) if isinstance(each, TimedFrames) else None] for each in slices]
-    ).encode()
+    """The shapes of slices, and what else they have beside their pixels."""
+    return json.dumps([[list(each.shape), _facts(each)] for each in slices]).encode()
 
 
 def values_of(order: bytes) -> int:
@@ -67,8 +64,20 @@ def unpacked(values: Tensor, order: bytes) -> list[Frames]:
     """The inverse of `packed`. order: as `announced`."""
     announced = json.loads(order)
     parts = values.split([math.prod(shape) for shape, _ in announced])
-    frames = [part.view(*shape) for part, (shape, _) in zip(parts, announced, strict=True)]
-    return [
-        each if times is None else TimedFrames(each, tuple(times))
-        for each, (_, times) in zip(frames, announced, strict=True)
-    ]
+    return [_frames(part.view(*shape), **facts) for part, (shape, facts) in zip(parts, announced, strict=True)]
+
+
+def _facts(frames: Frames) -> dict[str, Any]:
+    match frames:
+        case TimedFrames():
+            return {"times": frames.times}
+        case KeptFrames():
+            return {"grid": frames.grid, "kept": frames.kept}
+    return {}
+
+
+def _frames(frames: Tensor, times: Sequence[int] = (), grid: Sequence[int] = (), kept: Sequence[int] = ()) -> Frames:
+    if grid:
+        rows, columns = grid
+        return KeptFrames(frames, (rows, columns), tuple(kept))
+    return TimedFrames(frames, tuple(times)) if times else frames

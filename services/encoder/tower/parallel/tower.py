@@ -153,7 +153,7 @@ class DataParallelTower:
 def packing_of(tower: Tower, max_tokens: int) -> PackingLimit:
     """The limit of one forward of the tower: its own, or `max_tokens` tokens."""
     return tower.packing or PackingLimit(
-        token_limit(max_tokens), lambda frames: Size(load := tower.patches.load(frames), 1, 0, load)
+        token_limit(max_tokens), lambda frames: Size(load := tower.patches.load(frames.shape), 1, 0, load)
     )
 
 
@@ -174,7 +174,7 @@ def empty_embeds(tower: Tower, tokens: int) -> Tensor:
 
 def _forwards(slices: Sequence[Frames], packing: PackingLimit) -> Iterator[Sequence[Frames]]:
     while slices:
-        count = fitting((packing.size_of(frames.shape) for frames in slices), packing.largest)
+        count = fitting((packing.size_of(frames) for frames in slices), packing.largest)
         yield slices[:count]
         slices = slices[count:]
 
