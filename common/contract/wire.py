@@ -139,6 +139,18 @@ def tensor_digest(tensor: tensor_pb2.Tensor) -> bytes:
 # --- pruning ----------------------------------------------------------------------------------------------------
 
 
+def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
+    return prompt_pb2.Pruning(rate=pruning.rate, method=pruning.method, seed=pruning.seed)
+
+
+def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
+    """A new message: `message`, and what it leaves unset from `default`."""
+    whole = prompt_pb2.Pruning()
+    whole.CopyFrom(default)
+    whole.MergeFrom(message)
+    return whole
+
+
 def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
     """The pruning that a message asks for. Raises InvalidRequest for a bad rate or an unknown method."""
     return Pruning(
@@ -158,13 +170,14 @@ def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prom
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
-    """The pruning of each media item: its own, else `default` (an empty message prunes nothing).
+    """The pruning of each media item: its own, and what that leaves unset from `default` (where that is unset, too,
+    nothing is pruned).
 
     Raises InvalidRequest, naming the item, for a bad rate or an unknown method.
     """
     shared = pruning_of(default)
     return tuple(
-        _own_pruning(name, media.pruning) if media.HasField("pruning") else shared
+        _own_pruning(name, completed(media.pruning, default)) if media.HasField("pruning") else shared
         for name, _, media in named_media(prompt)
     )
 

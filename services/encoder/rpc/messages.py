@@ -14,9 +14,9 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import MAX_AXES
-from framesieve.common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
 from framesieve.services.compute.device import name_of
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -42,10 +42,12 @@ def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]
 
     Raises InvalidRequest for a rate out of range, and above rate 0 for a method that the tower does not take.
     """
-    _check_method("pruning", request.pruning, tower)
-    for name, _, media in named_media(request.prompt):
-        _check_method(f"{name}.pruning", media.pruning, tower)
-    return prunings_of(request.prompt, request.pruning)
+    prunings = prunings_of(request.prompt, request.pruning)
+    _check_method("pruning", pruning_of(request.pruning), tower)
+    for (name, _, media), pruning in zip(named_media(request.prompt), prunings, strict=True):
+        if media.HasField("pruning"):
+            _check_method(f"{name}.pruning", pruning, tower)
+    return prunings
 
 
 def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmbeds]:
@@ -103,9 +105,9 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
             raise InvalidRequest(text, field=name, value=value)
 
 
-def _check_method(name: str, message: prompt_pb2.Pruning, tower: Tower) -> None:
-    method = message.method or EVS
-    if message.rate and method not in tower.pruning_methods:
+def _check_method(name: str, pruning: Pruning, tower: Tower) -> None:
+    method = pruning.method
+    if pruning.rate and method not in tower.pruning_methods:
         why = f": {tower.why_not_all}" if tower.why_not_all else ""
         limit = f"one of {', '.join(tower.pruning_methods)} for this model"
         text = f"must be {limit}, got {method!r}{why}"
