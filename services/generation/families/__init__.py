@@ -49,7 +49,7 @@ def check_pruning(checkpoint: Checkpoint, pruning: Pruning) -> None:
     family = checkpoint.pick(FAMILIES)
     if pruning.rate and pruning.method not in family.pruning_methods:
         raise StartupError(
-            f"--pruning-method {pruning.method} above --pruning-rate 0: must be one of "
+            f"--pruning-method {pruning.method} at --pruning-rate {pruning.rate:g}: must be one of "
             f"{', '.join(family.pruning_methods)} for this model: {family.why_not_all}"
         )
 
