@@ -1,4 +1,5 @@
-"""What all services must read alike of MiniCPM-V's config.json: the version, and how many tokens a picture becomes."""
+"""What the services must read alike of MiniCPM-V: its version, how many tokens a picture becomes, and how they are
+pruned."""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import NONE
 
 # Tokens of a picture of each version that is supported, where the config does not say.
 _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}
+# Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
+PRUNING_METHODS = (NONE,)
+WHY_NOT_ALL = "a resampler's tokens are not places, and no method keeps answers better than dropping at random"
 
 
 def version_of(config: Mapping[str, Any]) -> str:

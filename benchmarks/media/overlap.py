@@ -32,9 +32,8 @@ from benchmarks.table import Row, Timings
 from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
-from framesieve.client.prompt import Video
+from framesieve.client.prompt import Pruning, Video
 from framesieve.common.channels import open_channel
-from framesieve.common.contract.retention import Pruning
 from framesieve.v1 import preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 

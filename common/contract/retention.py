@@ -30,6 +30,7 @@ METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
 # Those that choose tokens by their pixels, before the vision tower.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
+WHY_NOT_BEFORE = "the vision tower of this model reads whole frames"
 # Those that keep at least one token of each slice, and need not keep slice 0.
 BY_SLICE = (VIDCOM2, VCAST)
 

@@ -28,7 +28,7 @@ from framesieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.retention import BEFORE_TOWER, EVS, PIXEL_CHANGE, Pruning
 from framesieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
@@ -143,11 +143,23 @@ def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
     return prompt_pb2.Pruning(rate=pruning.rate, method=pruning.method, seed=pruning.seed, threshold=pruning.threshold)
 
 
+def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
+    """A new message: `message`, and what it leaves unset from `default`. A threshold belongs to its method."""
+    whole = prompt_pb2.Pruning()
+    whole.CopyFrom(default)
+    if message.method not in ("", *BEFORE_TOWER):
+        whole.ClearField("threshold")
+    if message.HasField("threshold") and whole.method not in BEFORE_TOWER:
+        whole.ClearField("method")
+    whole.MergeFrom(message)
+    return whole
+
+
 def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
     """The pruning that a message asks for. Raises InvalidRequest for a bad rate or an unknown method."""
     return Pruning(
         rate=message.rate,
-        method=message.method or EVS,
+        method=message.method or (PIXEL_CHANGE if message.HasField("threshold") else EVS),
         seed=message.seed if message.HasField("seed") else None,
         threshold=message.threshold if message.HasField("threshold") else None,
     )
@@ -163,13 +175,14 @@ def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prom
 
 
 def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
-    """The pruning of each media item: its own, else `default` (an empty message prunes nothing).
+    """The pruning of each media item: its own, and what that leaves unset from `default` (where that is unset, too,
+    nothing is pruned).
 
     Raises InvalidRequest, naming the item, for a bad rate or an unknown method.
     """
     shared = pruning_of(default)
     return tuple(
-        _own_pruning(name, media.pruning) if media.HasField("pruning") else shared
+        _own_pruning(name, completed(media.pruning, default)) if media.HasField("pruning") else shared
         for name, _, media in named_media(prompt)
     )
 

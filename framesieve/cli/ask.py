@@ -43,14 +43,13 @@ from framesieve.cli.options import (
     in_flags,
     media_part,
     print_json,
-    pruning_of,
+    pruning_options,
 )
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
 from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
 from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.retention import EVS
 
 
 def ask(
@@ -66,8 +65,8 @@ def ask(
         list[str] | None,
         typer.Option("--question", "-q", help="A question. Repeat it to ask several about the same media."),
     ] = None,
-    pruning_rate: RateOption = 0.0,
-    method: MethodOption = EVS,
+    pruning_rate: RateOption = None,
+    method: MethodOption = None,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     num_frames: NumFramesOption = None,
@@ -129,7 +128,8 @@ def ask(
 ) -> None:
     """Ask a question about videos and images; the completion is streamed to stdout.
 
-    Images are never pruned. All videos get the same pruning rate and method. In Python, each video can have its own.
+    Images are never pruned. All videos get the same pruning rate and method, by default the service's. In
+    Python, each video can have its own.
 
     An argument that starts with http://, https://, file:// or data: is a URL. The preprocessing service fetches it
     if its settings allow that; file:///path is a file of its own, below --media-root.
@@ -144,15 +144,14 @@ def ask(
     """
     if top_logprobs is not None and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json")
-    pruning = pruning_of(pruning_rate, method)
+    pruning = pruning_options(pruning_rate, method)
     locations, questions = _media_and_questions(inputs or [], question or [])
     sampling = {"fps": fps, "max_frames": max_frames, "num_frames": num_frames, "start_s": start_s, "end_s": end_s}
     sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in locations]
     history = system_message(system)
     options = Options(
-        pruning_rate=pruning.rate,
-        pruning_method=pruning.method,
+        **pruning,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

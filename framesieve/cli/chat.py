@@ -37,7 +37,7 @@ from framesieve.cli.options import (
     TruncatedOption,
     access_of,
     media_part,
-    pruning_of,
+    pruning_options,
 )
 from framesieve.cli.terminal import print_cost, report, reported_errors
 from framesieve.client.answer import cost_of
@@ -45,14 +45,13 @@ from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.credentials import Access
 from framesieve.client.prompt import Image, Message, Options, Text, Video
 from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.retention import EVS
 
 
 def chat(
     *,
     media: Annotated[list[str] | None, typer.Argument(help="Videos and images, as files or URLs.")] = None,
-    pruning_rate: RateOption = 0.0,
-    method: MethodOption = EVS,
+    pruning_rate: RateOption = None,
+    method: MethodOption = None,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     max_pixels: MaxPixelsOption = None,
@@ -80,13 +79,12 @@ def chat(
 
     Example: framesieve chat clip.mp4 --pruning-rate 0.75
     """
-    pruning = pruning_of(pruning_rate, method)
+    pruning = pruning_options(pruning_rate, method)
     sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
     sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in media or []]
     options = Options(
-        pruning_rate=pruning.rate,
-        pruning_method=pruning.method,
+        **pruning,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -21,6 +21,7 @@ from framesieve.cli.contact_sheet import contact_sheet, side_by_side, sliced_she
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.options import (
     OUTPUT,
+    DrawnRateOption,
     FpsOption,
     JsonOption,
     MaxFramesOption,
@@ -28,7 +29,6 @@ from framesieve.cli.options import (
     MethodsOption,
     OnServerOption,
     PlaintextTokenOption,
-    RateOption,
     TlsCaOption,
     TlsCertOption,
     TlsKeyOption,
@@ -46,6 +46,7 @@ from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import SELECT_ALL, encode, responses
 from framesieve.client.messages import add_messages
 from framesieve.client.prompt import Image, Message, Video, file_name
+from framesieve.client.prompt import Pruning as Said
 from framesieve.common.channels import open_channel, upstream_errors
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
@@ -71,7 +72,7 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 def inspect(
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
-    pruning_rate: RateOption = 0.75,
+    pruning_rate: DrawnRateOption = 0.75,
     method: MethodsOption = [EVS],  # noqa: B006  # typer copies it
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.", rich_help_panel=OUTPUT)
@@ -152,8 +153,9 @@ async def inspect_media(
     """
     if media.embeds is not None:
         raise InvalidRequest("cannot be drawn: they have no frames", field=f"{type(media).__name__}.embeds")
+    asked = [Said(each.rate, each.method, each.seed) for each in prunings]
     with in_flags([Message("user", (media,))]):
-        encodings = asyncio.gather(*(encode(encoder, media, pruning, **access) for pruning in prunings))
+        encodings = asyncio.gather(*(encode(encoder, media, said, **access) for said in asked))
         (plan, frames, repaired), found = await asyncio.gather(
             _frames(preprocessing, media, credentials_of(access)), encodings
         )

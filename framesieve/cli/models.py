@@ -8,10 +8,11 @@ import typer
 
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.common.contract.plan import Modality
-from framesieve.common.contract.retention import METHODS, NONE
+from framesieve.common.contract.retention import AFTER_TOWER, METHODS, NONE
 
 _BOTH = (Modality.IMAGE, Modality.VIDEO)
 _PRUNING = tuple(method for method in METHODS if method != NONE)
+_AFTER_TOWER = tuple(method for method in AFTER_TOWER if method != NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ MODEL_FAMILIES = (
     ModelFamily(
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),
-    ModelFamily("internvl", "InternVL 2.5, 3 (-hf)", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
-    ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
-    ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _PRUNING, "one-dimensional", "no float16 tower"),
+    ModelFamily("internvl", "InternVL 2.5, 3 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
+    ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
+    ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
 )
 
 

@@ -15,7 +15,8 @@ import typer
 
 from framesieve.client.credentials import Access
 from framesieve.client.messages import IN_PYTHON
-from framesieve.client.prompt import Image, Message, Video, check_scheme, is_url
+from framesieve.client.prompt import Image, Message, Options, Video, check_scheme, is_url
+from framesieve.client.prompt import Pruning as Said
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, path_of, steps_of
 from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
 from framesieve.common.security.tokens import read_token
@@ -30,21 +31,21 @@ _FLAGS = {"pruning.rate": "--pruning-rate", "pruning.method": "--method", "adapt
 _REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --on-server, or as a URL"}
 _NAME_CHARACTERS = 200  # of a URL, in an error
 
+_RATE_HELP = "Fraction of each video's tokens to drop, at least 0 and below 1."
 RateOption = Annotated[
-    float,
-    typer.Option(
-        "--pruning-rate",
-        help="Fraction of each video's tokens to drop, at least 0 and below 1.",
-        rich_help_panel=_MEDIA,
-    ),
+    float | None,
+    typer.Option("--pruning-rate", help=f"{_RATE_HELP} Default: the service's.", rich_help_panel=_MEDIA),
 ]
+DrawnRateOption = Annotated[float, typer.Option("--pruning-rate", help=_RATE_HELP, rich_help_panel=_MEDIA)]
 _METHOD_HELP = (
     f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of each "
     f"slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, some in "
     f"every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. {RANDOM}: a "
     f"random choice. {NONE}: all."
 )
-MethodOption = Annotated[str, typer.Option("--method", help=_METHOD_HELP, rich_help_panel=_MEDIA)]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", help=f"{_METHOD_HELP} Default: the service's.", rich_help_panel=_MEDIA)
+]
 MethodsOption = Annotated[
     list[str],
     typer.Option("--method", help=f"{_METHOD_HELP} Repeat it to compare methods side by side.", rich_help_panel=_MEDIA),
@@ -178,9 +179,22 @@ def access_of(
 
 def pruning_of(rate: float, method: str) -> Pruning:
     """Raises BadParameter for an invalid rate or an unknown method."""
+    with _bad_parameters():
+        return Pruning(rate, method)
+
+
+def pruning_options(rate: float | None, method: str | None) -> Options:
+    """Of a request; None: not said. Raises as `pruning_of`."""
+    with _bad_parameters():
+        said = Said(rate, method)
+    return Options(pruning_rate=said.rate, pruning_method=said.method)
+
+
+@contextmanager
+def _bad_parameters() -> Iterator[None]:
     try:
         with in_flags():
-            return Pruning(rate, method)
+            yield
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -15,7 +15,7 @@ from framesieve.client.answer import (
 )
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import Encoded, encode
-from framesieve.client.prompt import Embeds, Frames, Image, Message, Text, Video
+from framesieve.client.prompt import Embeds, Frames, Image, Message, Pruning, Text, Video
 from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
 from framesieve.common.contract.errors import (
     DeadlinePassed,
@@ -32,7 +32,6 @@ from framesieve.common.contract.errors import (
     Unavailable,
 )
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
 
 __all__ = [
     "Accepted",

@@ -35,11 +35,14 @@ class Model:
     """What a request may name: the checkpoint, or an adapter (`Options.adapter`).
 
     max_model_len: tokens of one sequence, the prompt after pruning and its answer.
+    pruning_rate, pruning_method: of videos for which a request names none.
     """
 
     name: str
     is_adapter: bool
     max_model_len: int
+    pruning_rate: float
+    pruning_method: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from framesieve.client.messages import generate_request, in_words_of_python
 from framesieve.client.prompt import Message, Options, PartLike, user_turn
 from framesieve.common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.retention import EVS
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
@@ -69,7 +70,7 @@ class FramesieveClient:
             call = self._generation.ListModels(
                 generation_pb2.ListModelsRequest(), timeout=timeout_s, metadata=(*metadata, *self._token)
             )
-            return tuple([Model(each.name, each.adapter, each.max_model_len) async for each in call])
+            return tuple([_model(each) async for each in call])
 
     async def ask(
         self,
@@ -154,3 +155,7 @@ class FramesieveClient:
                     yield event_of(response)
             finally:
                 call.cancel()
+
+
+def _model(told: generation_pb2.ListModelsResponse) -> Model:
+    return Model(told.name, told.adapter, told.max_model_len, told.pruning.rate, told.pruning.method or EVS)

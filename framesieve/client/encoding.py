@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.messages import add_messages, in_words_of_python, pruning_message
-from framesieve.client.prompt import Embeds, PartLike, user_turn
+from framesieve.client.prompt import Embeds, PartLike, Pruning, user_turn
 from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import check_media, received_kept, received_plan
-from framesieve.common.contract.retention import Pruning, num_kept
+from framesieve.common.contract.retention import Pruning as Applied
+from framesieve.common.contract.retention import num_kept
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import add_chunk, buffer_for, prunings_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
@@ -100,7 +101,7 @@ async def encode(
 
     encoder: the encoder's address, host:port or unix:/path.
     media: as for `FramesieveClient.ask`.
-    pruning: for every video without a pruning of its own. Default: keep all tokens.
+    pruning: of videos that do not say their own. What neither says: "evs", at rate 0, which keeps all tokens.
     access: as for `FramesieveClient`.
     Raises a subclass of FramesieveError with the service's message, InvalidRequest for more files than the
     service takes (64 MiB by default), OSError for a file that cannot be read.
@@ -152,7 +153,7 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
     return None, tuple((each[0] + each[-1]) / 2 for each in slices)
 
 
-def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Pruning) -> Encoded:
+def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Applied) -> Encoded:
     item, first = plan.media[index], pieces[0]
     kept = received_kept(
         first, item.grid, num_kept(item.grid, pruning, item.modality), bound=pruning.threshold is not None

@@ -19,11 +19,10 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
-from framesieve.client.prompt import Embeds, Frames, Image, Message, Options, Part, StrPath, Text, Video
+from framesieve.client.prompt import Embeds, Frames, Image, Message, Options, Part, Pruning, StrPath, Text, Video
 from framesieve.client.tools import Tool
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest
 from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILES
-from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.wire import grid_message
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
@@ -78,7 +77,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
         pruning=_message(
             prompt_pb2.Pruning,
             "pruning",
-            rate=options.get("pruning_rate") or 0.0,
+            rate=options.get("pruning_rate"),
             method=options.get("pruning_method") or "",
             seed=options.get("pruning_seed"),
         ),

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from framesieve.client.tools import Tool, ToolCall
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.retention import EVS
+from framesieve.common.contract.retention import Pruning as Applied
 
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
@@ -114,6 +115,25 @@ class Frames:
 
 
 @dataclass(frozen=True, slots=True)
+class Pruning:
+    """How videos are pruned, as a request says it. None: not said.
+
+    What a video does not say is taken from its request, and what that does not say from the service's settings.
+
+    rate: the fraction of a video's tokens to drop, 0 ≤ rate < 1.
+    method: "evs", "evs_causal", "vidcom2", "vcast", "random" or "none". seed: for "random".
+    Raises InvalidRequest for a rate outside its range or an unknown method.
+    """
+
+    rate: float | None = None
+    method: str | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        Applied(self.rate or 0.0, EVS if self.method is None else self.method, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
 class _Media:
     path: StrPath | None = None
     _: KW_ONLY
@@ -168,7 +188,7 @@ class Video(_Media):
     frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
     allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
         None of these is allowed with embeds, which have no frames.
-    pruning: overrides the request's pruning for this video.
+    pruning: of this video, before the request's.
     Raises InvalidRequest unless exactly one source is given.
     """
 
@@ -205,8 +225,7 @@ class Message:
 class Options(TypedDict, total=False):
     """Options of a request. A key that is missing or None means the default of the service or checkpoint.
 
-    pruning_rate: the fraction of each video's tokens to drop, 0 ≤ rate < 1.
-    pruning_method: "evs", "evs_causal", "vidcom2", "vcast", "random" or "none". pruning_seed: for "random".
+    pruning_rate, pruning_method, pruning_seed: of videos that do not say their own; see `Pruning`.
     max_new_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, seed: sampling.
     stop, stop_token_ids: a completion ends before the first of these strings, or with the first of these tokens.

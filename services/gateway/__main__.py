@@ -78,7 +78,7 @@ async def main() -> ExitStatus:
             tempfile.tempdir = str(settings.upload_root)  # files arrive on the disk that keeps them, not in /tmp
         expiring = asyncio.create_task(files.expire())
         questions = Questions(client, models, files, settings.max_inline_bytes)
-        kept = Kept(settings.encoder, access, files, questions.max_body_bytes)
+        kept = Kept(client, settings.encoder, access, files, questions.max_body_bytes)
         app = routes(questions, models, files, kept, is_well)
         guard = RequestGuard(app, quotas, tokens, credentials.token is None)
         status = await serve(with_cors(guard, settings.cors_origins), guard.drain, settings)

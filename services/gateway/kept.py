@@ -12,11 +12,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from framesieve.client.client import FramesieveClient, Metadata
 from framesieve.client.credentials import Access
 from framesieve.client.encoding import Encoded, encode
-from framesieve.client.prompt import Text
+from framesieve.client.prompt import Pruning, Text
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.retention import Pruning
 from framesieve.common.security.tokens import AUTHORIZATION_KEY
 from framesieve.services.gateway.chat.content import conversation
 from framesieve.services.gateway.chat.names import FieldNames
@@ -28,9 +28,13 @@ from framesieve.services.gateway.http.request_guard import Call
 
 
 class Kept:
-    """encoder: its address; None: unknown. access: for callers whose own token is not passed on."""
+    """client: of generation, whose settings tell what a body does not say. encoder: its address; None: unknown.
+    access: for callers whose own token is not passed on."""
 
-    def __init__(self, encoder: str | None, access: Access, files: Files, max_body_bytes: int) -> None:
+    def __init__(
+        self, client: FramesieveClient, encoder: str | None, access: Access, files: Files, max_body_bytes: int
+    ) -> None:
+        self._client = client
         self._encoder = encoder
         self._access = access
         self._files = files
@@ -46,13 +50,20 @@ class Kept:
         uploads = partial(self._files.server_path, owner=call.owner)
         messages = await asyncio.to_thread(conversation, chat, uploads, names)
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
-        pruning = (chat.pruning and chat.pruning.parsed()) or Pruning()
+        pruning = await self._completed(chat.pruning.parsed() if chat.pruning else Pruning(), call.metadata)
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
         with in_words(names.name_of):
             encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
         return JSONResponse({"media": [_item(each) for each in encoded]})
+
+    async def _completed(self, said: Pruning, metadata: Metadata) -> Pruning:
+        if said.rate is not None and said.method is not None:
+            return said
+        model, *_ = await self._client.models(metadata=metadata)
+        rate = model.pruning_rate if said.rate is None else said.rate
+        return Pruning(rate, said.method or model.pruning_method, said.seed)
 
 
 def _item(encoded: Encoded) -> dict[str, Any]:

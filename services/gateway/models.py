@@ -62,7 +62,7 @@ class Models:
         return JSONResponse(self._object(found))
 
     def _object(self, model: Model) -> dict[str, object]:
-        """OpenAI's fields, and vLLM's."""
+        """OpenAI's fields, vLLM's, and the pruning of videos for which a request names none."""
         return {
             "id": model.name,
             "object": "model",
@@ -71,4 +71,5 @@ class Models:
             "root": model.name,
             "parent": self._known[0].name if model.is_adapter else None,
             "max_model_len": model.max_model_len,
+            "pruning": {"rate": model.pruning_rate, "method": model.pruning_method},
         }

@@ -11,6 +11,7 @@ from pydantic import Field, PlainValidator, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import EVS, METHODS
 from framesieve.common.serving.settings import UpstreamSettings, separated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -81,6 +82,16 @@ class GenerationSettings(UpstreamSettings):
         description="maximum number of tokens of one sequence: the prompt after pruning and its answer; "
         "unset: the smaller of the model's context length and the KV cache",
     )
+    pruning_rate: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="fraction of each video's tokens to drop where a request names no rate; a request may name any, 0 "
+        "included",
+    )
+    pruning_method: str = Field(
+        EVS, description=f"which tokens are kept where a request names no method: {', '.join(METHODS)}"
+    )
     media_buffer_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
     )
@@ -135,6 +146,13 @@ class GenerationSettings(UpstreamSettings):
         description="LoRA adapters that requests may name, NAME=DIR separated by commas, folders in PEFT's format: "
         "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora)",
     )
+
+    @field_validator("pruning_method")
+    @classmethod
+    def _known_method(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"must be one of {', '.join(METHODS)}")
+        return value
 
     @field_validator("adapters", mode="before")
     @classmethod

@@ -199,6 +199,9 @@ def test_the_pruning_of_an_item_overrides_that_of_the_request() -> None:
     prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(parts=plain), prompt_pb2.Message(parts=[own])])
     assert wire.prunings_of(prompt, prompt_pb2.Pruning(rate=0.75)) == (Pruning(0.75), Pruning(0.5, "random", 0))
     assert wire.prunings_of(prompt, prompt_pb2.Pruning())[0] == Pruning(rate=0.0)
+    prompt.messages[1].parts[0].video.pruning.ClearField("rate")
+    shared = prompt_pb2.Pruning(rate=0.75, method="vcast", seed=5)
+    assert wire.prunings_of(prompt, shared) == (Pruning(0.75, "vcast", 5), Pruning(0.75, "random", 0))
     prompt.messages[1].parts[0].video.pruning.rate = 1.5
     with pytest.raises(InvalidRequest, match=r"^prompt\.messages\[1\]\.parts\[0\]\.video\.pruning\.rate .* got 1\.5"):
         wire.prunings_of(prompt, prompt_pb2.Pruning())

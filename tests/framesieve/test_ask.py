@@ -16,7 +16,7 @@ from typer.testing import Result
 from framesieve.common.contract.errors import MediaDamaged, PromptTooLong
 from framesieve.common.contract.limits import LARGER_FILES
 from framesieve.common.contract.retention import METHODS
-from framesieve.v1 import generation_pb2
+from framesieve.v1 import generation_pb2, prompt_pb2
 from tests.certificates import Authority
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
 from tests.framesieve.fake_services import FakeServices
@@ -79,7 +79,7 @@ def test_sampling_flags_are_sent_and_unset_ones_leave_the_models_defaults(
         frequency_penalty=0.75, max_new_tokens=9, stop=["x", "y z"], n=2, logprobs=True, top_logprobs=2,
     )  # fmt: skip
     assert asked.adapter == "traffic"
-    assert plain.sampling == generation_pb2.Sampling()
+    assert (plain.sampling, plain.pruning) == (generation_pb2.Sampling(), prompt_pb2.Pruning())
     assert not plain.HasField("adapter")
 
 

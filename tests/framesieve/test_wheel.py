@@ -31,7 +31,7 @@ async def ask(client: FramesieveClient) -> None:
     except FramesieveError as error:
         assert_type((error.field, error.value), tuple[str | None, str | None])
         assert_type((error.limit, error.remedy), tuple[str | None, str | None])
-    assert_type(Pruning().rate, float)
+    assert_type(Pruning(0.5).rate, float | None)
 """
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

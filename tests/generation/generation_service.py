@@ -19,6 +19,7 @@ from grpc_status import rpc_status
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
+from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
@@ -48,6 +49,7 @@ VIDEO = (Modality.VIDEO, Grid(4, 2, 3))
 TEXT_BEFORE, TEXT_AFTER = 16, 5
 KEPT = [*range(6), 9, 14, 15, 16, 20, 23]
 HALF = prompt_pb2.Pruning(rate=0.5)
+NOT_PRUNED = Pruning()
 
 
 @dataclass
@@ -95,11 +97,12 @@ async def service_of(
     encoder_channel: grpc.aio.Channel | None = None,
     preprocessing_channel: grpc.aio.Channel | None = None,
     compact: bool = False,
+    pruning: Pruning = NOT_PRUNED,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
     """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.
 
-    compact: see `PrunedPrompt`.
+    compact: see `PrunedPrompt`. pruning: of videos for which a request names none.
     """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)
@@ -109,7 +112,7 @@ async def service_of(
     engine.start()
     room = ByteSemaphore(ROOM_BYTES)
     defaults = SamplingDefaults(model.vocab_size, eos_ids=eos_ids)
-    served = ServedModel.of(checkpoint, (), tokenizer, defaults, replace(model, compact=compact), LIMIT)
+    served = ServedModel.of(checkpoint, (), tokenizer, defaults, replace(model, compact=compact), LIMIT, pruning)
     encoder.setdefault("items", video_items())
     peers = (
         Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),

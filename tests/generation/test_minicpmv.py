@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.0's positions: longrope, of contexts that its short frequencies were trained for."""
+"""MiniCPM-V 4.0: longrope of contexts that its short frequencies were trained for, and no pruning by default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.families import load_language_model
+from framesieve.common.contract.retention import NONE, Pruning
+from framesieve.services.generation.families import check_pruning, load_language_model
 from tests import minicpm
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
@@ -47,3 +48,11 @@ def test_contexts_that_need_the_long_frequencies_are_refused(tmp_path: Path) -> 
     minicpm.write(tmp_path, 1, "4.0", changes={"max_position_embeddings": 32787})
     with pytest.raises(StartupError, match=r"max_position_embeddings 32787 must be at most 32786, its rope_parameters"):
         load_language_model(Checkpoint(tmp_path), torch.float32, CPU)
+
+
+def test_a_default_method_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
+    minicpm.write(tmp_path, 1, "4.0")
+    for pruning in (Pruning(0.0), Pruning(0.5, NONE)):
+        check_pruning(Checkpoint(tmp_path), pruning)
+    with pytest.raises(StartupError, match=r"--pruning-method evs .* one of none for this model: a resampler's tokens"):
+        check_pruning(Checkpoint(tmp_path), Pruning(0.5))

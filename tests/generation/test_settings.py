@@ -87,3 +87,9 @@ def test_adapters_are_set_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -
 def test_adapters_without_a_folder_or_a_valid_unique_name_are_refused(adapters: str, message: str) -> None:
     with pytest.raises(StartupError, match=f"--adapters.*{message}"):
         GenerationSettings.load(["--adapters", adapters])
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--pruning-rate", "1"), ("--pruning-method", "best")])
+def test_a_pruning_that_no_request_could_have_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(StartupError, match=f"^{flag}: .*got '{value}'"):
+        GenerationSettings.load([flag, value])

@@ -15,10 +15,9 @@ import pytest
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image, Message, Part, Text, Video
+from framesieve.client.prompt import Image, Message, Part, Pruning, Text, Video
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Modality
-from framesieve.common.contract.retention import Pruning
 from tests import media
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference

@@ -28,6 +28,7 @@ UNUSED: list[dict[str, Any]] = [
     {"stream_options": None, "structured_outputs": None, "tool_choice": None, "pruning": None},
     {"pruning": {"rate": 0.0, "method": None, "seed": None}},
     {"pruning": {"rate": None, "method": None, "seed": None}},
+    {"pruning": {"method": "vcast"}},
     {"mm_processor_kwargs": {"do_sample_frames": True, "num_frames": -1}},
 ]
 
@@ -138,7 +139,6 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     assert param(part | {"mm_processor_kwargs": {"video_end": 0.0}}) == f"{own}.mm_processor_kwargs.video_end"
     assert param(part, media_io_kwargs={"video": {"fps": 2000.0}}) == "media_io_kwargs.video.fps"
     assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"
-    assert param(part, pruning={"method": "evs"}) == "pruning.rate"
     assert param(part, pruning={"rate": 0.5, "seed": 2**64}) == "pruning.seed"
     pictures = data_url("video/jpeg", media.picture(64, 48), b"none")
     assert param({"type": "video_url", "video_url": {"url": pictures}}) == f"{own}.video_url.url"

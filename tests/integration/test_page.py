@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from demo.example import CLIP
-from framesieve import FramesieveClient
+from framesieve import FramesieveClient, Pruning
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
-from framesieve.common.contract.retention import METHODS, NONE, Pruning
+from framesieve.common.contract.retention import METHODS, NONE
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.gateway import Gateway, gateway

@@ -21,8 +21,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.contract.retention import NONE
-from framesieve.common.minicpmv import queries_of, version_of
+from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, queries_of, version_of
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import (
     VARLEN,
@@ -107,9 +106,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=runs_in,
         device=device,
         sizes=sizes,
-        # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
-        pruning_methods=(NONE,),
-        why_not_all="a resampler's tokens are not places, and no method keeps answers better than dropping at random",
+        pruning_methods=PRUNING_METHODS,
+        why_not_all=WHY_NOT_ALL,
         arrange=arrange,
     )
 

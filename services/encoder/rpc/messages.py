@@ -14,9 +14,9 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, EVS, Pruning, method_of
+from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, Pruning, method_of
 from framesieve.common.contract.tensors import MAX_AXES
-from framesieve.common.contract.wire import named_media, prunings_of, tensor_digest
+from framesieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
 from framesieve.services.compute.device import name_of
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
@@ -43,11 +43,11 @@ def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]
     Raises InvalidRequest for a rate out of range, where tokens are dropped for a method that the tower does not take,
     and for one that ranks pixels of a video that brings its embeddings.
     """
-    _check_method("pruning", request.pruning, tower)
-    for name, _, media in named_media(request.prompt):
-        _check_method(f"{name}.pruning", media.pruning, tower)
     prunings = prunings_of(request.prompt, request.pruning)
-    for pruning, (name, modality, media) in zip(prunings, named_media(request.prompt), strict=True):
+    _check_method("pruning", pruning_of(request.pruning), tower)
+    for (name, modality, media), pruning in zip(named_media(request.prompt), prunings, strict=True):
+        if media.HasField("pruning"):
+            _check_method(f"{name}.pruning", pruning, tower)
         if media.WhichOneof("source") == "embeds" and method_of(pruning, modality) in BEFORE_TOWER:
             text = f"must be one of {', '.join(AFTER_TOWER)} for embeds, which have no pixels, got {pruning.method!r}"
             raise InvalidRequest(text, field=f"{name}.pruning.method", value=pruning.method)
@@ -109,10 +109,9 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
             raise InvalidRequest(text, field=name, value=value)
 
 
-def _check_method(name: str, message: prompt_pb2.Pruning, tower: Tower) -> None:
-    method = message.method or EVS
-    if (message.rate or message.HasField("threshold")) and method not in tower.pruning_methods:
-        why = f": {tower.why_not_all}" if tower.why_not_all else ""
+def _check_method(name: str, pruning: Pruning, tower: Tower) -> None:
+    method = pruning.method
+    if pruning.drops and method not in tower.pruning_methods:
         limit = f"one of {', '.join(tower.pruning_methods)} for this model"
-        text = f"must be {limit}, got {method!r}{why}"
+        text = f"must be {limit}, got {method!r}: {tower.why_not_all}"
         raise InvalidRequest(text, field=f"{name}.method", value=method, limit=limit)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import AFTER_TOWER
+from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.compute.transfers import beside, taken_over, to_device
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit
 from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
@@ -104,7 +104,7 @@ class Tower:
     device: torch.device
     sizes: TowerSizes
     pruning_methods: tuple[str, ...] = AFTER_TOWER
-    why_not_all: str = ""
+    why_not_all: str = WHY_NOT_BEFORE
     packing: PackingLimit | None = None
     features: int | None = None
     arrange: Callable[[MediaPlan], Arrangement] | None = None

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from framesieve.client.prompt import Frames, Image, Message, Part, Text, Video
+from framesieve.client.prompt import Frames, Image, Message, Part, Pruning, Text, Video
 from framesieve.client.tools import ToolCall
 from framesieve.common.contract.data_urls import DataUrl, parse_data_url
 from framesieve.common.contract.errors import InvalidRequest, within
-from framesieve.common.contract.retention import Pruning
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
 from framesieve.services.gateway.chat.request import (
     AssistantCall,

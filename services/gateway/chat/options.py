@@ -48,10 +48,10 @@ def options_of(request: ChatRequest, names: FieldNames) -> Options:
 
 
 def pruning_of(request: MediaOptions) -> Options:
-    """The pruning of every video without its own."""
-    pruning = request.pruning and request.pruning.parsed()
-    if pruning is None:
+    """The pruning of videos that do not say their own."""
+    if request.pruning is None:
         return Options()
+    pruning = request.pruning.parsed()
     return Options(pruning_rate=pruning.rate, pruning_method=pruning.method, pruning_seed=pruning.seed)
 
 

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.retention import Pruning as Rate
+from framesieve.client.prompt import Pruning as Said
 from framesieve.services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
@@ -37,13 +36,9 @@ class Pruning(Strict):
     method: str | None = None
     seed: int | None = None
 
-    def parsed(self) -> Rate | None:
-        """None where all fields are unset. Raises InvalidRequest for another one without a rate."""
-        if self.rate is None:
-            if self.method is not None or self.seed is not None:
-                raise InvalidRequest(field="pruning.rate", limit="set")
-            return None
-        return Rate(self.rate, self.method or "evs", self.seed or 0)
+    def parsed(self) -> Said:
+        """Raises InvalidRequest for a rate outside its range or an unknown method."""
+        return Said(self.rate, self.method, self.seed)
 
 
 class FrameChoice(Strict):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.families import (
     internvl,
     llava,
@@ -40,6 +42,16 @@ FAMILIES: Mapping[str, TextFamily] = {
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""
     check_sizes(checkpoint.pick(FAMILIES).config(checkpoint).text_config, ranks)
+
+
+def check_pruning(checkpoint: Checkpoint, pruning: Pruning) -> None:
+    """Raises StartupError if the encoder would refuse every request whose videos are pruned so."""
+    family = checkpoint.pick(FAMILIES)
+    if pruning.drops and pruning.method not in family.pruning_methods:
+        raise StartupError(
+            f"--pruning-method {pruning.method} at --pruning-rate {pruning.rate:g}: must be one of "
+            f"{', '.join(family.pruning_methods)} for this model: {family.why_not_all}"
+        )
 
 
 def load_language_model(

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbe
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.minicpmv import version_of
+from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, version_of
 from framesieve.services.generation.loading import TextClasses, TextFamily
 from framesieve.services.generation.loading.quantised import is_quantised
 
@@ -48,4 +48,11 @@ def _config(checkpoint: Checkpoint) -> _Whole:
     return _Whole(text, text.tie_word_embeddings, classes)
 
 
-FAMILY = TextFamily(_config, lambda config: config.classes, ("llm.model.",), position_axes=1)
+FAMILY = TextFamily(
+    _config,
+    lambda config: config.classes,
+    ("llm.model.",),
+    position_axes=1,
+    pruning_methods=PRUNING_METHODS,
+    why_not_all=WHY_NOT_ALL,
+)

@@ -9,8 +9,14 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLTextModel,
 )
 
+from framesieve.common.contract.retention import METHODS
 from framesieve.services.generation.families.qwen2_vl import TEXT_PREFIXES
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 _CLASSES = TextClasses(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding)
-FAMILY = TextFamily(lambda checkpoint: checkpoint.config_as(Qwen2_5_VLConfig), lambda _: _CLASSES, TEXT_PREFIXES)
+FAMILY = TextFamily(
+    lambda checkpoint: checkpoint.config_as(Qwen2_5_VLConfig),
+    lambda _: _CLASSES,
+    TEXT_PREFIXES,
+    pruning_methods=METHODS,
+)

@@ -9,9 +9,12 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLTextModel,
 )
 
+from framesieve.common.contract.retention import METHODS
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 # Published checkpoints use the second; transformers 5 writes the first if asked not to keep the original names.
 TEXT_PREFIXES = ("model.language_model.", "model.")
 _CLASSES = TextClasses(Qwen2VLForConditionalGeneration, Qwen2VLTextModel, Qwen2VLRotaryEmbedding)
-FAMILY = TextFamily(lambda checkpoint: checkpoint.config_as(Qwen2VLConfig), lambda _: _CLASSES, TEXT_PREFIXES)
+FAMILY = TextFamily(
+    lambda checkpoint: checkpoint.config_as(Qwen2VLConfig), lambda _: _CLASSES, TEXT_PREFIXES, pruning_methods=METHODS
+)

@@ -21,6 +21,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     Qwen3VLMoeTextRotaryEmbedding,
 )
 
+from framesieve.common.contract.retention import METHODS
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 TEXT_PREFIX = "model.language_model."
@@ -65,6 +66,7 @@ def _family(config_class: Any, classes: TextClasses) -> TextFamily:
         # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
         plan=Qwen3Config.base_model_tp_plan,
         change=_transpose_experts,
+        pruning_methods=METHODS,
     )
 
 

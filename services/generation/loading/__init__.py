@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
 from framesieve.services.generation.loading.quantised import is_quantised, load_quantised
 from framesieve.services.generation.loading.text_model import make_text, shard_text, with_output_layer
@@ -42,6 +43,7 @@ class TextFamily:
         is read. Empty if there is none.
     plan: transformers' tensor-parallel plan, if the text config has none.
     change: changes the weights that were read to those that the text model takes.
+    pruning_methods, why_not_all: those that the encoder takes for videos of the family, and why no others.
     """
 
     config: Callable[[Checkpoint], Any]
@@ -53,6 +55,8 @@ class TextFamily:
     stored: Sequence[str] = ()
     plan: Mapping[str, str] | None = None
     change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
+    pruning_methods: Sequence[str] = AFTER_TOWER
+    why_not_all: str = WHY_NOT_BEFORE
 
 
 def load(

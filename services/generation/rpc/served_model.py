@@ -9,6 +9,7 @@ from typing import Self
 from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.model.adapters import Adapters
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.request.prompt_limit import PromptLimit
@@ -32,6 +33,7 @@ class ServedModel:
     adapters: those that requests may name.
     compact: see `PrunedPrompt`.
     reads_calls: whether it writes tool calls in the form that `CallReader` reads.
+    pruning: of videos for which a request names none.
     """
 
     names: Sequence[str]
@@ -43,6 +45,7 @@ class ServedModel:
     adapters: Adapters
     compact: bool
     reads_calls: bool
+    pruning: Pruning
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class ServedModel:
         defaults: SamplingDefaults,
         model: LanguageModel,
         limit_tokens: int,
+        pruning: Pruning,
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
         context_tokens = model.context_tokens if model.position_axes == 1 and not model.compact else None
@@ -73,6 +77,7 @@ class ServedModel:
             model.adapters,
             model.compact,
             writes_calls(chat_templates(checkpoint)),
+            pruning,
         )
 
     def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.wire import completed, pruning_message
 from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
@@ -57,11 +58,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        max_model_len = self._model.limit.tokens
+        max_model_len, pruning = self._model.limit.tokens, pruning_message(self._model.pruning)
         for name in self._model.names:
-            yield generation_pb2.ListModelsResponse(name=name, max_model_len=max_model_len)
+            yield generation_pb2.ListModelsResponse(name=name, max_model_len=max_model_len, pruning=pruning)
         for name in self._model.adapters.names:
-            yield generation_pb2.ListModelsResponse(name=name, adapter=True, max_model_len=max_model_len)
+            yield generation_pb2.ListModelsResponse(
+                name=name, adapter=True, max_model_len=max_model_len, pruning=pruning
+            )
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         clock, model = StageClock(), self._model
@@ -74,7 +77,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
-        opening = self._media.open(request.prompt, request.pruning, clock, **call)
+        pruning = completed(request.pruning, pruning_message(model.pruning))
+        opening = self._media.open(request.prompt, pruning, clock, **call)
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept

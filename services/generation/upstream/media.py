@@ -68,13 +68,12 @@ class MediaClient:
     ) -> AsyncIterator[MediaSession]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
+        pruning: a message of its own: a field of the request would keep all of it alive.
         call: timeout and metadata of the upstream call.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
-        # Files may be large: only `upstream` keeps them, for as long as it may have to retry. Copied, because a
-        # field of the request would keep all of it alive.
+        # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
         prompt, files = detach_files(prompt)
-        pruning = prompt_pb2.Pruning.FromString(pruning.SerializeToString())
         check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
         opening = self._encode_call(prompt, files, pruning, call) if prunings else self._preprocess_call(prompt, call)
@@ -137,9 +136,6 @@ class MediaSession:
         )
         self.bounded = tuple(
             how.threshold is not None and item.modality is Modality.VIDEO
-            for item, how in zip(plan.media, prunings, strict=True)
-        )
- is not None and item.modality is Modality.VIDEO
             for item, how in zip(plan.media, prunings, strict=True)
         )
         self.media_keys = tuple(
