@@ -97,15 +97,21 @@ def question(draw: st.DrawFn, family: FamilyUnderTest) -> Question:
 
 
 def answer(
-    engine: TinyEngine, questions: Sequence[Question], arrivals: Sequence[int] = (), deliveries: Sequence[int] = ()
+    engine: TinyEngine,
+    questions: Sequence[Question],
+    arrivals: Sequence[int] = (),
+    deliveries: Sequence[int] = (),
+    parts: Sequence[Sequence[int]] = (),
 ) -> list[Asked]:
     """Submits question i before step arrivals[i] and delivers the n-th media item deliveries[n] steps later.
 
+    parts: of the n-th item a part ends with slice i wherever parts[n][i] is not 0, and the next one comes so many steps
+    later; the first part comes when the item would.
     Requests are numbered over all calls for one engine.
     """
     asked: dict[int, Asked] = {}
-    due: dict[int, list[tuple[Asked, int, Item, list[int]]]] = {}
-    delays = list(deliveries)
+    due: dict[int, list[tuple[Asked, int, Item, list[int], int]]] = {}
+    delays, cuts = list(deliveries), list(parts)
     before = len(engine.runner.logits)
     waiting = [(arrivals[i] if i < len(arrivals) else 0, i) for i in range(len(questions))]
     step = 0
@@ -120,7 +126,12 @@ def answer(
             params = SamplingParams(asking.new_tokens)
             asked[number] = engine.ask(str(before + number), asking.parts, params, drawn, asking.adapter)
             for index, (media, kept) in enumerate(zip(asking.items, asking.kept, strict=True)):
-                due.setdefault(step + (delays.pop(0) if delays else 0), []).append((asked[number], index, media, kept))
+                at, waits = step + (delays.pop(0) if delays else 0), cuts.pop(0) if cuts else ()
+                for slices, wait in zip(range(1, media.t), waits, strict=False):
+                    if wait:
+                        due.setdefault(at, []).append((asked[number], index, media, kept, slices))
+                        at += wait
+                due.setdefault(at, []).append((asked[number], index, media, kept, media.t))
         for delivery in due.pop(step, []):
             engine.deliver(*delivery)
         assert engine.engine.step() or not engine.engine.step(), "the engine would sleep although something can run"

@@ -83,6 +83,7 @@ class RecordingRunner(Runner):
         self._requests: dict[str, Request] = {}
         self._logits: dict[str, list[Tensor]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
+        self.early = False  # whether media rows were computed before their item was complete
 
     @property
     def logits(self) -> dict[str, list[Tensor]]:
@@ -92,6 +93,9 @@ class RecordingRunner(Runner):
 
     def launch(self, chunks: Sequence[Chunk], before: SampledStep | None = None) -> LaunchedStep:
         self.steps.append([(chunk.request.id, chunk.start, chunk.end) for chunk in chunks])
+        for request, start, end in ((chunk.request, chunk.start, chunk.end) for chunk in chunks):
+            arriving = [span for span in request.prompt.spans if request.prompt.missing(span.media_index)]
+            self.early |= any(span.offset < end and span.end > start for span in arriving)
         return super().launch(chunks, before)
 
     def forward(self, chunks: Sequence[Chunk], unread: Tensor | None = None) -> Tensor:
@@ -176,10 +180,10 @@ class TinyEngine:
         asked.spared = tuple(set(range(len(asked.request.encoded_media))) - set(asked.request.wanted_media))
         return asked
 
-    def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int]) -> None:
-        """Delivers an item unless the engine has it cached."""
+    def deliver(self, asked: Asked, index: int, item: Item, kept: Sequence[int], slices: int | None = None) -> None:
+        """Delivers an item unless the engine has it cached. slices: only its first ones; None: all."""
         if index in asked.request.wanted_media:
-            arrived = media_item(index, item, kept)
+            arrived = media_item(index, item, kept, slices)
             self.engine.deliver(asked.request, replace(arrived, embeds=arrived.embeds.to(self.model.dtype)))
 
     def drain(self) -> None:
@@ -209,11 +213,16 @@ def key_of(item: Item) -> bytes:
     return hashlib.sha256(pruned.encode() + item.embeds.tobytes()).digest()
 
 
-def media_item(index: int, item: Item, kept: Sequence[int]) -> MediaItem:
-    """An item as received from the encoder."""
-    rows = np.stack([item.embeds, *item.deepstack])[:, list(kept)]
-    digest = hashlib.sha256(repr(list(kept)).encode() + rows.tobytes()).digest()
-    return MediaItem(index, np.array(kept, np.int32), torch.from_numpy(rows), 0, digest)
+def media_item(index: int, item: Item, kept: Sequence[int], slices: int | None = None) -> MediaItem:
+    """An item as received from the encoder. slices: of which so many have arrived; None: all."""
+    embeds = np.stack([item.embeds, *item.deepstack])
+    rows, digest = embeds[:, list(kept)], hashlib.sha256(embeds.tobytes()).digest()
+    if slices is None or slices == item.t:
+        return MediaItem(index, np.array(kept, np.int32), torch.from_numpy(rows), 0, digest)
+    tokens = slices * item.h * item.w
+    arrived = [token for token in kept if token < tokens]
+    rows[:, len(arrived) :] = np.nan
+    return MediaItem(index, np.array(arrived, np.int32), torch.from_numpy(rows), 0, digest, tokens)
 
 
 def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:

@@ -35,7 +35,7 @@ class Desk:
 
     def deliver(self, request: Request) -> None:
         request.prompt.deliver(0, None, 1)
-        self.scheduler.media_complete(request)
+        self.scheduler.media_arrived(request)
 
     def step(self) -> list[Chunk]:
         chunks = self.scheduler.schedule()

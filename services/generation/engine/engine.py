@@ -131,7 +131,10 @@ class Engine:
         self._wake()
 
     def deliver(self, request: Request, item: MediaItem) -> None:
-        """Delivers a media item. An item that contradicts the plan fails the request with PeerContract."""
+        """Delivers a media item, or what has arrived of it so far, the parts delivered before included.
+
+        An item that contradicts the plan fails the request with PeerContract.
+        """
         self._commands.put((request, lambda: self._deliver(request, item)))
 
     def cancel(self, request: Request) -> None:
@@ -199,11 +202,11 @@ class Engine:
         if index not in request.wanted_media:
             raise PeerContract(f"media item {index} does not exist or was delivered twice")
         prompt = request.prompt
-        count = prompt.plan.media[index].grid.tokens if item.kept is None else item.kept.size
+        count = prompt.num_kept[index]
+        if item.complete:
+            count = prompt.plan.media[index].grid.tokens if item.kept is None else item.kept.size
         expected = (1 + prompt.plan.embed_levels, count, self._model.hidden_size)
         if embeds.shape != expected:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
-        encoded = self._encoded_media.add(request.media_keys[index], item)
-        request.add_media(index, encoded, embeds)
-        if prompt.complete:
-            self._scheduler.media_complete(request)
+        request.add_media(item, self._encoded_media.add(request.media_keys[index], item))
+        self._scheduler.media_arrived(request)

@@ -2,12 +2,12 @@
 
 A step computes at most `max_num_batched_tokens`. They are assigned in this order: one token and then draft tokens for
 each running request that decodes, prompts of running requests, newly admitted prompts, each in order of arrival. The
-rest goes to text before media that have not arrived.
+rest goes to what is before media, or parts of media, that have not arrived.
 
     requests with blocks          when they lose them
     running                       last, newest first, and only to an older request: it waits and is recomputed
     waiting (media arrived)       before any running request
-    awaiting media                first; the text before its media is then not prefilled again until they arrive
+    awaiting media                first; what is before its missing media is not prefilled again until they arrive
 
 Prefix cache hits replace computation (`kv_cache/prefixes.py`). A request that reuses media rows without having received
 them cannot recompute them, so these blocks are pinned until it ends. Blocks are pinned only while the largest request
@@ -72,7 +72,7 @@ class Scheduler:
         items, blocks = self._prefix_cache.lookup_media(request, encoded_media) if encoded_media else (0, [])
         if items and self._can_pin(request, blocks):
             for index, encoded in enumerate(encoded_media[:items]):
-                request.add_media(index, encoded, encoded.last_rows)
+                request.reuse_media(index, encoded)
             self._pin(request, blocks)
         self._prefix_cache.reuse(request)
         self._enter(request, Status.WAITING if request.prompt.complete else Status.AWAITING_MEDIA)
@@ -87,8 +87,11 @@ class Scheduler:
             self._enter(sibling, Status.WAITING)
         request.siblings = []
 
-    def media_complete(self, request: Request) -> None:
-        """Queues a request whose last media item has arrived."""
+    def media_arrived(self, request: Request) -> None:
+        """Queues a request if all its media have arrived. Else what the cache has of them need not be computed."""
+        if not request.prompt.complete:
+            self._prefix_cache.reuse(request)
+            return
         self.awaiting_media.remove(request)
         self._enter(request, Status.WAITING)
 
@@ -193,7 +196,7 @@ class Scheduler:
         insort(self._queues[status], request, key=BY_ARRIVAL)
 
     def _prefill_before_media(self, others: Sequence[Chunk]) -> list[Chunk]:
-        """Chunks of text before missing media, within tokens and free blocks that no other request needs now."""
+        """Chunks before missing media, within tokens and free blocks that no other request needs now."""
         chunks: list[Chunk] = []
         if not self.awaiting_media:
             return chunks

@@ -2,9 +2,10 @@
 
     key (content, grid, method, rate, seed, checkpoint) ─▶ EncodedMedia: an id, which tokens were kept, the last rows
 
-The prefix cache identifies media rows by the id of their encoding, not by the key: the same media can be encoded again
-with another choice of tokens, or with embeddings that were rounded in another batch. The cache here holds weak
-references: an encoding lives as long as a cached block or a request refers to it.
+The prefix cache identifies a media row by the id of its encoding and its token of the grid, not by the key: the same
+media can be encoded again with another choice of tokens, or with embeddings that were rounded in another batch. An item
+that arrives in parts has its id from the first of them on, and is found by its key after the last. The cache here holds
+weak references: an encoding lives as long as a cached block or a request refers to it.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ class EncodedMediaCache:
         self._ids = count(1)
 
     def lookup(self, key: bytes) -> EncodedMedia | None:
-        return self._by_key.get(key)
+        """The encoding of a complete item."""
+        encoded = self._by_key.get(key)
+        return encoded if encoded and encoded.last_rows is not None else None
 
     def add(self, key: bytes, item: MediaItem) -> EncodedMedia:
-        """The encoding of a received item: the cached one if it is equal to the last bit, else one with a new id."""
-        cached = self._by_key.get(key)
-        if cached and cached.digest == item.digest:
-            return cached
-        # Cloned: a view would keep the whole item in memory.
-        last_rows = item.embeds[:, max(0, item.embeds.shape[1] - self._max_last_rows) :].clone()
-        encoded = self._by_key[key] = EncodedMedia(next(self._ids), item, last_rows)
+        """The encoding of an item, or of its first parts: the cached one if it has the same name, else a new id."""
+        encoded = self._by_key.get(key)
+        if encoded is None or encoded.digest != item.digest:
+            encoded = self._by_key[key] = EncodedMedia(next(self._ids), item.digest)
+        if item.complete and encoded.last_rows is None:
+            encoded.finish(item, self._max_last_rows)
         return encoded

@@ -4,8 +4,8 @@
     blocks:          |  A  |  B  |  C  |  D  |      A, B, C: computed for another question, shared by reference
     media rows in D: `EncodedMedia.last_rows`       so the item is neither decoded nor encoded again
 
-The content of a block is everything its keys and values depend on: token ids, or id and row of encoded media, and
-positions. The blocks before it are part of its identity through the parent's serial, and so is the adapter: it is the
+The content of a block is everything its keys and values depend on: token ids, or id of encoded media and token of
+its grid, and positions. The blocks before it are part of its identity through the parent's serial, and so is the adapter: it is the
 parent of the first block. This module knows neither torch nor the model.
 """
 
@@ -71,6 +71,7 @@ class PrefixCache:
         blocks, _ = self._lookup(prompt, min(prompt.ready, prompt.tokens - 1), 0, request.root)
         items = end = 0
         for index, encoded in enumerate(encoded_media):
+            assert encoded.last_rows is not None
             rows_end = prompt.rows_end(index, prompt.num_kept[index] - encoded.last_rows.shape[1])
             if rows_end > len(blocks) * self._allocator.block_tokens:
                 break

@@ -2,7 +2,7 @@
 
     full:    [text][· · · · · · · ·][text]        N = 13
     kept:          [0     3 4     7]              K = 4 is known before the encoder runs, which ones only after it
-    pruned:  [text][0 3 4 7][text]                9 tokens, gathered item by item as `kept` arrives
+    pruned:  [text][0 3 4 7][text]                9 tokens, gathered item by item, or part by part, as `kept` arrives
 
 It knows plans only, neither requests nor blocks nor models.
 """
@@ -44,10 +44,11 @@ class PrunedPrompt:
     tokens: length of the pruned prompt; the grids and rates determine it before any item arrives. An item whose number
         of tokens a threshold decides has a bound in both, until it arrives.
     ids: int32 [tokens or more]; positions: int32 [3, tokens or more]; both valid up to `ready`.
-    ready: tokens gathered so far: those before the first item that has not arrived.
+    ready: tokens gathered so far: those before the first token of an item that has not arrived.
     delta: decoded token i has position tokens + i + delta on all three axes.
     spans: the media rows within [0, ready), in order.
-    identities: int64 [2, tokens or more], valid up to `ready`: (0, token id) or (id of encoded media, row).
+    identities: int64 [2, tokens or more], valid up to `ready`: (0, token id) or (id of encoded media, token of
+        the item's grid).
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class PrunedPrompt:
         self._bounded = tuple(bounded) or (False,) * len(plan.media)
         self._mask = np.ones(plan.tokens, np.bool_)
         self._kept: list[Int32Array | None] = [None] * len(plan.media)
+        self._arrived = [0] * len(plan.media)  # tokens of each grid, from the first on, about which `kept` decides
+        self._rows = [0] * len(plan.media)  # of each item, gathered so far
         self._encoded_ids = [0] * len(plan.media)
         self._next_item = 0
         self._cursor = 0
@@ -98,24 +101,40 @@ class PrunedPrompt:
     def complete(self) -> bool:
         return self.ready == self.tokens
 
-    def deliver(self, media_index: int, kept: Int32Array | None, encoded_id: int) -> None:
-        """Gathers an item. kept: int32 [K], strictly increasing tokens of its grid; None for all of them.
+    def missing(self, media_index: int) -> bool:
+        """Whether an item, or a part of it, has not arrived."""
+        return self._arrived[media_index] < self.plan.media[media_index].grid.tokens
 
-        encoded_id: id of the encoded media, above 0.
+    def deliver(
+        self, media_index: int, kept: Int32Array | None, encoded_id: int, grid_tokens: int | None = None
+    ) -> None:
+        """Gathers an item, or its first parts. kept: int32 [K], strictly increasing tokens of its grid; None for all.
+
+        encoded_id: id of the encoded media of what has come since the last delivery, above 0.
+        grid_tokens: `kept` decides about so many of the grid's tokens, and continues what was delivered before; None:
+            about all.
         Raises PeerContract for an item that does not exist or was delivered before, or if `kept` contradicts the plan.
         """
-        if not 0 <= media_index < len(self._kept) or self._kept[media_index] is not None:
+        if not 0 <= media_index < len(self._kept) or not self.missing(media_index):
             raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
-        item, count = self.plan.media[media_index], self.num_kept[media_index]
+        item, count, before = self.plan.media[media_index], self.num_kept[media_index], self._kept[media_index]
+        end = item.grid.tokens if grid_tokens is None else grid_tokens
         if kept is None:
-            kept = np.arange(item.grid.tokens, dtype=np.int32)
-        check_kept(kept, item.grid, count, self._bounded[media_index])
-        self.num_kept[media_index] = kept.size
-        self.tokens -= count - kept.size
+            kept = np.arange(end, dtype=np.int32)
+        first, begun = self._arrived[media_index], 0 if before is None else before.size
+        if end == item.grid.tokens:
+            check_kept(kept, item.grid, count, self._bounded[media_index])
+            self.num_kept[media_index] = kept.size
+            self.tokens -= count - kept.size
+        elif kept.size:
+            check_kept(kept, item.grid, min(count, end), bound=True)
+        added = kept[begun:]
+        if not first < end <= item.grid.tokens or (added.size and (added[0] < first or added[-1] >= end)):
+            raise PeerContract(f"a part of media item {media_index} keeps tokens outside of [{first}, {end})")
         at = _full_indices(item)
-        self._mask[at] = False
-        self._mask[at[kept]] = True
-        self._kept[media_index] = kept
+        self._mask[at[first:end]] = False
+        self._mask[at[added]] = True
+        self._kept[media_index], self._arrived[media_index] = kept, end
         self._encoded_ids[media_index] = encoded_id
         self._gather()
 
@@ -136,12 +155,14 @@ class PrunedPrompt:
         return spans[-1].offset + min(rows - spans[-1].first_row, spans[-1].length) if spans else 0
 
     def _gather(self) -> None:
-        """Gathers up to the first item that has not arrived, or to the end of the prompt."""
+        """Gathers up to the first token of an item that has not arrived, or to the end of the prompt."""
         media = self.plan.media
         first = self._next_item
-        while self._next_item < len(media) and self._kept[self._next_item] is not None:
+        while self._next_item < len(media) and not self.missing(self._next_item):
             self._next_item += 1
-        limit = media[self._next_item].runs[0].offset if self._next_item < len(media) else self.plan.tokens
+        limit = self.plan.tokens
+        if self._next_item < len(media):
+            limit = _place(media[self._next_item], self._arrived[self._next_item])
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
         self.ids[self.ready : end] = self.plan.input_ids[taken]
@@ -149,20 +170,32 @@ class PrunedPrompt:
         self.positions[:, self.ready : end] = kept_positions
         self.identities[0, self.ready : end] = 0
         self.identities[1, self.ready : end] = self.ids[self.ready : end]
-        for index in range(first, self._next_item):
+        for index in range(first, min(self._next_item + 1, len(media))):
             self._add_spans(index, taken)
         self._cursor, self.ready = limit, end
 
     def _add_spans(self, index: int, taken: NDArray[np.intp]) -> None:
-        row = 0
+        kept = self._kept[index]
+        if kept is None:
+            return
         for run in self.plan.media[index].runs:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
+                row = self._rows[index]
                 span = Span(self.ready + int(start), int(end - start), index, row)
                 self.identities[0, span.offset : span.end] = self._encoded_ids[index]
-                self.identities[1, span.offset : span.end] = np.arange(row, row + span.length)
+                self.identities[1, span.offset : span.end] = kept[row : row + span.length]
                 self.spans.append(span)
-                row += span.length
+                self._rows[index] += span.length
+
+
+def _place(item: MediaPlan, token: int) -> int:
+    """Where a token of an item's grid is in the full layout."""
+    for run in item.runs:
+        if token < run.length:
+            return run.offset + token
+        token -= run.length
+    raise AssertionError("the grid has more tokens than the item's runs")
 
 
 def _full_indices(item: MediaPlan) -> NDArray[np.intp]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from framesieve.common.contract.errors import FramesieveError
 from framesieve.common.contract.plan import Int32Array
-from framesieve.services.generation.request.encoded_media import EncodedMedia
+from framesieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
@@ -179,8 +179,8 @@ class Request:
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.on_event = on_event
-        # For each item [1 + embed_levels, R, D] on the host: all its embeddings, or, where the KV cache holds the rows
-        # before them, `EncodedMedia.last_rows`.
+        # For each item [1 + embed_levels, R, D] on the host: all its embeddings, or room for those that have not
+        # arrived, or, where the KV cache holds the rows before them, `EncodedMedia.last_rows`.
         self.embeds: list[Tensor | None] = [None] * len(self.media_keys)
         self.encoded_media: list[EncodedMedia | None] = [None] * len(self.media_keys)
         self.siblings: list[Request] = []  # other answers to the prompt (`n`) that start once it is prefilled
@@ -223,8 +223,8 @@ class Request:
 
     @property
     def wanted_media(self) -> tuple[int, ...]:
-        """Indices of the items whose embeddings have not arrived."""
-        return tuple(index for index, encoded in enumerate(self.encoded_media) if encoded is None)
+        """Indices of the items whose embeddings have not arrived, or not all of them."""
+        return tuple(index for index in range(len(self.encoded_media)) if self.prompt.missing(index))
 
     @cached_property
     def sampling_state(self) -> SamplingState:
@@ -246,11 +246,17 @@ class Request:
         self.siblings.append(sibling)
         return sibling
 
-    def add_media(self, media_index: int, encoded: EncodedMedia, embeds: Tensor) -> None:
-        """Adds a media item. Raises PeerContract if it contradicts the plan."""
+    def add_media(self, item: MediaItem, encoded: EncodedMedia) -> None:
+        """Adds a media item, or what has arrived of it. Raises PeerContract if it contradicts the plan."""
+        self.prompt.deliver(item.media_index, item.kept, encoded.id, item.tokens)
+        self.encoded_media[item.media_index] = encoded
+        self.embeds[item.media_index] = item.embeds
+
+    def reuse_media(self, media_index: int, encoded: EncodedMedia) -> None:
+        """Adds a media item whose rows the KV cache has, but for the last."""
         self.prompt.deliver(media_index, encoded.kept, encoded.id)
         self.encoded_media[media_index] = encoded
-        self.embeds[media_index] = embeds
+        self.embeds[media_index] = encoded.last_rows
 
     def append(self, sampled: SampledToken) -> tuple[Delta, FinishReason | None]:
         """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""

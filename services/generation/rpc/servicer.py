@@ -138,7 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _receive_media(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
-        """Delivers the media that the cache lacks to the engine. Errors become events."""
+        """Delivers the media that the cache lacks to the engine, part by part. Errors become events."""
         try:
             await self._deliver(session, clock, question, usage, events)
             count_prompt(usage, session.plan.media, session.prunings)
@@ -159,7 +159,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
         async for received in session.receive(question.wanted_media, clock):
             if isinstance(received, MediaItem):
-                note_item(usage, received.media_index, received.kept, received.repaired_frames)
+                if received.complete:
+                    note_item(usage, received.media_index, received.kept, received.repaired_frames)
                 self._engine.deliver(question, received)
             else:
                 events.put(received)
