@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from time import monotonic_ns
 
+import numpy as np
+
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import Grid, Int32Array, PromptPlan
 from framesieve.common.contract.retention import check_kept
@@ -65,8 +67,31 @@ def check_media(plan: PromptPlan, prompt: prompt_pb2.Prompt) -> None:
             )
 
 
+def received_part(first: EmbedsChunk, grid: Grid, start: int) -> tuple[int, Int32Array]:
+    """What the first chunk of one of several parts decides about: the slice after it, and the kept tokens, int32 [K].
+
+    start: the part's first slice. Of a last part K may be 0.
+    """
+    end = grid.t
+    if first.HasField("slices"):
+        end = start + first.slices
+        if not start < end < grid.t:
+            raise PeerContract(f"a part of {first.slices} slices after {start} of {grid.t} must leave some of them")
+    first_token, end_token = start * grid.slice_tokens, end * grid.slice_tokens
+    if not first.HasField("kept"):
+        return end, np.arange(first_token, end_token, dtype=np.int32)
+    kept = int32_array(first.kept)
+    fits = kept.ndim == 1 and kept.size < end_token - first_token and (kept.size or end == grid.t)
+    if not fits or (kept.size and (kept[0] < first_token or kept[-1] >= end_token or (np.diff(kept) <= 0).any())):
+        raise PeerContract(
+            f"the kept tokens of a part with some of the tokens [{first_token}, {end_token}) must be among these and "
+            f"increase strictly; got kept of shape {list(kept.shape)}"
+        )
+    return end, kept
+
+
 def received_kept(first: EmbedsChunk, grid: Grid, num_kept: int, bound: bool = False) -> Int32Array | None:
-    """The indices of the kept tokens in an item's first chunk, int32 [K]; None if all are kept.
+    """The indices of the kept tokens in the first chunk of a whole item, int32 [K]; None if all are kept.
 
     num_kept: K, by the item's grid and pruning. bound: K may be less.
     """

@@ -106,12 +106,13 @@ def received(encoding: bytes, kept: list[int], embeds: np.ndarray) -> bytes:
         if message.embeds.HasField("kept"):
             message.embeds.encoding = encoding
         item.add(message.embeds, 0)
-    return item.finish().digest
+    arrived = item.finish()
+    assert arrived
+    return arrived.digest
 
 
-def test_items_are_the_same_if_their_encoding_has_the_same_name_and_they_kept_the_same_tokens() -> None:
+def test_items_have_the_same_rows_if_their_encoding_has_the_same_name() -> None:
     one, other = bytes(32), bytes(31) + b"1"
-    assert received(one, KEPT, VIDEO_EMBEDS) == received(one, KEPT, VIDEO_EMBEDS)
+    assert received(one, KEPT, VIDEO_EMBEDS) == received(one, [*KEPT[:-1], 10], VIDEO_EMBEDS)
     assert received(one, KEPT, VIDEO_EMBEDS) != received(other, KEPT, VIDEO_EMBEDS)
-    assert received(one, KEPT, VIDEO_EMBEDS) != received(one, [*KEPT[:-1], 10], VIDEO_EMBEDS)
     assert received(b"", KEPT, VIDEO_EMBEDS) != received(b"", KEPT, VIDEO_EMBEDS)

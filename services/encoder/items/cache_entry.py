@@ -107,6 +107,7 @@ class CacheEntry:
     waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
     delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
     failure: why it will never be complete. The counts of slices never decrease.
+    ready_slices: how many slices, from the first on, have their embeddings, all of them.
     """
 
     def __init__(
@@ -132,6 +133,8 @@ class CacheEntry:
         self.delivery: Delivery | None = None
         self.decoded_slices = 0
         self.encoded_slices = 0
+        self.ready_slices = 0
+        self._done: set[int] = set()  # slices after these that are encoded
         self.repaired_frames = 0
         self.times = StageTimes()
         self.queued_ns: int | None = None  # when the first slice was queued for the tower
@@ -179,6 +182,29 @@ class CacheEntry:
         if self.tokens == self.plan.grid.tokens:
             return None
         return np.concatenate(self._kept)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a slice of the grid is done when it has been through the tower."""
+        plan = self.plan
+        by_slice = self._arrangement.of_item is None and self._arrangement.slice_tokens == plan.grid.slice_tokens
+        return by_slice and plan.slices == plan.grid.t and not plan.brings_embeds
+
+    def rows_before(self, slice_: int) -> int:
+        """How many tokens are encoded of the slices before one of the first `ready_slices`, or before their end."""
+        if self.chosen is None:
+            return slice_ * self._arrangement.slice_tokens
+        return sum(each.size for each in self._kept[:slice_])
+
+    def part(self, start: int, end: int) -> tuple[Tensor, Int32Array | None]:
+        """Embeddings (1 + levels, n, D) of slices [start, end) that are ready, and the tokens that they have of the
+        grid, int32 (n,); None: all of them."""
+        assert self._buffer is not None
+        assert end <= self.ready_slices
+        embeds = self._buffer[:, self.rows_before(start) : self.rows_before(end)]
+        if embeds.shape[1] == (end - start) * self.plan.grid.slice_tokens:
+            return embeds, None
+        return embeds, np.concatenate(self._kept[start:end])
 
     @property
     def complete(self) -> bool:
@@ -245,8 +271,7 @@ class CacheEntry:
         self.decoded_slices += 1
         self.queued_ns = self.queued_ns or monotonic_ns()
         if piece.kept is not None and not piece.kept.size:
-            self.encoded_slices += 1
-            self.notify()
+            self._count_encoded(piece.index)
             return
         self.notify()
         await self._ahead.acquire()
@@ -265,7 +290,7 @@ class CacheEntry:
             self.fail(error)
             raise
         encoded = asyncio.wrap_future(submitted)
-        encoded.add_done_callback(self._slice_done)
+        encoded.add_done_callback(partial(self._slice_done, piece.index))
         self._slices.append(encoded)
 
     def _choose(self, kept: Int32Array) -> int:
@@ -302,7 +327,7 @@ class CacheEntry:
         with self.batcher.ending_on_device_errors():
             await asyncio.to_thread(_copy, embeds, self._buffer)
         self.times.encoded_ns = monotonic_ns()
-        self.decoded_slices = self.encoded_slices = self.plan.slices
+        self.decoded_slices = self.encoded_slices = self.ready_slices = self.plan.slices
         self.notify()
 
     def release_reservation(self) -> None:
@@ -334,7 +359,7 @@ class CacheEntry:
                 if self._buffer is not None:  # closed meanwhile
                     self._buffer = arranged
 
-    def _slice_done(self, encoded: asyncio.Future[ForwardTimes]) -> None:
+    def _slice_done(self, index: int, encoded: asyncio.Future[ForwardTimes]) -> None:
         self._ahead.release()
         if encoded.cancelled():
             return
@@ -345,7 +370,14 @@ class CacheEntry:
         self.entered_ns = self.entered_ns or forward.begun_ns
         self.times.begun_ns = max(self.times.begun_ns, forward.begun_ns)
         self.times.encoded_ns = max(self.times.encoded_ns, forward.ended_ns)
+        self._count_encoded(index)
+
+    def _count_encoded(self, index: int) -> None:
         self.encoded_slices += 1
+        self._done.add(index)
+        while self.ready_slices in self._done:
+            self._done.remove(self.ready_slices)
+            self.ready_slices += 1
         self.notify()
 
 

@@ -4,15 +4,19 @@
     (output bytes for K tokens; the    (entry complete: gathered,   (output bytes
      entry gets a delivery)             entry left)                  released)
 
-Output bytes are reserved before the entry is joined, and the entry is gathered as soon as it is complete, however
-slowly the caller reads. So a holder of an entry waits for nothing but the entry, and requests cannot deadlock.
+    slices of the entry:  [0 .. 3)[3 .. 7)[7 ............. 12)
+    parts:                first   second   last: all that is left once the entry is complete
+
+Output bytes are reserved before the entry is joined, and what is left of the entry is gathered as soon as it is
+complete, however slowly the caller reads. So a holder of an entry waits for nothing but the entry, and requests cannot
+deadlock. Before that, a part is gathered only when the one before it is sent, so that a fast tower makes few of them.
 It knows no gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic_ns
@@ -24,7 +28,7 @@ from torch import Tensor
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import NONE, Pruning, chosen_before_tower, num_kept
+from framesieve.common.contract.retention import NONE, Pruning, causal_slice_tokens, chosen_before_tower, num_kept
 from framesieve.common.contract.tensors import DType
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.common.telemetry.logs import add_request_stats
@@ -42,21 +46,26 @@ from framesieve.services.encoder.items.cache_entry import (
     num_encoded,
 )
 from framesieve.services.encoder.metrics import count_item
-from framesieve.services.encoder.pruning.methods import keep_tokens
+from framesieve.services.encoder.pruning.methods import keep_part, keep_tokens, keeps_by_slice
 
 _BLOCK_BYTES = 2**20
+# Kept tokens that a part has at least, unless it is the last one: fewer cost a step of the language model more than
+# they save.
+_PART_TOKENS = 256
 
 _DTYPES = {dtype: wire for wire, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeds:
-    """The part of an item that is sent: kept, int32 [K] (None: all tokens), and embeddings [1 + levels, K, D] as bytes.
+    """A part of an item: kept, int32 [K] (None: all tokens), and embeddings [1 + levels, K, D] as bytes.
 
-    encoding: the name of the encoding. memory: holds the bytes, if it can be handed over to the receiver.
+    encoding: the name of the encoding. slices: [start, end) of the grid. memory: holds the bytes, if it can be handed
+    over to the receiver.
     """
 
     encoding: bytes
+    slices: tuple[int, int]
     kept: Int32Array | None
     dtype: DType
     shape: tuple[int, int, int]
@@ -75,6 +84,7 @@ class Item:
     """One media item of one request.
 
     output_bytes: limits embeddings that wait to be sent, over all requests. shares: its receiver takes shared memory.
+    in_parts: its receiver takes it in parts.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class Item:
         cache: EmbedsCache,
         output_bytes: ByteSemaphore,
         shares: bool = False,
+        in_parts: bool = False,
     ) -> None:
         self.media_index = media_index
         self.plan = plan
@@ -101,13 +112,11 @@ class Item:
         self._pruned_ns = 0
         self._entry: CacheEntry | None = None
         self._delivery: Delivery | None = None  # of this request's stream to the entry
-        self._embeds: Embeds | None = None
-
-    @property
-    def embeds(self) -> Embeds:
-        """The part of the item that is sent, from `obtain` until `close`."""
-        assert self._embeds is not None
-        return self._embeds
+        every_token = self._count == plan.grid.tokens
+        self._in_parts = in_parts and (self._chosen is not None or every_token or keeps_by_slice(pruning.method))
+        self._parts: asyncio.Queue[Embeds] = asyncio.Queue()
+        self._awaited = False  # whether the caller has sent all parts and waits for the next
+        self._gathered_slices = 0
 
     @property
     def times(self) -> StageTimes:
@@ -147,7 +156,8 @@ class Item:
             await self._deliver(stream, self._entry)
 
     async def obtain(self, stream: Stream, progressed: Callable[[Item], None]) -> None:
-        """Waits until the entry is complete and gathers the kept tokens. If another stream fails, `stream` fills it.
+        """Waits until the entry is complete and gathers the kept tokens, for `parts`. If another stream fails, `stream`
+        fills it.
 
         progressed: called after every change. Raises the error of the entry, or of `stream` if that had to fill it.
         """
@@ -159,12 +169,23 @@ class Item:
             self._record_spans(entry, error)
             raise
         self._record_spans(entry, None)
-        with entry.batcher.ending_on_device_errors():
-            if self._chosen:
-                self._shrink(entry.tokens)
-            self._embeds = await asyncio.to_thread(self._gather, entry, entry.embeds)
+        if self._chosen:
+            self._shrink(entry.tokens)
+        await self._add_part(entry, self.plan.slices)
         add_request_stats(media=1, media_tokens_full=self.plan.grid.tokens, media_tokens=self._count)
         self._leave()
+
+    async def parts(self) -> AsyncIterator[Embeds]:
+        """Its parts, in order, each as soon as it is gathered; the caller asks for the next once it has sent one."""
+        assert self._entry is not None
+        end = 0
+        while end < self.plan.slices:
+            self._awaited = True
+            self._entry.notify()
+            part = await self._parts.get()
+            self._awaited = False
+            end = part.slices[1]
+            yield part
 
     async def wait_until_decoded(self) -> None:
         """Waits until this request need not select the item again: it is decoded, or its own stream brings the rest."""
@@ -176,7 +197,7 @@ class Item:
     def close(self) -> None:
         """Leaves the entry and releases the output bytes; may be called twice."""
         self._leave()
-        self._embeds = None
+        self._parts = asyncio.Queue()
         if self._reserved:
             self._output_bytes.release(self._size_bytes)
             self._reserved = False
@@ -187,9 +208,29 @@ class Item:
                 raise entry.failure
             if entry.needs_delivery:
                 await self._deliver(stream, entry)
+            elif self._part_is_due(entry):
+                await self._add_part(entry, entry.ready_slices)
             else:
                 await entry.wait_for_change()
             progressed(self)
+
+    def _part_is_due(self, entry: CacheEntry) -> bool:
+        if not (self._in_parts and self._awaited and entry.in_parts and self._parts.empty()):
+            return False
+        return self._num_kept(entry, self._gathered_slices, entry.ready_slices) >= _PART_TOKENS
+
+    def _num_kept(self, entry: CacheEntry, start: int, end: int) -> int:
+        """How many tokens are kept of slices [start, end) that are encoded."""
+        encoded = entry.rows_before(end) - entry.rows_before(start)
+        if self._chosen or self._count == self.plan.grid.tokens or start == end:
+            return encoded
+        grid, each = self.plan.grid, causal_slice_tokens(self.plan.grid, self._pruning.rate)
+        return each * (end - start) + (0 if start else grid.slice_tokens - each)
+
+    async def _add_part(self, entry: CacheEntry, end: int) -> None:
+        start, self._gathered_slices = self._gathered_slices, end
+        with entry.batcher.ending_on_device_errors():
+            self._parts.put_nowait(await asyncio.to_thread(self._gather, entry, start, end))
 
     async def _deliver(self, stream: Stream, entry: CacheEntry) -> None:
         self._delivery = await stream.deliver(self.media_index, entry)
@@ -237,34 +278,42 @@ class Item:
         record("encode", max(entered_ns, queued_ns), ended_ns, error, **self._span_attributes)
 
     @torch.inference_mode()
-    def _gather(self, entry: CacheEntry, embeds: Tensor) -> Embeds:
-        """The kept tokens, on the host. embeds: (1 + levels, tokens, D), shared; sent uncopied if all are kept."""
+    def _gather(self, entry: CacheEntry, start: int, end: int) -> Embeds:
+        """The kept tokens of slices [start, end), on the host; sent uncopied if all are kept."""
         prunes = self._count < self.plan.grid.tokens
+        grid, whole, last = self.plan.grid, end - start == self.plan.slices, end == self.plan.slices
+        if last and self._chosen:
+            entry.trim()
+        embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
         how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
         tokens = {**self._span_attributes, "media_tokens": self._count}
         # `device_of`: the current device of a new thread is cuda:0.
         tracing = span("prune", **tokens, **how)
         with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
-            kept, indices = None, None
-            if self._chosen:
-                entry.trim()
-                embeds, indices = entry.embeds, entry.kept
-            elif prunes:
+            kept = None
+            if self._chosen or not prunes:
+                pass
+            elif whole:
                 with entry.scoring:
-                    kept = keep_tokens(embeds[0], self.plan.grid, self._pruning, entry.scores)
+                    kept = keep_tokens(embeds[0], grid, self._pruning, entry.scores)
+            elif self._num_kept(entry, start, end) < embeds.shape[1]:
+                scored, _ = entry.part(max(0, start - 1), end)
+                kept = keep_part(scored[0], grid, self._pruning, start)
+            rows = None if kept is None else kept - start * grid.slice_tokens
+            shape = (len(embeds), embeds.shape[1] if rows is None else len(rows), embeds.shape[2])
             memory, data = None, None
             with suppress(OSError):  # the machine lacks descriptors or memory
-                if self._shares:
-                    memory = in_shared_memory(embeds, kept)
-                    data = memory.mapped(self._size_bytes).data
+                if self._shares and shape[1]:
+                    memory = in_shared_memory(embeds, rows)
+                    data = memory.mapped(embeds_bytes(self._cache.tower, shape[1])).data
             if data is None:
-                memory, data = None, _bytes_of(embeds if kept is None else embeds[:, kept.long()])
+                memory, data = None, _bytes_of((embeds if rows is None else embeds[:, rows.long()]).contiguous())
             if kept is not None:
                 indices = Readback(kept).wait()[0].numpy()
-        count_item(self.plan, self._pruning, self._count)
-        self._pruned_ns = monotonic_ns()
-        shape = (len(embeds), self._count, embeds.shape[2])
-        return Embeds(entry.encoding, indices, _DTYPES[embeds.dtype], shape, data, memory)
+        if last:
+            count_item(self.plan, self._pruning, self._count)
+            self._pruned_ns = monotonic_ns()
+        return Embeds(entry.encoding, (start, end), indices, _DTYPES[embeds.dtype], shape, data, memory)
 
 
 def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory:
@@ -288,6 +337,8 @@ def in_shared_memory(embeds: Tensor, kept: Tensor | None) -> SealedMemory:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, once they are there."""
+    if not tensor.numel():
+        return memoryview(b"")
     return Readback(tensor).wait()[0].view(torch.uint8).numpy().data
 
 

@@ -39,7 +39,23 @@ def evs_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
 
 def evs_causal_kept(scores: Sequence[Tensor], grid: Grid, pruning: Pruning) -> Tensor:
     """Indices of all tokens of the first slice and of the best of each other: int32 (K,), strictly increasing."""
+    return _best_of_slices(scores[0].view(grid.t, -1), grid, pruning, 0)
+
+
+def evs_causal_part(embeds: Tensor, grid: Grid, pruning: Pruning, start: int) -> Tensor:
+    """What `evs_causal_kept` keeps of some slices of a video, from `start` on: int32 (k,), indices into its grid.
+
+    embeds: of these slices and, unless `start` is 0, of the slice before them, (n·h·w, D).
+    """
+    (scores,) = evs_scores(embeds, Grid(len(embeds) // grid.slice_tokens, grid.h, grid.w))
+    return _best_of_slices(scores.view(-1, grid.slice_tokens)[min(1, start) :], grid, pruning, start)
+
+
+def _best_of_slices(scores: Tensor, grid: Grid, pruning: Pruning, start: int) -> Tensor:
+    """scores: float32 (n, h·w), of the slices from `start` on."""
     each = causal_slice_tokens(grid, pruning.rate)
-    budgets = torch.full((grid.t,), each, device=scores[0].device)
-    budgets[0] = grid.slice_tokens
-    return keep_best_of_slices(scores[0].view(grid.t, -1), budgets, num_kept(grid, pruning))
+    budgets, count = torch.full((len(scores),), each, device=scores.device), each * len(scores)
+    if not start:
+        budgets[0] = grid.slice_tokens
+        count += grid.slice_tokens - each
+    return keep_best_of_slices(scores, budgets, count) + start * grid.slice_tokens

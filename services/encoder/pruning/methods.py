@@ -17,7 +17,7 @@ from torch import Tensor
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, num_kept
 from framesieve.services.compute.transfers import to_device
-from framesieve.services.encoder.pruning.evs import evs_causal_kept, evs_kept, evs_scores
+from framesieve.services.encoder.pruning.evs import evs_causal_kept, evs_causal_part, evs_kept, evs_scores
 from framesieve.services.encoder.pruning.ranking import keep_best
 from framesieve.services.encoder.pruning.vcast import vcast_kept, vcast_scores
 from framesieve.services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
@@ -33,11 +33,14 @@ class Method:
     """score: (t·h·w, D), any float dtype, to float32 values. keep: from these, int32 (K,), increasing.
 
     scores: the method under whose name the scores are cached.
+    keep_part: what is kept of some slices, where no later slice changes it: from embeddings (n·h·w, D) of these and the
+        slice before them, given the first of them. None: the choice needs the whole video.
     """
 
     scores: str
     score: Callable[[Tensor, Grid], Scores]
     keep: Callable[[Scores, Grid, Pruning], Tensor]
+    keep_part: Callable[[Tensor, Grid, Pruning, int], Tensor] | None = None
 
 
 def _random_kept(_: Scores, grid: Grid, pruning: Pruning) -> Tensor:
@@ -50,7 +53,7 @@ def _random_kept(_: Scores, grid: Grid, pruning: Pruning) -> Tensor:
 # Without `none`, which keeps everything: `keep_tokens` returns before it looks here.
 _METHODS: Mapping[str, Method] = {
     EVS: Method(EVS, evs_scores, evs_kept),
-    EVS_CAUSAL: Method(EVS, evs_scores, evs_causal_kept),
+    EVS_CAUSAL: Method(EVS, evs_scores, evs_causal_kept, evs_causal_part),
     VIDCOM2: Method(VIDCOM2, vidcom2_scores, vidcom2_kept),
     VCAST: Method(VCAST, vcast_scores, vcast_kept),
     RANDOM: Method(RANDOM, lambda embeds, grid: (), _random_kept),
@@ -70,3 +73,19 @@ def keep_tokens(embeds: Tensor, grid: Grid, pruning: Pruning, known: dict[str, S
     if method.scores not in known:
         known[method.scores] = method.score(embeds, grid)
     return to_device(method.keep(known[method.scores], grid, pruning), embeds.device)
+
+
+def keeps_by_slice(method: str) -> bool:
+    """Whether a method after the tower needs no later slice to choose the tokens of a slice."""
+    return method in _METHODS and _METHODS[method].keep_part is not None
+
+
+def keep_part(embeds: Tensor, grid: Grid, pruning: Pruning, start: int) -> Tensor:
+    """Indices into the grid of the tokens that `pruning`, which drops some, keeps of slices from `start` on.
+
+    embeds: of these slices and, unless `start` is 0, of the slice before them, (n·h·w, D). Returns int32 (k,), strictly
+    increasing, on the device of `embeds`.
+    """
+    part = _METHODS[pruning.method].keep_part
+    assert part is not None
+    return part(embeds, grid, pruning, start)

@@ -20,7 +20,7 @@ from framesieve.common.contract.tensors import pieces
 from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
 from framesieve.common.handover import Sender
 from framesieve.services.encoder.items.cache_entry import StageTimes
-from framesieve.services.encoder.items.item import Item
+from framesieve.services.encoder.items.item import Embeds, Item
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
 
 # Messages queued for a slow caller, at most 1 MiB each.
@@ -57,20 +57,20 @@ class Responses:
         if not self._order.locked() and not self._queue.full() and (progress := self._progress(item)):
             self._queue.put_nowait(progress)
 
-    async def put_embeds(self, item: Item) -> None:
-        """Puts the final progress of an obtained item, then its embeddings: in pieces, or in shared memory.
+    async def put_embeds(self, item: Item, embeds: Embeds) -> None:
+        """Puts the progress of an item, then a part of it: in pieces, or in shared memory.
 
         Returns once the caller has taken the latter.
         """
-        embeds = item.embeds
+        start, end = embeds.slices
         async with self._order:
             if progress := self._progress(item):
                 await self._put(progress)
-        extra: dict[str, Any] = {
-            "repaired_frames": item.repaired_frames,
-            "ages": _ages(item.times),
-            "encoding": embeds.encoding,
-        }
+        extra: dict[str, Any] = {} if start else {"encoding": embeds.encoding}
+        if end < item.plan.slices:
+            extra["slices"] = end - start
+        else:
+            extra |= {"repaired_frames": item.repaired_frames, "ages": _ages(item.times)}
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
         shared = bool(self.sender and embeds.memory and await self.sender.send(embeds.memory, embeds.data.nbytes))

@@ -1,7 +1,7 @@
 """EncoderService: sends the plan, then the pruned embeddings of selected items, in the order of selection.
 
     start    reserve output bytes ─▶ join the cache entry ─▶ fill it: reserve encoding bytes, select the item
-    obtain                                        (a task per item)  entry complete ─▶ gather ─▶ leave the entry
+    obtain                      (a task per item)  slices done ─▶ gather a part, entry complete ─▶ the rest, leave it
     send                                                             in order ─▶ stream ─▶ release output bytes
 
 Output bytes are reserved before an item is selected from preprocessing. The slices of an entry may come from this
@@ -121,25 +121,26 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         responses: Responses,
     ) -> None:
         items: list[Item] = []
-        started: asyncio.Queue[tuple[Item, asyncio.Task[None]] | None] = asyncio.Queue()
+        started: asyncio.Queue[Item | None] = asyncio.Queue()
 
         async def select(group: asyncio.TaskGroup) -> None:
-            async for index, _ in selections:
-                shares = responses.sender is not None
-                item = Item(index, plan.media[index], prunings[index], self._cache, self._output_bytes, shares)
+            async for index, selection in selections:
+                shares, pruning = responses.sender is not None, prunings[index]
+                media, outputs = plan.media[index], self._output_bytes
+                item = Item(index, media, pruning, self._cache, outputs, shares, selection.parts)
                 items.append(item)
                 await item.start(stream, brought.pop(index).tensor if index in brought else None)
-                started.put_nowait((item, group.create_task(item.obtain(stream, responses.offer_progress))))
+                started.put_nowait(item)
+                group.create_task(item.obtain(stream, responses.offer_progress))
             started.put_nowait(None)
             for item in items:
                 await item.wait_until_decoded()
             await stream.all_selected()
 
         async def send() -> None:
-            while (each := await started.get()) is not None:
-                item, obtained = each
-                await obtained
-                await responses.put_embeds(item)
+            while (item := await started.get()) is not None:
+                async for part in item.parts():
+                    await responses.put_embeds(item, part)
                 item.close()
 
         try:

@@ -2,7 +2,12 @@
 
     progress, progress, …                      never falls, never repeats
     first piece: kept, ages ─▶ pieces ─▶ whole ─▶ converted to the model's dtype, finite, pinned for CUDA
+    in parts:    the same for each part, which is then copied into room for the whole item
 
+    slices:      [0 .. 3)[3 .. 7) lost         an encoder is lost: what it has sent stays,
+                 [0 ....... 5)[5 ..... 12)     and of another one's parts the slices from 7 on are taken
+
+Slices of two encoders differ in rounding, so such an item has a name of its own.
 Violations raise PeerContract. This module does not know calls and sessions.
 """
 
@@ -12,11 +17,13 @@ import math
 import secrets
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
-from framesieve.common.contract.received import received_kept
+from framesieve.common.contract.received import received_kept, received_part
 from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s
 from framesieve.common.telemetry.metrics import busy
@@ -26,7 +33,7 @@ from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.stage_clock import Stage
 from framesieve.v1 import encoder_pb2
 
-_DIGEST_DOMAIN = b"framesieve media item v3"
+_DIGEST_DOMAIN = b"framesieve media item v4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +70,40 @@ class ArrivingItem:
     def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput, *, bounded: bool = False) -> None:
         self._index = index
         self._plan = plan
+        self._model = model
         self._shape = (1 + model.embed_levels, count, model.hidden_size)
         self._bounded = bounded
-        self._dtype = model.dtype
-        self._device = model.device
-        self._buffer: TensorBuffer | None = None
-        self._kept: Int32Array | None = None
-        self._encoding = b""
+        self._buffer: TensorBuffer | None = None  # of the part that arrives, or arrived last
+        self._part: Int32Array | None = None  # its kept tokens; None: it is the whole item, which keeps `_whole`
+        self._whole: Int32Array | None = None
+        self._end = 0  # the slice after it
+        self._rows = 0  # of this part and those before it
+        self._taken = 0  # slices of the parts that `finish` has taken, from this encoder or one before it
+        self._kept: list[Int32Array] = []  # of these slices
+        self._embeds: Tensor | None = None  # of these slices, with room for the whole item
+        self._digest = b""
         self._repaired_frames = 0
         self._progress = Progress(index, 0, 0)
-        self.left_ns: dict[Stage, int] = {}  # when the item left each of its stages; empty until the first piece
+        self.left_ns: dict[Stage, int] = {}  # when the item left each of its stages; empty before the last part
+
+    def resumed(self) -> ArrivingItem:
+        """The same item, sent again by another encoder. The slices that were taken stay as they are."""
+        again = ArrivingItem(self._index, self._plan, self._shape[1], self._model, bounded=self._bounded)
+        again._taken, again._kept, again._embeds = self._taken, self._kept, self._embeds
+        return again
 
     @property
     def begun(self) -> bool:
-        return self._buffer is not None
+        """Whether the last part has begun."""
+        return bool(self.left_ns)
+
+    @property
+    def part_complete(self) -> bool:
+        return self._buffer is not None and self._buffer.complete
 
     @property
     def complete(self) -> bool:
-        return self._buffer is not None and self._buffer.complete
+        return self.part_complete and self._end == self._plan.grid.t
 
     def progress(self, message: encoder_pb2.MediaProgress) -> Progress:
         decoded, encoded, last = message.decoded_slices, message.encoded_slices, self._progress
@@ -99,39 +122,93 @@ class ArrivingItem:
         """Adds a piece. received_ns: when it was read, on the clock of `left_ns`. take: see `buffer_for`."""
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
-        if self._buffer is None:
-            levels, count, width = self._shape
-            self._kept = received_kept(message, self._plan.grid, count, self._bounded)
-            self._shape = (levels, count if self._kept is None else self._kept.size, width)
-            if not 0 <= message.repaired_frames <= self._plan.frames.count:
-                raise PeerContract(
-                    f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames.count}, "
-                    f"got {message.repaired_frames}"
-                )
-            self._repaired_frames = message.repaired_frames
-            self._note_ages(message.ages, received_ns)
-            if len(message.encoding) not in (0, DIGEST_BYTES):
-                raise PeerContract(f"item {self._index}: encoding must have {DIGEST_BYTES} bytes, if any")
-            self._encoding = message.encoding or secrets.token_bytes(DIGEST_BYTES)
-            self._buffer = buffer_for(message.chunk, list(TORCH_DTYPES), self._shape, take)
-        elif message.HasField("kept"):
-            raise PeerContract(f"item {self._index}: only the first piece may have kept")
+        if self._buffer is None or self._buffer.complete:
+            self._buffer = self._begin(message, received_ns, take)
+        elif message.HasField("kept") or message.HasField("slices"):
+            raise PeerContract(f"item {self._index}: only the first piece may have kept and slices")
         add_chunk(self._buffer, message.chunk)
 
-    def finish(self) -> MediaItem:
-        """The complete item in the model's dtype, pinned for CUDA. Reads all embeddings: call it in a thread."""
+    def finish(self) -> MediaItem | None:
+        """What has arrived, once a part is complete, in the model's dtype, in pinned memory for CUDA.
+
+        None if all slices of the part were there before. Reads the part's embeddings: call it in a thread.
+        """
         assert self._buffer is not None
         with busy("transfer"):
-            sent = torch.frombuffer(self._buffer.data, dtype=TORCH_DTYPES[self._buffer.dtype]).view(self._shape)
-            # Checked after the conversion: finite float32 values can overflow float16.
-            embeds = sent.to(self._dtype)
-            kept = b"" if self._kept is None else self._kept.tobytes()
-            digest = tagged_digest(_DIGEST_DOMAIN, (self._buffer.dtype.label.encode(), kept, self._encoding))
-            # Both are NaN where any value is.
-            if not all(math.isfinite(extreme) for extreme in embeds.aminmax()):
-                raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._dtype}")
-            embeds = pinned_for(embeds, self._device)
-        return MediaItem(self._index, self._kept, embeds, self._repaired_frames, digest)
+            if self._part is None and not self._taken:
+                embeds, whole = pinned_for(self._received(self._buffer), self._model.device), self._whole
+                return MediaItem(self._index, whole, embeds, self._repaired_frames, self._digest)
+            return self._add_part(self._buffer)
+
+    def _begin(self, first: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None) -> TensorBuffer:
+        """A buffer for the part that a message begins."""
+        grid, start = self._plan.grid, self._end
+        levels, count, width = self._shape
+        if first.HasField("slices") or start:
+            self._end, self._part = received_part(first, grid, start)
+            self._rows += self._part.size
+            least = (1 if self._bounded else count) if self._end == grid.t else 0
+            if not least <= self._rows <= count:
+                raise PeerContract(f"{self._end} of {grid.t} slices of item {self._index} keep {self._rows} tokens")
+            rows = self._part.size
+        else:
+            self._end, self._whole = grid.t, received_kept(first, grid, count, self._bounded)
+            rows = count if self._whole is None else self._whole.size
+        if self._end == grid.t:
+            if not 0 <= first.repaired_frames <= self._plan.frames.count:
+                raise PeerContract(
+                    f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames.count}, "
+                    f"got {first.repaired_frames}"
+                )
+            self._repaired_frames = first.repaired_frames
+            self._note_ages(first.ages, received_ns)
+        dtypes = list(TORCH_DTYPES) if self._buffer is None else [self._buffer.dtype]
+        buffer = buffer_for(first.chunk, dtypes, (levels, rows, width), take)
+        if not start:
+            if len(first.encoding) not in (0, DIGEST_BYTES):
+                raise PeerContract(f"item {self._index}: encoding must have {DIGEST_BYTES} bytes, if any")
+            encoding = b"" if self._taken else first.encoding
+            name = encoding or secrets.token_bytes(DIGEST_BYTES)
+            self._digest = tagged_digest(_DIGEST_DOMAIN, (buffer.dtype.label.encode(), name))
+        return buffer
+
+    def _add_part(self, buffer: TensorBuffer) -> MediaItem | None:
+        """Copies what is new of a part behind the parts before it."""
+        grid, (levels, count, width) = self._plan.grid, self._shape
+        kept = self._part
+        if kept is None:  # a whole item, of which another encoder has sent parts
+            kept = np.arange(grid.tokens, dtype=np.int32) if self._whole is None else self._whole
+        embeds = self._received(buffer)
+        if self._end <= self._taken:
+            return None
+        known = int(np.searchsorted(kept, self._taken * grid.slice_tokens))
+        at = sum(each.size for each in self._kept)
+        end = at + kept.size - known
+        if end > count or (self._end == grid.t and not self._bounded and end < count):
+            raise PeerContract(f"two encoders keep {end} tokens of item {self._index}, which keeps {count}")
+        if self._embeds is None:
+            pinned = self._model.device.type == "cuda"
+            self._embeds = torch.empty((levels, count, width), dtype=self._model.dtype, pin_memory=pinned)
+        self._embeds[:, at:end] = embeds[:, known:]
+        self._kept.append(kept[known:])
+        self._taken = self._end
+        tokens, arrived = self._end * grid.slice_tokens, np.concatenate(self._kept)
+        whole = None if arrived.size == tokens else arrived
+        if self._end < grid.t:
+            return MediaItem(self._index, whole, self._embeds, 0, self._digest, tokens)
+        return MediaItem(self._index, whole, self._embeds[:, :end], self._repaired_frames, self._digest)
+
+    def _received(self, buffer: TensorBuffer) -> Tensor:
+        """A part's embeddings in the model's dtype. Raises PeerContract if they are not finite in it."""
+        if not buffer.data.nbytes:
+            return torch.empty(buffer.shape, dtype=self._model.dtype)
+        sent = torch.frombuffer(buffer.data, dtype=TORCH_DTYPES[buffer.dtype]).view(buffer.shape)
+        # Checked after the conversion: finite float32 values can overflow float16.
+        embeds = sent.to(self._model.dtype)
+        # Both are NaN where any value is.
+        if not all(math.isfinite(extreme) for extreme in embeds.aminmax()):
+            raise PeerContract(f"the embeddings of item {self._index} are not finite in {self._model.dtype}")
+        return embeds
 
     def _note_ages(self, ages: encoder_pb2.StageAges, received_ns: int) -> None:
         reported = {

@@ -1,6 +1,6 @@
 """The client of the encoder: receives a prompt's plan, then its media items, into bytes that are reserved first.
 
-    open ─▶ plan, checked ─▶ reserve bytes for the items that the cache lacks ─▶ select ─▶ pieces ─▶ item, checked
+    open ─▶ plan, checked ─▶ reserve bytes for the items that the cache lacks ─▶ select ─▶ pieces ─▶ part or item, checked
 
 The plan of a prompt without media comes from preprocessing directly. Everything that a peer sends is checked here and
 in arriving_item.py; violations raise PeerContract. If an encoder is lost, another one is asked for the items that are
@@ -162,7 +162,7 @@ class MediaSession:
         await self._held.aclose()
 
     async def receive(self, wanted: Sequence[int], clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
-        """Reserves bytes, selects the wanted items, then yields progress and each item as it completes.
+        """Reserves bytes, selects the wanted items, then yields progress, and each item as it completes or grows.
 
         The session holds the bytes. The progress of an item restarts if its encoder was lost.
         Raises PeerContract for messages that contradict the plan, and upstream errors.
@@ -170,14 +170,19 @@ class MediaSession:
         size_bytes = sum(self.num_kept[index] for index in wanted) * self._row_bytes
         await self._held.enter_async_context(self._media_buffer.reserved(size_bytes))
         self._upstream.select(wanted)
-        arriving = self._arriving(wanted)
+        arriving = {
+            index: ArrivingItem(
+                index, self.plan.media[index], self.num_kept[index], self._model, bounded=self.bounded[index]
+            )
+            for index in wanted
+        }
         self._note_progress(arriving.values(), clock)
         while missing := [index for index, item in arriving.items() if not item.complete]:
             try:
                 response = await self._upstream.read()
             except Unavailable as lost:
                 await self._upstream.resume(lost, self.plan, missing)
-                arriving.update(self._arriving(missing))
+                arriving.update({index: arriving[index].resumed() for index in missing})
                 continue
             if response is None:
                 raise PeerContract("the encoder's stream ended before every media item was sent")
@@ -188,7 +193,7 @@ class MediaSession:
                 case "embeds":
                     item = _selected(arriving, response.embeds.media_index)
                     item.add(response.embeds, clock.now_ns(), self._upstream.take)
-                    if item.complete:
+                    if item.part_complete:
                         event = await asyncio.to_thread(item.finish)
                 case other:
                     raise PeerContract(f"the encoder sent {other}, expected progress or embeds")
@@ -196,14 +201,6 @@ class MediaSession:
             if event:
                 yield event
         self._upstream.succeeded()
-
-    def _arriving(self, wanted: Sequence[int]) -> dict[int, ArrivingItem]:
-        return {
-            index: ArrivingItem(
-                index, self.plan.media[index], self.num_kept[index], self._model, bounded=self.bounded[index]
-            )
-            for index in wanted
-        }
 
     def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:
         """A stage ends when the last item leaves it; a stage that no item passed through is skipped."""
@@ -227,7 +224,7 @@ async def _encode_requests(
     for piece in file_pieces(files):
         yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:
-        yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index))
+        yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index, parts=True))
 
 
 async def _preprocess_requests(
