@@ -87,6 +87,16 @@ def embeds_messages(
     return messages
 
 
+def part_messages(
+    index: int, embeds: NDArray[np.float32], kept: Sequence[int] | None, slices: int | None, piece_bytes: int = 1000
+) -> list[EncodeResponse]:
+    """A part of an item, as `embeds_messages` makes it. slices: that it has; None: it is the last."""
+    messages = embeds_messages(index, embeds, kept, piece_bytes)
+    if slices is not None:
+        messages[0].embeds.slices = slices
+    return messages
+
+
 def progress_message(index: int, decoded: int, encoded: int) -> EncodeResponse:
     return EncodeResponse(progress=MediaProgress(media_index=index, decoded_slices=decoded, encoded_slices=encoded))
 

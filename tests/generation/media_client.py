@@ -18,7 +18,14 @@ from framesieve.services.generation.upstream.arriving_item import ModelInput, Pr
 from framesieve.services.generation.upstream.media import MediaClient, MediaSession
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from tests.generation.generation_peers import embeds_messages, progress_message, prompt_message, prompt_plan, serving
+from tests.generation.generation_peers import (
+    embeds_messages,
+    part_messages,
+    progress_message,
+    prompt_message,
+    prompt_plan,
+    serving,
+)
 
 FINGERPRINT = bytes(range(32))
 CPU = torch.device("cpu")
@@ -40,6 +47,15 @@ def items() -> list[EncodeResponse]:
         progress_message(0, 2, 1),
         *embeds_messages(0, VIDEO_EMBEDS, KEPT, piece_bytes=64, repaired=1),
         progress_message(1, 1, 1),
+        *embeds_messages(1, IMAGE_EMBEDS, None, piece_bytes=64),
+    ]
+
+
+def parted_items() -> list[EncodeResponse]:
+    """As `items`, the video in two parts of a slice and two pieces each; its first slice keeps four of six tokens."""
+    return [
+        *part_messages(0, VIDEO_EMBEDS[:, :4], KEPT[:4], 1, piece_bytes=64),
+        *part_messages(0, VIDEO_EMBEDS[:, 4:], KEPT[4:], None, piece_bytes=32),
         *embeds_messages(1, IMAGE_EMBEDS, None, piece_bytes=64),
     ]
 

@@ -22,7 +22,14 @@ from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.awake import SOON_S, within
 from tests.generation import media_client
-from tests.generation.generation_peers import Context, Encoder, eventually, prompt_plan
+from tests.generation.generation_peers import (
+    Context,
+    Encoder,
+    embeds_messages,
+    eventually,
+    part_messages,
+    prompt_plan,
+)
 from tests.generation.media_client import (
     FINGERPRINT,
     IMAGE,
@@ -31,6 +38,7 @@ from tests.generation.media_client import (
     VIDEO_EMBEDS,
     ask,
     items,
+    parted_items,
 )
 
 LOST = errors.Unavailable("the encoder is draining", "encoder")
@@ -41,13 +49,14 @@ TO_THE_VIDEO = 3  # messages of `items` that hold the video
 class Losing(Encoder):
     """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    answers: whether lost calls send their plan first. plans: of each call, if not always the same.
+    then: items of the calls after the first, if they are others. answers: whether lost calls send their plan first. plans: of each call, if not always the same.
     idle: if given, a call is lost when it is set, before anything is selected.
     """
 
     losses: list[int] = field(default_factory=list)
     answers: bool = True
     plans: Sequence[PromptPlan] = ()
+    then: Sequence[EncodeResponse] = ()
     idle: asyncio.Event | None = None
     calls: int = 0
 
@@ -64,7 +73,8 @@ class Losing(Encoder):
             raise LOST
         selected = [request.select.media_index async for request in requests]
         self.selections.append(selected)
-        wanted = [each for each in self.items if each.embeds.media_index in selected and each.HasField("embeds")]
+        items = self.then if self.then and self.calls > 1 else self.items
+        wanted = [each for each in items if each.embeds.media_index in selected and each.HasField("embeds")]
         for message in wanted[:loss]:
             yield message
         if loss is not None:
@@ -106,6 +116,31 @@ async def test_only_undelivered_items_are_selected_again(
         check_whole(await ask(client))
     assert encoder.selections == selections
     assert retries() == before + len(losses)
+
+
+@pytest.mark.parametrize("again", ["in the same parts", "in one part"])
+async def test_parts_that_have_arrived_stay_and_the_other_encoders_later_slices_are_taken(
+    tmp_path: Path, again: str
+) -> None:
+    """Two encoders differ in rounding, and may keep other tokens of a slice: an item of both equals no other one."""
+    sent, elsewhere = parted_items(), VIDEO_EMBEDS + 100
+    other = embeds_messages(0, elsewhere, [0, 1, 2, 5, 8, 9])
+    if again == "in the same parts":
+        other = [
+            *part_messages(0, elsewhere[:, :4], [0, 1, 2, 5], 1),
+            *part_messages(0, elsewhere[:, 4:], [8, 9], None),
+        ]
+    sent[0].embeds.encoding = other[0].embeds.encoding = bytes(32)
+    other += sent[4:]
+    encoder = Losing(PLAN, sent, losses=[3], then=other)
+    async with client_of(tmp_path, encoder) as client:
+        first, whole, _ = (each for each in await ask(client) if isinstance(each, MediaItem))
+    assert first.tokens == 6
+    assert whole.kept is not None
+    assert whole.kept.tolist() == [0, 1, 2, 3, 8, 9]
+    assert np.array_equal(whole.embeds[:, :4].numpy(), VIDEO_EMBEDS[:, :4])
+    assert np.array_equal(whole.embeds[:, 4:].numpy(), elsewhere[:, 4:])
+    assert first.digest != whole.digest
 
 
 async def test_a_call_is_attempted_at_most_three_times_within_a_second(tmp_path: Path) -> None:

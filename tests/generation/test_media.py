@@ -15,6 +15,7 @@ import torch
 from framesieve.common.contract import errors
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
 from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.wire import int32_tensor
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.stage_clock import StageClock
@@ -43,6 +44,7 @@ from tests.generation.media_client import (
     ask,
     client_of,
     items,
+    parted_items,
     receive_all,
 )
 
@@ -146,6 +148,13 @@ def embeds_of(embeds: np.ndarray[Any, np.dtype[np.float32]]) -> Change:
     return change
 
 
+def kept_of_part(place: int, *kept: int) -> Change:
+    def change(messages: list[EncodeResponse]) -> None:
+        messages[place].embeds.kept.CopyFrom(int32_tensor(np.array(kept, np.int32)))
+
+    return change
+
+
 def with_value(value: float) -> Change:
     embeds = VIDEO_EMBEDS.copy()
     embeds[0, 5, 5] = value
@@ -192,6 +201,48 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "an encoding with a short name": (field(2, "embeds.encoding", b"short"), "encoding must have 32 bytes"),
     "more repairs than frames": (field(2, "embeds.repaired_frames", 5), "between 0 and 4, got 5"),
 }
+
+
+# Changes to the messages of `parted_items`: 0 and 1 are the video's first part, 2 and 3 its second.
+PART_FAULTS: dict[str, tuple[Change, str]] = {
+    "a part of no slices": (field(0, "embeds.slices", 0), "a part of 0 slices after 0 of 2"),
+    "a part of fewer than no slices": (field(0, "embeds.slices", -1), "a part of -1 slices"),
+    "slices after which nothing is left": (field(0, "embeds.slices", 2), "a part of 2 slices"),
+    "slices in a later piece": (field(1, "embeds.slices", 1), "only the first piece"),
+    "a token of the next part": (kept_of_part(0, 0, 1, 2, 6), r"tokens \[0, 6\)"),
+    "a token of the part before": (kept_of_part(2, 3, 7), r"tokens \[6, 12\)"),
+    "a part whose tokens decrease": (kept_of_part(0, 0, 1, 3, 2), "increase strictly"),
+    "a part that keeps nothing": (kept_of_part(0), "increase strictly"),
+    "parts that keep too few": (kept_of_part(2, 7), "2 of 2 slices of item 0 keep 5 tokens"),
+    "parts that keep too many": (lambda m: m[0].embeds.ClearField("kept"), r"expected .* \[1, 6, 6\]"),
+    "another dtype": (field(2, "embeds.chunk.dtype", tensor_pb2.DTYPE_FLOAT16), "expected float32"),
+    "a missing part": (lambda m: m.__delitem__(slice(2, 4)), "ended before"),
+    "a part after the last": (lambda m: m.insert(4, m[2]), "sent twice"),
+    "a part of an image": (field(4, "embeds.slices", 1), "a part of 1 slices after 0 of 1"),
+}
+
+
+@pytest.mark.parametrize("fault", PART_FAULTS)
+async def test_parts_that_contradict_the_plan_end_the_call_and_release_its_bytes(tmp_path: Path, fault: str) -> None:
+    change, message = PART_FAULTS[fault]
+    messages = parted_items()
+    change(messages)
+    async with client_of(tmp_path, Encoder(PLAN, messages)) as (client, room):
+        with pytest.raises(errors.PeerContract, match=message):
+            await ask(client)
+        assert room.held_bytes == 0
+
+
+async def test_parts_are_added_up_as_they_arrive(tmp_path: Path) -> None:
+    async with client_of(tmp_path, Encoder(PLAN, parted_items())) as (client, _):
+        first, whole, image = (each for each in await ask(client) if isinstance(each, MediaItem))
+    assert (first.tokens, whole.tokens, image.tokens) == (6, None, None)
+    assert first.kept is not None
+    assert whole.kept is not None
+    assert (first.kept.tolist(), whole.kept.tolist()) == (KEPT[:4], KEPT)
+    assert torch.equal(first.embeds[:, :4], torch.from_numpy(VIDEO_EMBEDS[:, :4]))
+    assert torch.equal(whole.embeds, torch.from_numpy(VIDEO_EMBEDS))
+    assert first.digest == whole.digest != image.digest
 
 
 @pytest.mark.parametrize("fault", FAULTS)
