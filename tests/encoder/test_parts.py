@@ -1,4 +1,4 @@
-"""An item is sent in parts, as its slices are encoded, where the caller takes parts and no later slice changes a choice."""
+"""An item is sent in parts, as its slices are encoded: if the caller takes them and no later slice changes a choice."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def joined(parts: Sequence[EmbedsChunk], levels: int) -> tuple[list[int], np.nda
 @pytest.mark.parametrize(("method", "rate"), [("none", 0.0), ("evs", 0.0), ("evs_causal", 0.5), ("evs_causal", 0.9)])
 async def test_the_first_slice_is_sent_while_the_next_is_decoded(stack: Stack, method: str, rate: float) -> None:
     stack.preprocessing.stall = True
-    parts = await asyncio.wait_for(
-        parts_until_stalled(stack, asked(stack, VIDEO, rate=rate, method=method)), TIMEOUT_S
-    )
+    parts = await asyncio.wait_for(parts_until_stalled(stack, asked(stack, VIDEO, rate=rate, method=method)), TIMEOUT_S)
     assert parts[0].slices == 1
     kept, embeds = joined(parts, 1 + stack.tower.embed_levels)
     expected = tower_embeds(stack.tower, 0, VIDEO)

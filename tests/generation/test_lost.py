@@ -49,7 +49,8 @@ TO_THE_VIDEO = 3  # messages of `items` that hold the video
 class Losing(Encoder):
     """Sends the selected items, except that the Nth call is lost after `losses[N]` messages of items.
 
-    then: items of the calls after the first, if they are others. answers: whether lost calls send their plan first. plans: of each call, if not always the same.
+    answers: whether lost calls send their plan first. plans: of each call, if not always the same. then: items of the
+    calls after the first, if they are others.
     idle: if given, a call is lost when it is set, before anything is selected.
     """
 

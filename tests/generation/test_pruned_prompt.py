@@ -25,6 +25,20 @@ def video(t: int, h: int, w: int, rate: float = 0.5, stand_alone: bool = False) 
     return Item(t, h, w, Fraction(3, 2), np.zeros((t * h * w, 1), np.float32), rate, texts=texts)
 
 
+# The slices of the last video are separated by text; the second slice loses both tokens.
+PARTS = [
+    Text((10, 11, 12)),
+    video(3, 2, 2),
+    Text((13,)),
+    video(2, 1, 3),
+    video(1, 2, 2),
+    Text((14, 15)),
+    video(3, 1, 2, stand_alone=True),
+    Text((16,)),
+]
+KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3], [0, 1, 5]]
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.DataObject) -> None:
@@ -55,6 +69,35 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
         arrived.add(index)
     assert state.complete
     assert state.ids.tolist() == expected.ids
+    assert state.positions.T.tolist() == [list(place) for place in expected.positions]
+
+
+@given(st.data())
+def test_gathering_part_by_part_gives_the_same_sequence(data: st.DataObject) -> None:
+    """What is ready ends before the first slice that is missing, in the order of the prompt."""
+    expected = expected_sequence(PARTS, KEPT, PAD_ID)
+    videos = [part for part in PARTS if isinstance(part, Item)]
+    state = PrunedPrompt(make_plan(PARTS), [len(each) for each in KEPT])
+    arrived = [0] * len(videos)  # slices of each
+    while any(slices < video.t for slices, video in zip(arrived, videos, strict=True)):
+        missing = [index for index, video in enumerate(videos) if arrived[index] < video.t]
+        index = data.draw(st.sampled_from(missing))
+        video, slice_tokens = videos[index], videos[index].h * videos[index].w
+        arrived[index] = data.draw(st.integers(arrived[index] + 1, video.t))
+        tokens = arrived[index] * slice_tokens
+        kept = np.array([token for token in KEPT[index] if token < tokens], np.int32)
+        state.deliver(index, kept, 1 + index, tokens)
+        there = [row is None or row[1] < arrived[row[0]] * videos[row[0]].h * videos[row[0]].w for row in expected.rows]
+        most = there.index(False) if False in there else len(there)
+        media = [place for place, row in enumerate(expected.rows[:most]) if row]
+        assert (media[-1] + 1 if media else 0) <= state.ready <= most
+        assert state.ids[: state.ready].tolist() == expected.ids[: state.ready]
+        named = [
+            (1 + row[0], row[1]) if row else (0, expected.ids[place])
+            for place, row in enumerate(expected.rows[: state.ready])
+        ]
+        assert list(zip(*state.identities[:, : state.ready].tolist(), strict=True)) == named
+    assert state.complete
     assert state.positions.T.tolist() == [list(place) for place in expected.positions]
 
 
@@ -90,18 +133,6 @@ def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:
 ANSWER = [91, 92, 93, 94, 95]
 
 
-# The slices of the last video are separated by text; the second slice loses both tokens.
-PARTS = [
-    Text((10, 11, 12)),
-    video(3, 2, 2),
-    Text((13,)),
-    video(2, 1, 3),
-    video(1, 2, 2),
-    Text((14, 15)),
-    video(3, 1, 2, stand_alone=True),
-    Text((16,)),
-]
-KEPT = [[0, 3, 4, 7, 9, 11], [0, 2, 5], [0, 1, 2, 3], [0, 1, 5]]
 EXPECTED = expected_sequence(PARTS, KEPT, PAD_ID)
 CUTS = st.tuples(st.integers(0, len(EXPECTED.ids) + 4), st.just(1) | st.integers(1, 30))
 

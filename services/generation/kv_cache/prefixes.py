@@ -4,9 +4,9 @@
     blocks:          |  A  |  B  |  C  |  D  |      A, B, C: computed for another question, shared by reference
     media rows in D: `EncodedMedia.last_rows`       so the item is neither decoded nor encoded again
 
-The content of a block is everything its keys and values depend on: token ids, or id of encoded media and token of
-its grid, and positions. The blocks before it are part of its identity through the parent's serial, and so is the adapter: it is the
-parent of the first block. This module knows neither torch nor the model.
+The content of a block is everything its keys and values depend on: token ids, or id of encoded media and token of its
+grid, and positions. The blocks before it are part of its identity through the parent's serial, and so is the adapter:
+it is the parent of the first block. This module knows neither torch nor the model.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ class EncodedMedia:
 
     id: from 1, unique among all encodings; it names their rows from the first part of the item on.
     digest: as received. kept, repaired_frames: as received, once the item is complete.
-    last_rows: None before that; then [1 + embed_levels, min(K, block_tokens − 1), D], the last embeddings. The last row of an item rarely
-        ends a block, and only full blocks are cached: a prompt that continues differently computes the few rows after
-        the last full block again, for which it would otherwise need the whole item. They stay on the host, because
-        there are many, and the device's memory is budgeted at startup.
+    last_rows: [1 + embed_levels, min(K, block_tokens − 1), D], the last embeddings, once the item is complete. The last
+        row of an item rarely ends a block, and only full blocks are cached: a prompt that continues differently
+        computes the few rows after the last full block again, for which it would otherwise need the whole item. They
+        stay on the host, because there are many, and the device's memory is budgeted at startup.
     """
 
     __slots__ = ("__weakref__", "digest", "id", "kept", "last_rows", "repaired_frames")

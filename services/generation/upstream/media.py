@@ -1,6 +1,6 @@
 """The client of the encoder: receives a prompt's plan, then its media items, into bytes that are reserved first.
 
-    open ─▶ plan, checked ─▶ reserve bytes for the items that the cache lacks ─▶ select ─▶ pieces ─▶ part or item, checked
+    open ─▶ plan, checked ─▶ reserve bytes for the items that the cache lacks ─▶ select ─▶ pieces ─▶ part, checked
 
 The plan of a prompt without media comes from preprocessing directly. Everything that a peer sends is checked here and
 in arriving_item.py; violations raise PeerContract. If an encoder is lost, another one is asked for the items that are
