@@ -16,6 +16,7 @@ from functools import partial
 import structlog
 import torch
 
+from framesieve.common.address import is_local
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.channels import open_channel
 from framesieve.common.checkpoint import Checkpoint
@@ -92,6 +93,8 @@ async def main() -> ExitStatus:
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials) as encoder,
         ):
+            # On cores that both share, prefill takes from the tower what it gains, and is interrupted more often.
+            in_parts = model.device.type != "cpu" or not is_local(settings.encoder)
             media = MediaClient(
                 preprocessing,
                 encoder,
@@ -99,6 +102,7 @@ async def main() -> ExitStatus:
                 media_buffer,
                 settings.max_inline_bytes,
                 partial(receiver_of, settings.encoder),
+                in_parts,
             )
             servicer = GenerationServicer(engine, media, served, credentials)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)

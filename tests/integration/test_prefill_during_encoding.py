@@ -25,6 +25,13 @@ from tests.common.loopback import serving
 from tests.generation.generation_peers import Preprocessing, part_messages, prompt_message, prompt_plan
 from tests.integration.fleet import Service
 
+# Generation that takes its encoder to be on another host: on one CPU, items come whole.
+_ON_ANOTHER_HOST = """
+from framesieve.common.serving.server import run
+from framesieve.services.generation import __main__ as service
+service.is_local = lambda address: False
+run(service.main)
+"""
 GRID = Grid(16, 12, 12)
 ROUNDS = 3
 TRIES = 3
@@ -90,7 +97,7 @@ async def test_the_first_token_comes_soon_after_the_tower_where_both_take_equal_
     encoder, address = SlowTower(plan, embeds), f"unix:{tmp_path}/peers"
     flags = ("--encoder", address, "--preprocessing", address, "--threads", "1", "--compile", "off")
     flags = (*flags, "--max-num-batched-tokens", "4096")
-    generation = Service("generation", model, tmp_path, flags)
+    generation = Service("generation", model, tmp_path, flags, program=_ON_ANOTHER_HOST)
     async with serving(address, encoder, Preprocessing(plan)):
         generation.start()
         try:

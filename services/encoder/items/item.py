@@ -282,8 +282,6 @@ class Item:
         """The kept tokens of slices [start, end), on the host; sent uncopied if all are kept."""
         prunes = self._count < self.plan.grid.tokens
         grid, whole, last = self.plan.grid, end - start == self.plan.slices, end == self.plan.slices
-        if last and self._chosen:
-            entry.trim()
         embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
         how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
         tokens = {**self._span_attributes, "media_tokens": self._count}
@@ -291,12 +289,14 @@ class Item:
         tracing = span("prune", **tokens, **how)
         with torch.cuda.device_of(embeds), beside(embeds.device, "prune"), busy("prune"), tracing:
             kept = None
-            if self._chosen or not prunes:
-                pass
-            elif whole:
+            if self._chosen:
+                if last:
+                    entry.trim()
+                    embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
+            elif whole and prunes:
                 with entry.scoring:
                     kept = keep_tokens(embeds[0], grid, self._pruning, entry.scores)
-            elif self._num_kept(entry, start, end) < embeds.shape[1]:
+            elif prunes and self._num_kept(entry, start, end) < embeds.shape[1]:
                 scored, _ = entry.part(max(0, start - 1), end)
                 kept = keep_part(scored[0], grid, self._pruning, start)
             rows = None if kept is None else kept - start * grid.slice_tokens

@@ -51,14 +51,19 @@ class MediaClient:
         media_buffer: ByteSemaphore,
         max_inline_bytes: int = MAX_INLINE_BYTES,
         receiver: Callable[[], Receiver | None] = lambda: None,
+        in_parts: bool = False,
     ) -> None:
-        """receiver: makes a receiver of embeddings in shared memory for a call, if the encoder may run on this host."""
+        """receiver: makes a receiver of embeddings in shared memory for a call, if the encoder may run on this host.
+
+        in_parts: whether the encoder may send an item in parts, as its slices are encoded.
+        """
         self._preprocessing = PreprocessingServiceStub(preprocessing)
         self._encoder = EncoderServiceStub(encoder)
         self._model = model
         self._media_buffer = media_buffer
         self._max_inline_bytes = max_inline_bytes
         self._receiver = receiver
+        self._in_parts = in_parts
         self._preprocessing_retries = Retries("preprocessing")
         self._encoder_retries = Retries("encoder")
 
@@ -101,7 +106,7 @@ class MediaClient:
         pruning: prompt_pb2.Pruning,
         call: Mapping[str, Any],
     ) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, files, pruning)
+        requests = partial(_encode_requests, prompt, files, pruning, self._in_parts)
         retries = self._encoder_retries
         return RetriedCall(self._encoder.Encode, requests, "encoder", retries, receiver=self._receiver, **call)
 
@@ -216,7 +221,12 @@ class MediaSession:
 
 
 async def _encode_requests(
-    prompt: prompt_pb2.Prompt, files: Sequence[bytes], pruning: prompt_pb2.Pruning, selected: Selected, handover: bytes
+    prompt: prompt_pb2.Prompt,
+    files: Sequence[bytes],
+    pruning: prompt_pb2.Pruning,
+    in_parts: bool,
+    selected: Selected,
+    handover: bytes,
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
     """The prompt and its files; then, once bytes are reserved, the selected items."""
     first = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning)
@@ -224,7 +234,7 @@ async def _encode_requests(
     for piece in file_pieces(files):
         yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:
-        yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index, parts=True))
+        yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index, parts=in_parts))
 
 
 async def _preprocess_requests(
