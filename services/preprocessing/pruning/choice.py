@@ -1,0 +1,65 @@
+"""Chooses the tokens of a video by how much their pixels changed: as many as are asked for, or by a threshold.
+
+    slice        0          1          2          3          4          5
+    changes      all new    . . . 90   . . 60 80  . . . .    . . . .    . . . .
+    kept of 10   1 1 1 1    . . . 1    . . 1  1   . . . .    1 1 1 .    . . . .
+                 the tokens that changed, first              then whole slices, spread over the video
+
+Of the tokens that changed, the largest changes stay. A slice's n-th largest counts 1 / √n, so that a cut leaves tokens
+for other events. What remains of the budget renews the picture: slices are completed one after the other, in the order
+of their numbers' reversed bits (8, 4, 12, 2, …), which spreads any number of them over the video. A tower that sees
+only the kept tokens knows most about those of a whole slice.
+It knows neither frames nor rates.
+Sources: a threshold on the change of a place is Differential Token Drop's, TimeChat-Online, arXiv 2504.17343; the order
+is van der Corput's sequence. Shares of slices and renewed slices are Framesieve's own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from framesieve.common.contract.plan import Grid, Int32Array
+from framesieve.services.preprocessing.video.resize import Float32Array
+
+# A token changed if its change is at least this many levels.
+CHANGED_LEVELS = 24
+# Without a rate, one of so many slices is whole: a power of two.
+RENEWED_EVERY = 8
+
+
+def num_changed(changes: Float32Array, grid: Grid) -> int:
+    """How many tokens `keep` needs for all that changed and every eighth slice: the automatic rate, at least h·w.
+
+    changes: as in `keep`.
+    """
+    of_slices = changes.reshape(grid.t, grid.slice_tokens) >= CHANGED_LEVELS
+    of_slices[::RENEWED_EVERY] = True
+    return int(of_slices.sum())
+
+
+def keep(changes: Float32Array, grid: Grid, num_kept: int) -> Int32Array:
+    """Indices of the tokens that stay.
+
+    changes: float32 [t·h·w], in levels, from `change.change`; +inf in slice 0. num_kept: K, from h·w to t·h·w.
+    Returns int32 [K], strictly increasing; all of slice 0. Ties go to the slice that is renewed earlier, then to the
+    earlier token.
+    """
+    of_slices = changes.reshape(grid.t, grid.slice_tokens).astype(np.float64)
+    of_slices[of_slices < CHANGED_LEVELS] = 0
+    rank = (-of_slices).argsort(axis=1, kind="stable").argsort(axis=1)
+    worth = of_slices / np.sqrt(1 + rank)
+    turns = np.broadcast_to(_reversed_bits(grid.t)[:, None], worth.shape)
+    # Stable, so that tokens of one slice stay in order.
+    order = np.lexsort((turns.ravel(), -worth.ravel()))
+    return np.sort(order[:num_kept]).astype(np.int32)
+
+
+def _reversed_bits(count: int) -> NDArray[np.int64]:
+    """Of the numbers below `count`, the bits in reverse: int64 [count]."""
+    numbers = np.arange(count)
+    reverse = np.zeros_like(numbers)
+    for _ in range((count - 1).bit_length()):
+        reverse = 2 * reverse + numbers % 2
+        numbers //= 2
+    return reverse
