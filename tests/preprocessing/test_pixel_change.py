@@ -18,7 +18,7 @@ CHANGED_LEVELS = 24
 RENEWED_EVERY = 8
 FRAMES = 2
 
-GRIDS = st.builds(Grid, st.integers(1, 40), st.integers(1, 3), st.integers(1, 3))
+GRIDS = st.builds(Grid, st.integers(1, 20), st.integers(1, 3), st.integers(1, 2))
 SEEDS = st.integers(0, 2**32 - 1)
 
 

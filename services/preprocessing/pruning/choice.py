@@ -6,9 +6,9 @@
                  the tokens that changed, first              then whole slices, spread over the video
 
 Of the tokens that changed, the largest changes stay. A slice's n-th largest counts 1 / √n, so that a cut leaves tokens
-for other events. What remains of the budget renews the picture: slices are completed one after the other, in the order
-of their numbers' reversed bits (8, 4, 12, 2, …), which spreads any number of them over the video. A tower that sees
-only the kept tokens knows most about those of a whole slice.
+for other events. What remains of the budget renews the picture: slices are completed one after the other, by their
+numbers with the bits reversed (of 16 slices 8, 4, 12, 2, …), which spreads any number of them over the video. A tower
+that sees only the kept tokens knows most about those of a whole slice.
 It knows neither frames nor rates.
 Sources: a threshold on the change of a place is Differential Token Drop's, TimeChat-Online, arXiv 2504.17343; the order
 is van der Corput's sequence. Shares of slices and renewed slices are Framesieve's own.
