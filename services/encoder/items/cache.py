@@ -102,6 +102,7 @@ class EmbedsCache:
             self.held_bytes -= oldest.size_bytes
             self._drop(oldest)
             EVICTIONS.inc()
+        entry.trim()  # if nobody gathered it
         entry.cached = True
         self.held_bytes += entry.size_bytes
         entry.release_reservation()
