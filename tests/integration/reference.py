@@ -31,12 +31,12 @@ NEW_TOKENS = 8
 CLEAR_MARGIN = 2e-4
 
 
-async def model_inputs(
-    preprocessing: str, parts: Sequence[Part], question: str, family: FamilyUnderTest, folder: Path, config: Any
-) -> dict[str, Tensor]:
-    """The inputs that transformers' processor makes of the ids and frames of that service."""
+async def plan_and_frames(
+    preprocessing: str, prompt: prompt_pb2.Prompt
+) -> tuple[PromptPlan, defaultdict[int, bytearray]]:
+    """The plan of a prompt, and the frames of each item, whole."""
     requests = [
-        PreprocessRequest(prompt=generate_request([user_turn(list(parts), question)], {}).prompt),
+        PreprocessRequest(prompt=prompt),
         PreprocessRequest(select=prompt_pb2.Select(all=True)),
     ]
     receiver, plan, frames = PlanReceiver(), None, defaultdict[int, bytearray](bytearray)
@@ -47,6 +47,15 @@ async def model_inputs(
             else:
                 frames[response.frames.media_index] += response.frames.chunk.data
     assert plan is not None
+    return plan, frames
+
+
+async def model_inputs(
+    preprocessing: str, parts: Sequence[Part], question: str, family: FamilyUnderTest, folder: Path, config: Any
+) -> dict[str, Tensor]:
+    """The inputs that transformers' processor makes of the ids and frames of that service."""
+    prompt = generate_request([user_turn(list(parts), question)], {}).prompt
+    plan, frames = await plan_and_frames(preprocessing, prompt)
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)

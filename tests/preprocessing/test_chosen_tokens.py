@@ -5,9 +5,7 @@ The scores are those of the service; the choice and the cut are written again.
 
 from __future__ import annotations
 
-import math
 import re
-from fractions import Fraction
 from typing import Any
 
 import grpc
@@ -17,10 +15,10 @@ from numpy.typing import NDArray
 
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.common.contract.wire import int32_array
-from framesieve.services.preprocessing.pruning.pixel_change import scores
 from framesieve.services.preprocessing.workers import segments
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from tests.choice import chosen_tokens
 from tests.preprocessing.preprocessing_media import clip, without_packets
 from tests.preprocessing.service import Service, asked, plan_of, prompt_of, refused, sent, video
 from tests.preprocessing.test_picture_frames import pictures_of, video_of
@@ -53,17 +51,11 @@ async def slices_of(call: Any, item: MediaPlan) -> tuple[list[tuple[list[int], N
 def expected(
     frames: NDArray[np.uint8], item: MediaPlan, rate: float, threshold: float | None
 ) -> list[tuple[list[int], NDArray[np.uint8]]]:
-    """The slices of whole frames with what is chosen of each: the first is whole, of others the best tokens."""
-    side, tokens = item.frames.size_px[0] // item.grid.h, item.grid.slice_tokens
-    count = max(1, math.floor(tokens * (1 - Fraction(str(rate)))))
-    found, before = [], None
-    for start in range(0, len(frames), item.slice_frames):
-        now, kept = frames[start : start + item.slice_frames], list(range(tokens))
-        if before is not None:
-            changed = [float(each) for each in scores(before, now, side)]
-            kept = sorted(sorted(kept, key=lambda token: (-changed[token], token))[:count])
-            kept = [token for token in kept if threshold is None or changed[token] >= threshold]
-        before = now
+    """The slices of whole frames with the squares of what is chosen of each."""
+    side, step, found = item.frames.size_px[0] // item.grid.h, item.slice_frames, []
+    choices = chosen_tokens(frames, (item.grid.h, item.grid.w), step, rate, threshold)
+    for number, kept in enumerate(choices):
+        now = frames[number * step : (number + 1) * step]
         squares = np.zeros((len(now), len(kept) * side, side, 3), np.uint8)
         for place, token in enumerate(kept):
             y, x = token // item.grid.w * side, token % item.grid.w * side
