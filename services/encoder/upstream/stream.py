@@ -184,7 +184,7 @@ class PreprocessStream:
                 raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")
             if buffer is None:
                 take = self._receiver.take if self._receiver else None
-                kept = _kept(chunk, item) if delivery.entry.chosen else None
+                kept = _kept(chunk, item, chosen=delivery.entry.chosen is not None)
                 side = item.frames.size_px[0] // item.grid.h
                 size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
                 shape = (frames, *size_px, 3)
@@ -222,11 +222,17 @@ class PreprocessStream:
             self._receiver.close()
 
 
-def _kept(first: FramesChunk, item: MediaPlan) -> Int32Array:
-    """The chosen tokens of a slice, int32 [k], in its first message."""
+def _kept(first: FramesChunk, item: MediaPlan, chosen: bool) -> Int32Array | None:
+    """The chosen tokens of a slice, int32 [k], in its first message; None for a slice that is whole.
+
+    chosen: whether tokens were to be chosen.
+    """
+    if first.HasField("kept") != chosen:
+        raise PeerContract(f"media {first.media_index}: `kept` must be sent if and only if tokens were to be chosen")
+    if not chosen:
+        return None
     kept, tokens = int32_array(first.kept), item.grid.slice_tokens
-    ordered = kept.ndim == 1 and (not kept.size or (kept[0] >= 0 and kept[-1] < tokens and (np.diff(kept) > 0).all()))
-    if not first.HasField("kept") or not ordered:
+    if kept.ndim != 1 or (kept.size and (kept[0] < 0 or kept[-1] >= tokens or (np.diff(kept) <= 0).any())):
         raise PeerContract(
             f"a slice of media {first.media_index} must say which of its {tokens} tokens are sent, in increasing order"
         )
