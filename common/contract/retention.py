@@ -30,6 +30,8 @@ METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
 # Those that choose tokens by their pixels, before the vision tower.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
+# What `Pruning.threshold` may be where nobody has a number of their own.
+AUTO_THRESHOLD = 0.04
 WHY_NOT_BEFORE = "the vision tower of this model reads whole frames"
 # Those that keep at least one token of each slice, and need not keep slice 0.
 BY_SLICE = (VIDCOM2, VCAST)
@@ -71,6 +73,11 @@ class Pruning:
     def drops(self) -> bool:
         """Whether it may drop tokens of a video."""
         return self.method != NONE and (self.rate > 0 or self.threshold is not None)
+
+
+def named_method(method: str | None, threshold: float | None) -> str:
+    """The method that was named, or else meant: `pixel_change` where there is a threshold, else `evs`."""
+    return method or (EVS if threshold is None else PIXEL_CHANGE)
 
 
 def method_of(pruning: Pruning, modality: Modality) -> str:
