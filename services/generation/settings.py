@@ -106,9 +106,9 @@ class GenerationSettings(UpstreamSettings):
         None,
         ge=0,
         lt=1,
-        description="where a request names neither rate, method nor threshold, drop tokens whose pixels changed by "
-        f"less than this share of their range, such as {AUTO_THRESHOLD:g}, and at least --pruning-rate; for methods before "
-        f"the tower ({', '.join(BEFORE_TOWER)}); unset: the rate alone decides",
+        description="where a request names neither rate, method nor threshold, drop tokens whose pixels "
+        "changed by less than this share of their range and at least --pruning-rate; for methods before the tower "
+        f"({', '.join(BEFORE_TOWER)}), such as {AUTO_THRESHOLD:g}; unset: the rate alone decides",
     )
     media_buffer_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
