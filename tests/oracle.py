@@ -77,7 +77,7 @@ class Expected:
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
     """Tokens of the grid that are kept. evs: those that changed most since the slice before; evs_causal: those of each
-    slice; random: any; vidcom2 and vcast here: any, with at least one in each slice; pixel_change here: as evs_causal."""
+    slice, and pixel_change here; random: any; vidcom2 and vcast here: any, with at least one in each slice."""
     if item.num_kept == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w

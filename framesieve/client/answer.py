@@ -35,7 +35,7 @@ class PruningMethod:
     """A pruning method that a model takes.
 
     before_tower: whether it chooses tokens before the vision tower, which then computes the kept ones alone.
-    suggested_threshold: one that suits most videos; None: it takes no threshold.
+    suggested_threshold: one to begin with; None: it takes no threshold.
     """
 
     name: str
