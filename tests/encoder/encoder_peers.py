@@ -161,7 +161,7 @@ def slice_messages(
 
 
 def chosen(grid: Grid, number: int, pruning: prompt_pb2.Pruning) -> list[int]:
-    """The tokens that the fake chooses of a slice: all of the first, of each other a share of the rest; with a threshold
+    """The tokens that the fake chooses of a slice: all of the first, of others a share of the rest; with a threshold
     none of the second."""
     if number == 0:
         return list(range(grid.h * grid.w))

@@ -111,8 +111,8 @@ DOORS = {
 
 
 def at_most(grid: Grid, rate: float) -> int:
-    """What the rate leaves: the first slice, and of each other the same share."""
-    return grid.slice_tokens + (grid.t - 1) * max(1, math.floor(grid.slice_tokens * (1 - rate)))
+    """What the rate leaves, but at least the first slice."""
+    return max(grid.slice_tokens, math.floor(grid.tokens * (1 - rate)))
 
 
 @pytest.mark.parametrize("door", DOORS)
