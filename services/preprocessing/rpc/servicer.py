@@ -32,6 +32,7 @@ from framesieve.services.preprocessing.rpc.metrics import count_frames
 from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import ReceivedFile
+from framesieve.services.preprocessing.video.repeats import Repeats, repeats_of
 from framesieve.services.preprocessing.video.slices import PlannedMedia
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import slices_job
@@ -86,9 +87,10 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
             async for media_index, select in selections(requests, len(planned.media)):
-                choice = choice_of(pruning_of(select.pruning), planned.plan.media[media_index])
+                plan = planned.plan.media[media_index]
+                choice = choice_of(pruning_of(select.pruning), plan)
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
-                frames = self._frames(media_index, planned.media[media_index], choice, sender)
+                frames = self._frames(media_index, planned.media[media_index], choice, repeats_of(plan), sender)
                 async with aclosing(frames) as responses:
                     async for response in responses:
                         yield response
@@ -124,7 +126,12 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         return planned
 
     async def _frames(
-        self, media_index: int, media: PlannedMedia, choice: Choice | None, sender: Sender | None
+        self,
+        media_index: int,
+        media: PlannedMedia,
+        choice: Choice | None,
+        repeats: Repeats | None,
+        sender: Sender | None,
     ) -> AsyncGenerator[PreprocessResponse, None]:
         job = slices_job(media)
         if job is None:
@@ -137,6 +144,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     add_request_stats(frames=len(each.pixels))
                     if choice:
                         each = await asyncio.to_thread(choice.of, each, sender is not None)
+                    if repeats:
+                        each = await asyncio.to_thread(repeats.of, each)
                     shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         yield response
