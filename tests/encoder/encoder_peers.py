@@ -144,10 +144,18 @@ def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
 def slice_messages(
     media_index: int, first_frame: int, frames: NDArray[np.uint8], dtype: DType = DType.UINT8
 ) -> list[PreprocessResponse]:
-    return [
+    messages = [
         PreprocessResponse(frames=FramesChunk(media_index=media_index, first_frame=first_frame, chunk=chunk))
         for chunk in tensor_chunks(dtype, frames.shape, frames.data)
     ]
+    messages[0].frames.digest = hashlib.sha256(repr(frames.shape).encode() + frames.tobytes()).digest()
+    return messages
+
+
+def repeating(media_index: int, first_frame: int, repeats_frame: int, **others: Any) -> PreprocessResponse:
+    """A slice that repeats another."""
+    frames = FramesChunk(media_index=media_index, first_frame=first_frame, repeats_frame=repeats_frame, **others)
+    return PreprocessResponse(frames=frames)
 
 
 def item_messages(media_index: int, media: Media, patches: PatchShape) -> list[PreprocessResponse]:

@@ -6,7 +6,7 @@ The encoder runs one slice a forward, as neighbours in a forward may change roun
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import av
@@ -20,6 +20,7 @@ from framesieve.client.encoding import Encoded, encode
 from framesieve.client.prompt import Frames, Pruning, Video
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.tower.patches import KeptFrames
 from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_count, exact_scores
 from tests.integration.conftest import idle, metric, running
@@ -94,8 +95,8 @@ class Counting:
 
 
 @pytest.fixture
-async def counting(apart: LocalStack) -> AsyncIterator[Counting]:
-    yield Counting(apart)
+def counting(apart: LocalStack) -> Counting:
+    return Counting(apart)
 
 
 async def test_what_stays_the_same_is_encoded_once(counting: Counting, tower: Tower) -> None:
@@ -110,6 +111,21 @@ async def test_what_stays_the_same_is_encoded_once(counting: Counting, tower: To
     check_kept(pruned.kept, scores, exact_count(whole.plan.grid, 0.75, SLICE_TOKENS), FLOAT32_ERROR)
     assert np.array_equal(pruned.values, embeds[:, pruned.kept])
     assert counts == (0, 0, 0)
+
+
+async def test_chosen_tokens_that_stay_the_same_are_encoded_once(counting: Counting, tower: Tower) -> None:
+    clip, side = lossless(pictures(301, 302, *[303] * 12, 304, 305)), SIDE_PX // 4
+    made, counts = await counting.encode(Video(data=clip), Pruning(rate=0.5, method="pixel_change"))
+    chosen = []
+    for index, pair in enumerate(np.stack(decoded_in_order(clip)).reshape(-1, 2, 4, side, 4, side, 3)):
+        kept = made.kept[made.kept // SLICE_TOKENS == index] % SLICE_TOKENS
+        squares = pair.transpose(0, 1, 3, 2, 4, 5).reshape(2, SLICE_TOKENS, side, side, 3)[:, kept]
+        chosen.append(KeptFrames(torch.from_numpy(squares.reshape(2, -1, side, 3)), (4, 4), tuple(kept.tolist())))
+    embeds = torch.cat([tower.encode([each])[0] for each in chosen if each.kept], dim=1)
+    assert np.array_equal(made.values, embeds.numpy())
+    differing = len({(each.kept, each.frames.numpy().tobytes()) for each in chosen if each.kept})
+    assert counts == (differing, sum(bool(each.kept) for each in chosen) - differing, 0)
+    assert counts[1]
 
 
 async def test_windows_of_one_film_share_their_slices(counting: Counting, tower: Tower) -> None:
