@@ -56,7 +56,7 @@ class Item:
         if self.time_step is None or self.method == "none":
             return self.tokens
         share = 1 - Fraction(str(self.rate))
-        if self.method in ("evs_causal", "pixel_change"):
+        if self.method == "evs_causal":
             return self.h * self.w + (self.t - 1) * max(1, math.floor(self.h * self.w * share))
         floor = self.t if self.method in ("vidcom2", "vcast") else self.h * self.w
         return max(floor, math.floor(self.tokens * share))
@@ -77,7 +77,7 @@ class Expected:
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
     """Tokens of the grid that are kept. evs: those that changed most since the slice before; evs_causal: those of each
-    slice; random: any; vidcom2 and vcast here: any, with at least one in each slice; pixel_change here: as evs_causal."""
+    slice; pixel_change here: as evs; random: any; vidcom2 and vcast here: any, with at least one in each slice."""
     if item.num_kept == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w
@@ -95,7 +95,7 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
         change = 1 - now @ before / (np.linalg.norm(now) * np.linalg.norm(before))
         scores.append(round(change * 2**16) / 2**16)
     best = sorted(range(item.tokens), key=lambda token: (-scores[token], token))
-    if item.method in ("evs_causal", "pixel_change"):
+    if item.method == "evs_causal":
         each = (item.num_kept - slice_tokens) // max(1, item.t - 1)
         later = [[token for token in best if token // slice_tokens == i][:each] for i in range(1, item.t)]
         return sorted([*range(slice_tokens), *(token for tokens in later for token in tokens)])

@@ -27,6 +27,9 @@ RANDOM = "random"
 PIXEL_CHANGE = "pixel_change"
 NONE = "none"
 METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
+# The share of the range of a pixel's value by which a token has to change, where a request names no threshold.
+# Measured: docs/pruning.md.
+CHANGE_THRESHOLD = 0.1
 # Those that choose tokens by their pixels, before the vision tower.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
@@ -89,19 +92,19 @@ def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) 
     """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image. The largest
     number that may be, where there is a threshold.
 
-    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` and
-    `pixel_change` keep slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
+    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
+    slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
     """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens
-    if pruning.method in (EVS_CAUSAL, PIXEL_CHANGE):
+    if pruning.method == EVS_CAUSAL:
         return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)
     floor = grid.t if pruning.method in BY_SLICE else grid.slice_tokens
     return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate)))
 
 
 def causal_slice_tokens(grid: Grid, rate: float) -> int:
-    """How many tokens `evs_causal` and `pixel_change` keep of each slice but the first."""
+    """How many tokens `evs_causal` keeps of each slice but the first."""
     return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
 
 

@@ -90,7 +90,7 @@ async def main() -> ExitStatus:
             workers.failure.watch(partial(_give_up, engine, break_off))
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
-            open_channel(settings.encoder, credentials) as encoder,
+            open_channel(settings.encoder, credentials, by_media=True) as encoder,
         ):
             media = MediaClient(
                 preprocessing,

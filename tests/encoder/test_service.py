@@ -123,9 +123,9 @@ async def test_a_wrong_request_is_refused_by_field(stack: Stack, requests: list[
 async def test_a_method_that_the_model_does_not_support_is_refused_before_preprocessing_is_called(
     tmp_path: Path, tower: Tower, request_: EncodeRequest, field: str
 ) -> None:
-    async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"))) as stack:
+    async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"), why_not_all="because")) as stack:
         with pytest.raises(
-            errors.InvalidRequest, match=f"^{field} must be one of .*evs, none for this model, got 'random'$"
+            errors.InvalidRequest, match=f"^{field} must be one of .*evs, none for this model, got 'random': because$"
         ):
             await stack.encode(request_, SELECT_ALL)
         assert stack.preprocessing.prompts == []

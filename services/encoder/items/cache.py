@@ -113,6 +113,7 @@ class EmbedsCache:
             self.held_bytes -= oldest.size_bytes
             self._drop(oldest)
             EVICTIONS.inc()
+        entry.trim()  # if nobody gathered it
         entry.cached = True
         self._slices |= {key: (entry, index) for index, key in enumerate(entry.keys) if key}
         self.held_bytes += entry.size_bytes
