@@ -29,6 +29,7 @@ class Item:
     texts: of an item of several runs, or with text of its own: what is before each run and after the last one, some of
         it empty. Runs are of equal size, and of positions on three axes whole slices.
     linear: its positions count up as those of text. compact: the positions of its prompt count the kept tokens alone.
+    bounded: num_kept is the largest number that may be kept, which is known only when it arrives.
     """
 
     t: int
@@ -42,6 +43,7 @@ class Item:
     texts: tuple[Text, ...] = ()
     linear: bool = False
     compact: bool = False
+    bounded: bool = False
 
     @property
     def tokens(self) -> int:
@@ -77,7 +79,12 @@ class Expected:
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
     """Tokens of the grid that are kept. evs: those that changed most since the slice before; evs_causal: those of each
-    slice; pixel_change here: as evs; random: any; vidcom2 and vcast here: any, with at least one in each slice."""
+    slice; pixel_change here: as evs; random: any; vidcom2 and vcast here: any, with at least one in each slice. Of a
+    bounded item any of these, at least one."""
+    if item.bounded:
+        rng = np.random.default_rng(seed)
+        most = kept_tokens(replace(item, bounded=False), seed)
+        return sorted(rng.choice(most, rng.integers(1, len(most) + 1), replace=False).tolist())
     if item.num_kept == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w

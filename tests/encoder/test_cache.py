@@ -90,9 +90,14 @@ def test_a_key_depends_on_everything_that_determines_the_embeddings_and_nothing_
         plan_of(1),
         image,
     ]
-    assert len({cache_key(*each) for each in product(plans, dtypes, (0, 3))}) == 6 * 2 * 2
+    chosen = [
+        None,
+        *(Pruning(rate, "pixel_change", threshold=least) for rate in (0.25, 0.5) for least in (None, 0, 0.1)),
+    ]
+    assert len({cache_key(*each) for each in product(plans, [None], dtypes, (0, 3))}) == 6 * 2 * 2
+    assert len({cache_key(plan_of(4), each, torch.float32, 0) for each in chosen}) == 7
     elsewhere = replace(plan, runs=(Run(90, plan.grid.tokens),))
-    assert cache_key(elsewhere, torch.float32, 0) == cache_key(plan, torch.float32, 0)
+    assert cache_key(elsewhere, None, torch.float32, 0) == cache_key(plan, None, torch.float32, 0)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------

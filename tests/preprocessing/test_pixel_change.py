@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import numpy as np
@@ -11,12 +10,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.retention import Pruning, chosen_before_tower
 from framesieve.services.preprocessing.pruning.change import block_means, change
 from framesieve.services.preprocessing.pruning.choice import Choice
 from framesieve.services.preprocessing.video.slices import Slice
+from tests.choice import chosen_tokens
 
-RENEWED_EVERY = 8
 FRAMES = 2
 
 GRIDS = st.builds(Grid, st.integers(1, 20), st.integers(1, 3), st.integers(1, 2))
@@ -68,46 +67,6 @@ def chosen_of(frames: NDArray[np.uint8], grid: Grid, pruning: Pruning) -> list[i
     return found
 
 
-def change_of_token(frames: NDArray[np.uint8], token_px: int, t: int, row: int, column: int) -> Fraction:
-    """The largest change of its 16 blocks, in levels."""
-    side = token_px // 4
-    largest = Fraction(0)
-    for down in range(4):
-        for across in range(4):
-            top, left = row * token_px + down * side, column * token_px + across * side
-            total = 0
-            for channel in range(3):
-                now, before = (
-                    math.floor(
-                        Fraction(int(frames[FRAMES * s :][:FRAMES, top:, left:, channel][:, :side, :side].sum()))
-                        * 16
-                        / (FRAMES * side * side)
-                    )
-                    for s in (t, t - 1)
-                )
-                total += abs(now - before)
-            largest = max(largest, Fraction(total, 48))
-    return largest
-
-
-def turn(t: int, slices: int) -> int:
-    """The number of a slice with its binary digits reversed."""
-    digits = len(f"{slices - 1:b}")
-    return int(f"{t:0{digits}b}"[::-1], 2)
-
-
-def best(changes: list[list[Fraction]], num_kept: int, threshold: Fraction) -> list[int]:
-    """Token by token: those of slice 0, then those that changed by what they count, then slices by their turn."""
-    ranked = []
-    for t, of_slice in enumerate(changes):
-        for token, levels in enumerate(of_slice):
-            larger = sum(other > levels or (other == levels and n < token) for n, other in enumerate(of_slice))
-            counts = float(levels) / math.sqrt(1 + larger) if levels >= threshold else 0.0
-            index = t * len(of_slice) + token
-            ranked.append((t > 0, -counts, turn(t, len(changes)), index))
-    return sorted(index for *_, index in sorted(ranked)[:num_kept])
-
-
 @given(
     grid=GRIDS,
     token_px=st.sampled_from([28, 32]),
@@ -118,21 +77,14 @@ def best(changes: list[list[Fraction]], num_kept: int, threshold: Fraction) -> l
 def test_the_kept_tokens_are_those_of_loops_over_blocks_slices_and_tokens(
     grid: Grid, token_px: int, seed: int, rate: float, threshold: float | None
 ) -> None:
+    pruning = Pruning(rate, "pixel_change", threshold=threshold)
+    if not chosen_before_tower(grid, pruning, Modality.VIDEO):
+        return
     frames = clip_of(grid, token_px, seed)
-    changes = [[Fraction(0)] * grid.slice_tokens] + [
-        [change_of_token(frames, token_px, t, row, column) for row in range(grid.h) for column in range(grid.w)]
-        for t in range(1, grid.t)
+    expected = chosen_tokens(frames, (grid.h, grid.w), FRAMES, rate, threshold)
+    assert chosen_of(frames, grid, pruning) == [
+        t * grid.slice_tokens + token for t, tokens in enumerate(expected) for token in tokens
     ]
-    least = 255 * (Fraction(1, 10) if threshold is None else Fraction(str(threshold)))
-    num_kept = max(grid.slice_tokens, math.floor(grid.tokens * (1 - Fraction(str(rate)))))
-    if threshold is not None:
-        num_kept = min(
-            num_kept,
-            sum(t % RENEWED_EVERY == 0 or levels >= least for t, of_slice in enumerate(changes) for levels in of_slice),
-        )
-    elif num_kept == grid.tokens:
-        return  # nothing is chosen
-    assert chosen_of(frames, grid, Pruning(rate, "pixel_change", threshold=threshold)) == best(changes, num_kept, least)
 
 
 def test_a_slice_of_one_frame_equals_one_in_which_it_is_repeated() -> None:

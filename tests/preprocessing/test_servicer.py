@@ -263,6 +263,7 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
             [prompt_of(video(data_bytes=9)), *file_pieces(bytes(10), 10)],
             "a file piece of 1 to 9 bytes, got 10",
         ),
+        ([prompt_of(video(data_bytes=9)), PreprocessRequest(file={})], "a file piece of 1 to 9 bytes, got 0"),
         ([prompt_of(video(CLIP)), *file_pieces(b"x", 1)], "must be a select"),
         ([prompt_of(FPS_0)], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
     ],

@@ -105,7 +105,7 @@ class EmbedsCache:
     def _cache(self, entry: CacheEntry) -> bool:
         """Caches a complete entry, evicting idle ones; False, with nothing evicted, if it cannot fit."""
         read_bytes = self.held_bytes - self._idle_bytes
-        if entry.key is None or not entry.complete or read_bytes + entry.size_bytes > self.size_bytes:
+        if not entry.cacheable or read_bytes + entry.size_bytes > self.size_bytes:
             return False
         while self.held_bytes + entry.size_bytes > self.size_bytes:
             oldest, _ = self._idle.popitem(last=False)
@@ -113,7 +113,6 @@ class EmbedsCache:
             self.held_bytes -= oldest.size_bytes
             self._drop(oldest)
             EVICTIONS.inc()
-        entry.trim()  # if nobody gathered it
         entry.cached = True
         self._slices |= {key: (entry, index) for index, key in enumerate(entry.keys) if key}
         self.held_bytes += entry.size_bytes

@@ -207,6 +207,16 @@ class CacheEntry:
         return self.failure is None and self.encoded_slices == self.plan.slices
 
     @property
+    def cacheable(self) -> bool:
+        """Whether the cache may keep it: it is complete, and its memory is what `size_bytes` says."""
+        return self.key is not None and self.complete and not self._oversized
+
+    @property
+    def _oversized(self) -> bool:
+        """Whether it has memory for tokens that were not chosen."""
+        return self._buffer is not None and self.chosen is not None and self._buffer.shape[1] > self.tokens
+
+    @property
     def decoded(self) -> bool:
         return self.decoded_slices == self.plan.slices
 
@@ -367,7 +377,8 @@ class CacheEntry:
     def trim(self) -> None:
         """Gives back the memory of a complete entry that was reserved for tokens that were not chosen."""
         with self._closing:
-            if self._buffer is not None and self.chosen and self._buffer.shape[1] > self.tokens:
+            if self._oversized:
+                assert self._buffer is not None
                 self._buffer = self._buffer[:, : self.tokens].clone()
 
     async def fill(self, embeds: Tensor) -> None:

@@ -124,7 +124,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         started: asyncio.Queue[tuple[Item, asyncio.Task[None]] | None] = asyncio.Queue()
 
         async def select(group: asyncio.TaskGroup) -> None:
-            async for index, _ in selections:
+            async for index, selected in selections:
+                if selected.HasField("pruning"):
+                    raise InvalidRequest("is for preprocessing alone", field="select.pruning")
                 shares = responses.sender is not None
                 item = Item(index, plan.media[index], prunings[index], self._cache, self._output_bytes, shares)
                 items.append(item)

@@ -183,7 +183,7 @@ class PreprocessStream:
         index = start // item.slice_frames
         if first.HasField("repeats_frame"):
             return FrameSlice(index, None, *made, repeats=_repeated(first, item))
-        kept = _kept(first, item) if delivery.entry.chosen else None
+        kept = _kept(first, item, chosen=delivery.entry.chosen is not None)
         side = item.frames.size_px[0] // item.grid.h
         size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
         take = self._receiver.take if self._receiver else None
@@ -245,11 +245,17 @@ def _digest(first: FramesChunk) -> bytes:
     return first.digest
 
 
-def _kept(first: FramesChunk, item: MediaPlan) -> Int32Array:
-    """The chosen tokens of a slice, int32 [k], in its first message."""
+def _kept(first: FramesChunk, item: MediaPlan, chosen: bool) -> Int32Array | None:
+    """The chosen tokens of a slice, int32 [k], in its first message; None for a slice that is whole.
+
+    chosen: whether tokens were to be chosen.
+    """
+    if first.HasField("kept") != chosen:
+        raise PeerContract(f"media {first.media_index}: `kept` must be sent if and only if tokens were to be chosen")
+    if not chosen:
+        return None
     kept, tokens = int32_array(first.kept), item.grid.slice_tokens
-    ordered = kept.ndim == 1 and (not kept.size or (kept[0] >= 0 and kept[-1] < tokens and (np.diff(kept) > 0).all()))
-    if not first.HasField("kept") or not ordered:
+    if kept.ndim != 1 or (kept.size and (kept[0] < 0 or kept[-1] >= tokens or (np.diff(kept) <= 0).any())):
         raise PeerContract(
             f"a slice of media {first.media_index} must say which of its {tokens} tokens are sent, in increasing order"
         )

@@ -17,8 +17,14 @@ from dataclasses import replace
 import numpy as np
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Int32Array, MediaPlan
-from framesieve.common.contract.retention import CHANGE_THRESHOLD, Pruning, chosen_before_tower, num_kept
+from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from framesieve.common.contract.retention import (
+    BEFORE_TOWER,
+    CHANGE_THRESHOLD,
+    Pruning,
+    chosen_before_tower,
+    num_kept,
+)
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.pruning.change import block_means, change
 from framesieve.services.preprocessing.pruning.pixel_change import changed, keep
@@ -27,20 +33,24 @@ from framesieve.services.preprocessing.video.slices import Slice
 
 
 def choice_of(pruning: Pruning, plan: MediaPlan, shares: bool = False) -> Choice | None:
-    """How the tokens of an item are chosen; None: its frames are sent whole. shares: as `Choice` has it.
+    """How the tokens of an item are chosen; None: its frames are sent whole, because none of its tokens are dropped.
+    shares: as `Choice` has it.
 
-    Raises InvalidRequest for a method after the tower, and for an item whose tokens are not squares of its frames.
+    Raises InvalidRequest where tokens would be dropped of an image, after the tower, or of an item whose tokens are not
+    squares of its frames.
     """
-    if not chosen_before_tower(plan.grid, pruning, plan.modality):
-        if pruning.drops:
-            raise InvalidRequest("must act before the tower", field="select.pruning.method", value=pruning.method)
+    if not pruning.drops:
         return None
+    if plan.modality is not Modality.VIDEO:
+        raise InvalidRequest("is for videos, the selected item is an image", field="pruning")
+    if pruning.method not in BEFORE_TOWER:
+        raise InvalidRequest(field="pruning.method", limit=f"one of {', '.join(BEFORE_TOWER)}", value=pruning.method)
     height, width = plan.frames.size_px
     side = height // plan.grid.h
     if not plan.frames.count or plan.frames.group_frames or (side * plan.grid.h, side * plan.grid.w) != (height, width):
         text = f"is for tokens that are squares of frames, got the grid {plan.grid} and {height}×{width} pixels"
-        raise InvalidRequest(text, field="select.pruning.method", value=pruning.method)
-    return Choice(plan, pruning, shares)
+        raise InvalidRequest(text, field="pruning.method", value=pruning.method)
+    return Choice(plan, pruning, shares) if chosen_before_tower(plan.grid, pruning, plan.modality) else None
 
 
 class Choice:

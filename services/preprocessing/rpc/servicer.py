@@ -15,7 +15,7 @@ from typing import TypeAlias
 import grpc
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.requests import received_pieces, selections
 from framesieve.common.contract.wire import pruning_of
@@ -91,8 +91,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
             async for media_index, select in selections(requests, len(planned.media)):
-                item = planned.plan.media[media_index]
-                choice = choice_of(pruning_of(select.pruning), item, shares=sender is not None)
+                with within("select"):
+                    item = planned.plan.media[media_index]
+                    choice = choice_of(pruning_of(select.pruning), item, shares=sender is not None)
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
                 frames = self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender)
                 async with aclosing(frames) as responses:

@@ -34,14 +34,15 @@ class Repeats:
 
     def of(self, made: Slice) -> Slice:
         """The next slice with its digest, 32 bytes. If it has the frames and the kept tokens of an earlier one: with
-        that one's first frame as `repeats`, and without memory to hand over.
+        that one's first frame as `repeats`, and without memory to hand over. One without kept tokens stays as it is.
 
         It reads all pixels, outside of the interpreter lock: call it in a thread.
         """
+        if not made.pixels.size:
+            return made
         kept = b"" if made.kept is None else made.kept.tobytes()
         shape = struct.pack("<4q", *made.pixels.shape)
-        pixels = made.pixels.data.cast("B") if made.pixels.size else b""
-        digest = tagged_digest(_DOMAIN, (shape, kept, pixels))
+        digest = tagged_digest(_DOMAIN, (shape, kept, made.pixels.data.cast("B")))
         first_frame = self._first_frames.setdefault(digest, made.first_frame)
         if self._timed or first_frame == made.first_frame:
             return replace(made, digest=digest)
