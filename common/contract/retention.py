@@ -27,12 +27,11 @@ RANDOM = "random"
 PIXEL_CHANGE = "pixel_change"
 NONE = "none"
 METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
-# The share of the range of a pixel's value by which a token has to change, where a request names no threshold.
-# Measured: docs/pruning.md.
-CHANGE_THRESHOLD = 0.1
 # Those that choose tokens by their pixels, before the vision tower.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
+# The threshold of `pixel_change` where a request names none. Measured: docs/pruning.md.
+AUTO_THRESHOLD = 0.1
 WHY_NOT_BEFORE = "the vision tower of this model reads whole frames"
 # Those that keep at least one token of each slice, and need not keep slice 0.
 BY_SLICE = (VIDCOM2, VCAST)
@@ -45,8 +44,8 @@ class Pruning:
     rate: share of a video's tokens to drop, 0 ≤ rate < 1; taken as its shortest decimal.
     method: one of METHODS.
     seed: of `random`; None: 0.
-    threshold: of the methods before the tower: tokens that changed by less are dropped, and of the others at most the
-        share `rate`, so that num_kept is a bound; None: `rate` alone decides.
+    threshold: of the methods before the tower: what changed by less is dropped, and at least the share `rate` in any
+        case, so that num_kept is a bound; None: `rate` alone decides.
     Raises InvalidRequest for a value outside its range, an unknown method, and a threshold of another method.
     """
 
@@ -74,6 +73,11 @@ class Pruning:
     def drops(self) -> bool:
         """Whether it may drop tokens of a video."""
         return self.method != NONE and (self.rate > 0 or self.threshold is not None)
+
+
+def named_method(method: str | None, threshold: float | None) -> str:
+    """The method that was named, or else meant: `pixel_change` where there is a threshold, else `evs`."""
+    return method or (EVS if threshold is None else PIXEL_CHANGE)
 
 
 def method_of(pruning: Pruning, modality: Modality) -> str:

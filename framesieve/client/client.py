@@ -16,7 +16,17 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TypeAlias, Unpack
 
-from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Model, choice_of, cost_of
+from framesieve.client.answer import (
+    Accepted,
+    Answer,
+    Delta,
+    Event,
+    Finished,
+    Model,
+    PruningMethod,
+    choice_of,
+    cost_of,
+)
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.events import event_of
 from framesieve.client.messages import generate_request, in_words_of_python
@@ -24,7 +34,7 @@ from framesieve.client.prompt import Message, Options, PartLike, user_turn
 from framesieve.common.affinity import Affinity, media_key
 from framesieve.common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.retention import EVS
+from framesieve.common.contract.wire import pruning_of
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
@@ -165,4 +175,20 @@ class FramesieveClient:
 
 
 def _model(told: generation_pb2.ListModelsResponse) -> Model:
-    return Model(told.name, told.adapter, told.max_model_len, told.pruning.rate, told.pruning.method or EVS)
+    pruning, methods = pruning_of(told.pruning), told.pruning_methods
+    return Model(
+        told.name,
+        told.adapter,
+        told.max_model_len,
+        pruning.rate,
+        pruning.method,
+        pruning.threshold,
+        tuple(
+            PruningMethod(
+                each.name,
+                each.before_tower,
+                each.suggested_threshold if each.HasField("suggested_threshold") else None,
+            )
+            for each in methods
+        ),
+    )

@@ -169,8 +169,8 @@ def repeating(media_index: int, first_frame: int, repeats_frame: int, **others: 
 
 
 def chosen(grid: Grid, number: int, pruning: prompt_pb2.Pruning) -> list[int]:
-    """The tokens that the fake chooses of a slice: all of the first, of each other a share of the rest; with a
-    threshold none of the second."""
+    """The tokens that the fake chooses of a slice: all of the first, of others a share of the rest; with a threshold
+    none of the second."""
     if number == 0:
         return list(range(grid.h * grid.w))
     if pruning.HasField("threshold") and number == 1:

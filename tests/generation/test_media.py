@@ -205,8 +205,8 @@ async def test_messages_that_contradict_the_plan_end_the_call_and_release_its_by
         assert room.held_bytes == 0
 
 
-# Of the first slice all 6 tokens, of the second at most 3.
-BOUNDED = prompt_pb2.Pruning(rate=0.5, method="pixel_change", threshold=0.1)
+# Of 12 tokens at most 9.
+BOUNDED = prompt_pb2.Pruning(rate=0.25, method="pixel_change", threshold=0.1)
 UNLIMITED = prompt_pb2.Pruning(method="pixel_change", threshold=0.1)
 
 

@@ -134,6 +134,15 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                 addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config
             )
             pad_id = reference.config.image_token_id if name == "internvl" else reference.config.video_token_id
+            with pytest.raises(
+                InvalidRequest, match="got 'pixel_change': the vision tower of this model reads whole"
+            ) as e:
+                await client.ask(video, QUESTION, pruning_threshold=0.04)
+            assert e.value.field == "pruning.method"
+            (model,) = await client.models()
+            methods = [each.name for each in model.pruning_methods if not each.before_tower]
+            assert methods == ["evs", "evs_causal", "vidcom2", "vcast", "random", "none"]
+            assert len(model.pruning_methods) == len(methods)
             for method in ("evs", "evs_causal", "vidcom2", "vcast", "random"):
                 pruning = Pruning(0.5, method)
                 pruned = await client.ask(replace(video, pruning=pruning), QUESTION, **GREEDY)

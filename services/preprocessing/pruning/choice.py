@@ -19,8 +19,8 @@ import numpy as np
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
 from framesieve.common.contract.retention import (
+    AUTO_THRESHOLD,
     BEFORE_TOWER,
-    CHANGE_THRESHOLD,
     Pruning,
     chosen_before_tower,
     num_kept,
@@ -64,7 +64,7 @@ class Choice:
         height, width = plan.frames.size_px
         self._grid = plan.grid
         self._side = height // plan.grid.h
-        self._threshold = CHANGE_THRESHOLD if pruning.threshold is None else pruning.threshold
+        self._threshold = AUTO_THRESHOLD if pruning.threshold is None else pruning.threshold
         self._count = num_kept(plan.grid, pruning)
         self._bounded = pruning.threshold is not None
         self._at_once = self._bounded and self._count == plan.grid.tokens
