@@ -157,7 +157,15 @@ def slice_messages(
     ]
     if kept is not None:
         messages[0].frames.kept.CopyFrom(int32_tensor(np.array(kept, np.int32)))
+    content = repr((frames.shape, kept)).encode() + frames.tobytes()
+    messages[0].frames.digest = hashlib.sha256(content).digest()
     return messages
+
+
+def repeating(media_index: int, first_frame: int, repeats_frame: int, **others: Any) -> PreprocessResponse:
+    """A slice that repeats another."""
+    frames = FramesChunk(media_index=media_index, first_frame=first_frame, repeats_frame=repeats_frame, **others)
+    return PreprocessResponse(frames=frames)
 
 
 def chosen(grid: Grid, number: int, pruning: prompt_pb2.Pruning) -> list[int]:

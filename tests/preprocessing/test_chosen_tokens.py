@@ -20,7 +20,7 @@ from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.choice import chosen_tokens
 from tests.preprocessing.preprocessing_media import clip, without_packets
-from tests.preprocessing.service import Service, asked, plan_of, prompt_of, refused, sent, video
+from tests.preprocessing.service import Service, asked, frames_of, plan_of, prompt_of, refused, sent, video
 from tests.preprocessing.test_picture_frames import pictures_of, video_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,11 +40,14 @@ async def slices_of(call: Any, item: MediaPlan) -> tuple[list[tuple[list[int], N
     repaired = 0
     while (response := await call.read()) is not grpc.aio.EOF:
         piece = response.frames
+        repaired += piece.repaired_frames
+        if piece.HasField("repeats_frame"):
+            slices.append(slices[piece.repeats_frame // item.slice_frames])
+            continue
         if piece.chunk.offset_bytes == 0:
             assert piece.first_frame == len(slices) * item.slice_frames
             slices.append((int32_array(piece.kept).tolist(), bytearray(), list(piece.chunk.shape)))
         slices[-1][1].extend(piece.chunk.data)
-        repaired += piece.repaired_frames
     return [(kept, np.frombuffer(data, np.uint8).reshape(shape)) for kept, data, shape in slices], repaired
 
 
@@ -69,10 +72,7 @@ async def check(stub: Any, part: prompt_pb2.Part, rate: float, threshold: float 
     call = await asked(stub, prompt_of(part))
     plan = await plan_of(call)
     (item,) = plan.media
-    whole: list[bytes] = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        whole.append(response.frames.chunk.data)
-    frames = np.frombuffer(b"".join(whole), np.uint8).reshape(item.frames.count, *item.frames.size_px, 3)
+    frames = (await frames_of(call, plan))[0][0]
     call = await asked(stub, prompt_of(part), choosing(rate, threshold))
     await plan_of(call)
     slices, repaired = await slices_of(call, item)

@@ -33,6 +33,7 @@ from framesieve.services.preprocessing.rpc.metrics import count_frames
 from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import ReceivedFile
+from framesieve.services.preprocessing.video.repeats import Repeats, repeats_of
 from framesieve.services.preprocessing.video.slices import PlannedMedia, Slice
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import slices_job
@@ -94,7 +95,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     item = planned.plan.media[media_index]
                     choice = choice_of(pruning_of(select.pruning), item, shares=sender is not None)
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
-                frames = self._frames(media_index, planned.media[media_index], choice, sender)
+                frames = self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender)
                 async with aclosing(frames) as responses:
                     async for response in responses:
                         yield response
@@ -130,7 +131,12 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         return planned
 
     async def _frames(
-        self, media_index: int, media: PlannedMedia, choice: Choice | None, sender: Sender | None
+        self,
+        media_index: int,
+        media: PlannedMedia,
+        choice: Choice | None,
+        repeats: Repeats | None,
+        sender: Sender | None,
     ) -> AsyncGenerator[PreprocessResponse, None]:
         job = slices_job(media)
         if job is None:
@@ -140,7 +146,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 self._holding.reserved(min(choice.held_bytes, self._holding.size_bytes) if choice else 0),
                 slices_of(self._decoding_queue, job) as slices,
             ):
-                async for each in _chosen(choice, _counted(slices, stats)):
+                async for each in _compared(repeats, _chosen(choice, _counted(slices, stats))):
                     shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         yield response
@@ -166,6 +172,12 @@ async def _chosen(choice: Choice | None, slices: AsyncIterator[Slice]) -> AsyncI
     rest = choice.rest()
     while ready := await asyncio.to_thread(next, rest, None):
         yield ready
+
+
+async def _compared(repeats: Repeats | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:
+    """The slices; those of a video with their digests, or with the slice that they repeat."""
+    async for each in slices:
+        yield await asyncio.to_thread(repeats.of, each) if repeats else each
 
 
 async def _receive(
