@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -58,7 +58,7 @@ class Question:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the pruned prompt."""
+        """Length of the pruned prompt, at most."""
         texts = [part for part in self.parts if isinstance(part, Text)]
         texts += [text for item in self.items for text in item.texts]
         return sum(len(text.ids) for text in texts) + sum(item.num_kept for item in self.items)
@@ -78,7 +78,7 @@ def text(*, least: int = 1, most: int = 12) -> st.SearchStrategy[Text]:
 def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
     # 2/3: 1.5 fps; the third: every twelfth frame of 23.976 fps, at two tokens per second.
     steps = (Fraction(1), Fraction(2, 3), Fraction(2 * 12 * 2002, 48000), Fraction(7))
-    return random_item(
+    made = random_item(
         family,
         (draw(st.integers(1, 5)) if video else 1, draw(st.integers(1, 3)), draw(st.integers(1, 4))),
         time_step=draw(st.sampled_from(steps)) if video else None,
@@ -86,6 +86,7 @@ def item(draw: st.DrawFn, family: FamilyUnderTest, video: bool) -> Item:
         rate=draw(st.sampled_from((0.0, 0.25, 0.5, 0.75, 0.9))),
         method=draw(st.sampled_from(("evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change", "none"))),
     )
+    return replace(made, bounded=video and draw(st.sampled_from((False, False, True))))
 
 
 @st.composite

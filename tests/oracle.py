@@ -29,6 +29,7 @@ class Item:
     texts: of an item of several runs, or with text of its own: what is before each run and after the last one, some of
         it empty. Runs are of equal size, and of positions on three axes whole slices.
     linear: its positions count up as those of text. compact: the positions of its prompt count the kept tokens alone.
+    bounded: num_kept is the largest number that may be kept, which is known only when it arrives.
     """
 
     t: int
@@ -42,6 +43,7 @@ class Item:
     texts: tuple[Text, ...] = ()
     linear: bool = False
     compact: bool = False
+    bounded: bool = False
 
     @property
     def tokens(self) -> int:
@@ -56,7 +58,7 @@ class Item:
         if self.time_step is None or self.method == "none":
             return self.tokens
         share = 1 - Fraction(str(self.rate))
-        if self.method in ("evs_causal", "pixel_change"):
+        if self.method == "evs_causal":
             return self.h * self.w + (self.t - 1) * max(1, math.floor(self.h * self.w * share))
         floor = self.t if self.method in ("vidcom2", "vcast") else self.h * self.w
         return max(floor, math.floor(self.tokens * share))
@@ -77,7 +79,12 @@ class Expected:
 
 def kept_tokens(item: Item, seed: int = 0) -> list[int]:
     """Tokens of the grid that are kept. evs: those that changed most since the slice before; evs_causal: those of each
-    slice; random: any; vidcom2 and vcast here: any, with at least one in each slice; pixel_change here: as evs_causal."""
+    slice; pixel_change here: as evs; random: any; vidcom2 and vcast here: any, with at least one in each slice. Of a
+    bounded item any of these, at least one."""
+    if item.bounded:
+        rng = np.random.default_rng(seed)
+        most = kept_tokens(replace(item, bounded=False), seed)
+        return sorted(rng.choice(most, rng.integers(1, len(most) + 1), replace=False).tolist())
     if item.num_kept == item.tokens:
         return list(range(item.tokens))
     slice_tokens = item.h * item.w
@@ -95,7 +102,7 @@ def kept_tokens(item: Item, seed: int = 0) -> list[int]:
         change = 1 - now @ before / (np.linalg.norm(now) * np.linalg.norm(before))
         scores.append(round(change * 2**16) / 2**16)
     best = sorted(range(item.tokens), key=lambda token: (-scores[token], token))
-    if item.method in ("evs_causal", "pixel_change"):
+    if item.method == "evs_causal":
         each = (item.num_kept - slice_tokens) // max(1, item.t - 1)
         later = [[token for token in best if token // slice_tokens == i][:each] for i in range(1, item.t)]
         return sorted([*range(slice_tokens), *(token for tokens in later for token in tokens)])

@@ -201,7 +201,8 @@ def make_request(
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
-    prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, compact=any(item.compact for item in items))
+    bounded, compact = [item.bounded for item in items], any(item.compact for item in items)
+    prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, bounded=bounded, compact=compact)
     detokenizer: Any = WholeWords(params.stop)
     request = Request(name, prompt, keys, params, detokenizer, events.append, adapter)
     return Asked(request, events)
@@ -209,7 +210,7 @@ def make_request(
 
 def key_of(item: Item) -> bytes:
     """The key of an item in the cache of encoded media: the item and its pruning."""
-    pruned = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method))
+    pruned = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method, item.bounded))
     return hashlib.sha256(pruned.encode() + item.embeds.tobytes()).digest()
 
 

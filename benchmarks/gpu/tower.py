@@ -22,7 +22,7 @@ from benchmarks.media.handover import embeds_handover
 from benchmarks.table import Row
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, METHODS, NONE, Pruning
+from framesieve.common.contract.retention import AFTER_TOWER, EVS, NONE, Pruning
 from framesieve.services.compute.transfers import Readback, to_device
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.pruning.methods import keep_tokens
@@ -152,7 +152,7 @@ class DrawnTower:
             slices = self._slices(grid)
             embeds = _encode(self._as_served, slices, grid, BATCH_TOKENS)
             tower_s = self._median(partial(_encode, self._as_served, slices, grid, BATCH_TOKENS)) / grid.tokens
-            for method in METHODS:
+            for method in AFTER_TOWER:
                 if method != NONE:  # which neither scores nor gathers
                     pruned_s = self._median(partial(_prune, embeds, grid, method)) / grid.tokens
                     yield Row(f"{method} of {_name(grid)}", "the tower", pruned_s, tower_s, "s/token", at_most=0.02)

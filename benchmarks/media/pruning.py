@@ -13,7 +13,7 @@ from benchmarks.clips import pictures
 from benchmarks.table import Row, Timings
 from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import METHODS, NONE, Pruning
+from framesieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower.tower import Tower
@@ -34,7 +34,7 @@ def pruning(rounds: int) -> list[Row]:
 def _rows(tower: Tower, grid: Grid, rounds: int) -> list[Row]:
     slices = _slices(tower, grid)
     at_once = max(1, BATCH_TOKENS // grid.slice_tokens)
-    methods = [method for method in METHODS if method != NONE]
+    methods = [method for method in AFTER_TOWER if method != NONE]
     taken = Timings()
     with torch.inference_mode():
         for number in range(rounds + 1):

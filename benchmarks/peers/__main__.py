@@ -3,7 +3,8 @@
 The same checkpoint, clip (other bytes in every request) and question; answers of 64 tokens, end tokens ignored. For
 each dtype and pruning rate, the contenders answer in turns: one client, then 8, then 32 at once. vLLM cannot change its
 rate while it runs, so it is started again for each. transformers knows no pruning and one question at a time, and is
-left out with the large checkpoint, of which three copies do not fit into memory.
+left out with the large checkpoint, of which three copies do not fit into memory. Where tokens are pruned, the three
+services answer by EVS, as vLLM does, and by the method that chooses tokens before the tower.
 
     python -m benchmarks.peers --model small --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 8
     python -m benchmarks.peers --model 3b --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 4
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,12 +45,13 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, Video
+from framesieve.common.contract.retention import EVS, PIXEL_CHANGE
 from framesieve.common.telemetry.logs import configure_logging
 
 QUESTION = "Describe what happens."
 NEW_TOKENS = 64
 CLIP_S, CLIP_FPS, CLIP_SIZE = 8, 24, (240, 320)
-OURS, VLLM, GENERATE = "framesieve", "vLLM", "transformers"
+OURS, BEFORE, VLLM, GENERATE = "framesieve, evs", f"framesieve, {PIXEL_CHANGE}", "vLLM", "transformers"
 
 Ask = Callable[[bytes], Awaitable[Timed]]
 
@@ -91,25 +94,28 @@ class Contender:
 async def measure(
     model: Path, python: Path, data: bytes, dtype: str, rate: float, clients: Sequence[int], rounds: int, log: Path
 ) -> Measured:
-    usages: list[Usage] = []
+    usages: dict[str, Usage] = {}
     flags = {"encoder": ["--dtype", dtype, "--cache-bytes", "0"], "generation": ["--dtype", dtype]}
     async with AsyncExitStack() as held:
         stack = await held.enter_async_context(LocalStack(model, flags=flags))
         vllm = held.enter_context(VllmServer(python, model, dtype, rate, log))
         client = await held.enter_async_context(FramesieveClient(stack.address))
 
-        async def ours(clip: bytes) -> Timed:
-            options: Options = {"pruning_rate": rate, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        async def ours(method: str, clip: bytes) -> Timed:
+            options = Options(pruning_method=method, pruning_rate=rate, max_new_tokens=NEW_TOKENS, ignore_eos=True)
             timed, finished = await ask(client, Video(data=clip), QUESTION, **options)
-            usages.append(finished.usage)
+            usages[method] = finished.usage
             return timed
 
         contenders = {
-            OURS: Contender(ours, lambda: _peak(stack)),
+            OURS: Contender(partial(ours, EVS), lambda: _peak(stack)),
+            BEFORE: Contender(partial(ours, PIXEL_CHANGE), lambda: _peak(stack)),
             VLLM: Contender(lambda clip: vllm.ask(clip, QUESTION, NEW_TOKENS), lambda: vllm.peak_bytes, vllm.turn),
         }
-        if not rate and model.name.startswith("small"):
-            contenders[GENERATE] = _generate(model, getattr(torch, dtype))
+        if not rate:
+            del contenders[BEFORE]
+            if model.name.startswith("small"):
+                contenders[GENERATE] = _generate(model, getattr(torch, dtype))
         for number in range(rounds + 1):
             for each in clients:
                 for name, contender in contenders.items():
@@ -117,9 +123,10 @@ async def measure(
                         await contender.run(data, each, count=number > 0)
                         print(f"{dtype} {rate:g}: round {number}, {each} clients, {name}", file=sys.stderr)
         figures = [row for name, contender in contenders.items() for row in contender.figures(name, dtype, rate)]
-    usage = usages[-1]
+    usage = usages[EVS]
+    tokens = {method: each.prompt_tokens for method, each in usages.items()}
     least = limits(model, getattr(torch, dtype), usage.media[0].grid.tokens, usage.prompt_tokens)
-    return Measured(dtype, rate, usage.prompt_tokens, least, tuple(figures))
+    return Measured(dtype, rate, tokens, least, tuple(figures))
 
 
 def _generate(model: Path, dtype: torch.dtype) -> Contender:
@@ -167,13 +174,18 @@ def table(measured: Sequence[Measured]) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     lines += [
-        f"- {each.dtype}, rate {each.rate:g}: {each.prompt_tokens} prompt tokens; the machine reads "
+        f"- {each.dtype}, rate {each.rate:g}: {_tokens(each)}; the machine reads "
         f"{each.limits.read_bytes_per_s / 1e9:.1f} GB/s, needs {each.limits.decode_s * 1e3:.1f} ms for a decode step, "
         f"{each.limits.tower_s * 1e3:.0f} ms for the products of the tower and {each.limits.prompt_s * 1e3:.0f} ms for "
         f"those of the prompt"
         for each in measured
     ]
     return lines
+
+
+def _tokens(measured: Measured) -> str:
+    """Prompt tokens by method."""
+    return ", ".join(f"{tokens} prompt tokens by {method}" for method, tokens in measured.prompt_tokens.items())
 
 
 def main() -> None:

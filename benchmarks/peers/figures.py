@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.peers.limits import Limits
@@ -23,10 +24,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything of one dtype and rate."""
+    """Everything of one dtype and rate. prompt_tokens: by pruning method."""
 
     dtype: str
     rate: float
-    prompt_tokens: int
+    prompt_tokens: Mapping[str, int]
     limits: Limits
     figures: tuple[Figures, ...]

@@ -170,7 +170,8 @@ async def received_pieces(requests: Requests, prompt: prompt_pb2.Prompt) -> Asyn
         while left:
             request: EncodeRequest | PreprocessRequest | None = await anext(requests, None)
             piece = b"" if request is None else request.file.data
-            if not 0 < len(piece) <= (most := min(left, MAX_PIECE_BYTES)):
+            most = min(left, MAX_PIECE_BYTES)
+            if not 0 < len(piece) <= most:
                 limit = f"followed by a file piece of 1 to {most} bytes"
                 raise InvalidRequest(field=name, limit=limit, value=len(piece))
             left -= len(piece)

@@ -30,6 +30,8 @@ METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
 # Those that choose tokens by their pixels, before the vision tower.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
+# The threshold of `pixel_change` where a request names none. Measured: docs/pruning.md.
+AUTO_THRESHOLD = 0.1
 WHY_NOT_BEFORE = "the vision tower of this model reads whole frames"
 # Those that keep at least one token of each slice, and need not keep slice 0.
 BY_SLICE = (VIDCOM2, VCAST)
@@ -42,8 +44,8 @@ class Pruning:
     rate: share of a video's tokens to drop, 0 ≤ rate < 1; taken as its shortest decimal.
     method: one of METHODS.
     seed: of `random`; None: 0.
-    threshold: of the methods before the tower: tokens that changed by less are dropped, and of the others at most the
-        share `rate`, so that num_kept is a bound; None: `rate` alone decides.
+    threshold: of the methods before the tower: what changed by less is dropped, and at least the share `rate` in any
+        case, so that num_kept is a bound; None: `rate` alone decides.
     Raises InvalidRequest for a value outside its range, an unknown method, and a threshold of another method.
     """
 
@@ -73,6 +75,11 @@ class Pruning:
         return self.method != NONE and (self.rate > 0 or self.threshold is not None)
 
 
+def named_method(method: str | None, threshold: float | None) -> str:
+    """The method that was named, or else meant: `pixel_change` where there is a threshold, else `evs`."""
+    return method or (EVS if threshold is None else PIXEL_CHANGE)
+
+
 def method_of(pruning: Pruning, modality: Modality) -> str:
     """The method that metrics count an item under: `none` for images and where nothing is dropped."""
     return pruning.method if modality is Modality.VIDEO and pruning.drops else NONE
@@ -89,19 +96,19 @@ def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) 
     """Number of tokens that are kept: ⌊t·h·w·(1 − rate)⌋, but at least a floor; all tokens of an image. The largest
     number that may be, where there is a threshold.
 
-    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` and
-    `pixel_change` keep slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
+    The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
+    slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
     """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens
-    if pruning.method in (EVS_CAUSAL, PIXEL_CHANGE):
+    if pruning.method == EVS_CAUSAL:
         return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)
     floor = grid.t if pruning.method in BY_SLICE else grid.slice_tokens
     return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate)))
 
 
 def causal_slice_tokens(grid: Grid, rate: float) -> int:
-    """How many tokens `evs_causal` and `pixel_change` keep of each slice but the first."""
+    """How many tokens `evs_causal` keeps of each slice but the first."""
     return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
 
 

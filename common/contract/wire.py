@@ -28,7 +28,7 @@ from framesieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from framesieve.common.contract.retention import BEFORE_TOWER, EVS, PIXEL_CHANGE, Pruning
+from framesieve.common.contract.retention import BEFORE_TOWER, Pruning, named_method
 from framesieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
@@ -144,24 +144,31 @@ def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
 
 
 def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
-    """A new message: `message`, and what it leaves unset from `default`. A threshold belongs to its method."""
+    """A new message: `message`, and what it leaves unset from `default`.
+
+    Where a message names a rate or a method, the default's threshold, which would choose in its place, is left out. One
+    that names a threshold and no method means a method that has one.
+    """
     whole = prompt_pb2.Pruning()
     whole.CopyFrom(default)
-    if message.method not in ("", *BEFORE_TOWER):
+    if default.HasField("threshold"):
+        whole.method = named_method(default.method, default.threshold)
+    if message.HasField("rate") or message.method:
         whole.ClearField("threshold")
     if message.HasField("threshold") and whole.method not in BEFORE_TOWER:
-        whole.ClearField("method")
+        whole.method = named_method("", message.threshold)
     whole.MergeFrom(message)
     return whole
 
 
 def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
-    """The pruning that a message asks for. Raises InvalidRequest for a bad rate or an unknown method."""
+    """The pruning that a message asks for. Raises InvalidRequest as `Pruning`."""
+    threshold = message.threshold if message.HasField("threshold") else None
     return Pruning(
         rate=message.rate,
-        method=message.method or (PIXEL_CHANGE if message.HasField("threshold") else EVS),
+        method=named_method(message.method, threshold),
         seed=message.seed if message.HasField("seed") else None,
-        threshold=message.threshold if message.HasField("threshold") else None,
+        threshold=threshold,
     )
 
 

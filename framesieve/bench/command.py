@@ -21,6 +21,7 @@ from framesieve.bench.run import Run, measure, served
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.cli.options import (
     OUTPUT,
+    THRESHOLD_HELP,
     JsonOption,
     PlaintextTokenOption,
     TlsCaOption,
@@ -148,8 +149,10 @@ def bench(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}.", rich_help_panel=_QUESTIONS)
-    ] = EVS,
+        str | None,
+        typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}. Default: {EVS}.", rich_help_panel=_QUESTIONS),
+    ] = None,
+    pruning_threshold: Annotated[float | None, typer.Option(help=THRESHOLD_HELP, rich_help_panel=_QUESTIONS)] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum tokens of each completion.", rich_help_panel=_QUESTIONS)
     ] = 64,
@@ -232,7 +235,8 @@ def bench(
     with reported_errors(base_url or server or DEFAULT_ADDRESS, as_json=as_json):
         if output is not None:
             check_plotting()
-        prunings = tuple(pruning_of(each, method) for each in dict.fromkeys(pruning_rate or [0.0]))
+        rates = dict.fromkeys(pruning_rate or [0.0])
+        prunings = tuple(pruning_of(each, method, pruning_threshold) for each in rates)
         if unique is None:
             unique = not on_server and (workload is None or len(prunings) > 1)
         asked = Workload(_entries(workload, on_server) if workload else synthesised(seed), unique=unique)
@@ -254,7 +258,8 @@ def bench(
         "began": began,
         "server": target.description,
         "load": run.load,
-        "pruning": f"by {method}",
+        "pruning": f"by {prunings[0].method}"
+        + ("" if pruning_threshold is None else f", threshold {pruning_threshold:g}"),
         "media": _media_description(workload, unique),
         "warmup": _warmup_description(warmup, outcome.warmup_failed, len(prunings)),
     }

@@ -105,8 +105,9 @@ def _body(parts: tuple[Part, ...], options: Options) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if options.get("pruning_rate"):
-        body["pruning"] = {"rate": options.get("pruning_rate"), "method": options.get("pruning_method")}
+    if options.get("pruning_rate") or options.get("pruning_threshold") is not None:
+        pruning = {name: options.get(f"pruning_{name}") for name in ("rate", "method", "threshold")}
+        body["pruning"] = {name: value for name, value in pruning.items() if value is not None}
     return json.dumps(body).encode()
 
 

@@ -88,7 +88,13 @@ async def timed(
     arrivals: list[tuple[float, int]] = []
     cost: Cost | None = None
     failure: Failure | None = None
-    asked: Options = {**options, "pruning_rate": question.pruning.rate, "pruning_method": question.pruning.method}
+    pruning = question.pruning
+    asked: Options = {
+        **options,
+        "pruning_rate": pruning.rate,
+        "pruning_method": pruning.method,
+        "pruning_threshold": pruning.threshold,
+    }
     if question.max_new_tokens is not None:
         asked["max_new_tokens"] = question.max_new_tokens
     try:

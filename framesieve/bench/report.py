@@ -189,6 +189,7 @@ def report_json(report: Report) -> dict[str, Any]:
     return {
         "pruning_rate": report.pruning.rate,
         "method": report.pruning.method,
+        "pruning_threshold": report.pruning.threshold,
         **told,
         "failed": report.asked - report.answered,
         "retained": report.retained,
@@ -204,6 +205,7 @@ def record_json(record: Record) -> dict[str, Any]:
         "number": record.number,
         "pruning_rate": record.pruning.rate,
         "method": record.pruning.method,
+        "pruning_threshold": record.pruning.threshold,
         "due_s": record.due_s,
         "begun_s": record.begun_s,
         "done_s": record.done_s,
@@ -229,7 +231,8 @@ def table(reports: Sequence[Report]) -> str:
 
 def named(pruning: Pruning) -> str:
     """A pruning's name in plots."""
-    return NONE if pruning.method == NONE else f"rate {pruning.rate:g}, {pruning.method}"
+    threshold = "" if pruning.threshold is None else f", threshold {pruning.threshold:g}"
+    return NONE if pruning.method == NONE else f"rate {pruning.rate:g}, {pruning.method}{threshold}"
 
 
 def _lines(reports: Sequence[Report]) -> Iterator[str]:

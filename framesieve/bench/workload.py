@@ -69,9 +69,10 @@ class Workload:
         while len(self._turns) <= number:
             self._turns.append(self._next_turn())
         entry = self._turns[number]
-        rate = pruning.rate if entry.pruning_rate is None else entry.pruning_rate
-        own = Pruning(rate, entry.method or pruning.method)
-        return Question(entry.parts, own, entry.max_new_tokens, self._unique)
+        if entry.pruning_rate is not None or entry.method is not None:
+            rate = pruning.rate if entry.pruning_rate is None else entry.pruning_rate
+            pruning = Pruning(rate, entry.method or pruning.method)
+        return Question(entry.parts, pruning, entry.max_new_tokens, self._unique)
 
     def _next_turn(self) -> Entry:
         """Adds each entry's weight to its credit, picks the largest credit and subtracts the sum of weights from it."""
@@ -106,7 +107,7 @@ class _Line(BaseModel):
     url: str | None = Field(None, min_length=1)
     question: str = Field(min_length=1)
     pruning_rate: float | None = Field(None, ge=0, lt=1)
-    method: Literal["evs", "evs_causal", "vidcom2", "vcast", "random", "none"] | None = None
+    method: Literal["evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change", "none"] | None = None
     max_new_tokens: int | None = Field(None, ge=1)
     weight: float = Field(1.0, gt=0)
 
@@ -116,7 +117,7 @@ def read_workload(path: Path, *, on_server: bool = False) -> list[Entry]:
 
     Of JSON Lines, blank lines are skipped. Each other one is an object with `question`, at most one of `video`,
     `image` (paths relative to the file's folder) and `url`, and optionally `pruning_rate`, `method`, `max_new_tokens`
-    and `weight`, which override the run's settings.
+    and `weight`, which override the run's settings; a line with a rate or a method of its own has no threshold.
     on_server: paths are below preprocessing's --media-root.
     Raises InvalidRequest naming line, field, value and limit, and OSError if the file cannot be read.
     """

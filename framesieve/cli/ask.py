@@ -32,6 +32,7 @@ from framesieve.cli.options import (
     StartOption,
     SystemOption,
     TemperatureOption,
+    ThresholdOption,
     TimeoutOption,
     TlsCaOption,
     TlsCertOption,
@@ -46,7 +47,7 @@ from framesieve.cli.options import (
     pruning_options,
 )
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
-from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, cost_of
+from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, Usage, cost_of
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
 from framesieve.common.contract.errors import PeerContract
@@ -67,6 +68,7 @@ def ask(
     ] = None,
     pruning_rate: RateOption = None,
     method: MethodOption = None,
+    pruning_threshold: ThresholdOption = None,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     num_frames: NumFramesOption = None,
@@ -128,13 +130,15 @@ def ask(
 ) -> None:
     """Ask a question about videos and images; the completion is streamed to stdout.
 
-    Images are never pruned. All videos get the same pruning rate and method, by default the service's. In
-    Python, each video can have its own.
+    Images are never pruned. All videos get the same pruning, by default the service's. In Python, each video can have
+    its own.
 
     An argument that starts with http://, https://, file:// or data: is a URL. The preprocessing service fetches it
     if its settings allow that; file:///path is a file of its own, below --media-root.
 
     Example: framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75
+
+    Example: framesieve ask clip.mp4 "What moves?" --pruning-threshold 0.1
 
     Example: framesieve ask clip.mp4 -q "What moves?" -q "Which colour is it?"
 
@@ -144,7 +148,7 @@ def ask(
     """
     if top_logprobs is not None and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json")
-    pruning = pruning_options(pruning_rate, method)
+    pruning = pruning_options(pruning_rate, method, pruning_threshold)
     locations, questions = _media_and_questions(inputs or [], question or [])
     sampling = {"fps": fps, "max_frames": max_frames, "num_frames": num_frames, "start_s": start_s, "end_s": end_s}
     sampling |= {"allow_truncated": allow_truncated}
@@ -298,9 +302,16 @@ def _answer_json(answer: Answer) -> dict[str, Any]:
         "finish_reason": answer.reason,
         "choices": [_choice_json(choice) for choice in answer.choices],
         "request_id": answer.request_id,
-        "usage": dataclasses.asdict(answer.usage),
+        "usage": _usage_json(answer.usage),
         "timings": dataclasses.asdict(answer.timings),
     }
+
+
+def _usage_json(usage: Usage) -> dict[str, Any]:
+    told = dataclasses.asdict(usage)
+    for item, counted in zip(told["media"], usage.media, strict=True):
+        item["pruning_rate"] = counted.pruning_rate
+    return told
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from framesieve.cli.options import (
     StartOption,
     SystemOption,
     TemperatureOption,
+    ThresholdOption,
     TimeoutOption,
     TlsCaOption,
     TlsCertOption,
@@ -52,6 +53,7 @@ def chat(
     media: Annotated[list[str] | None, typer.Argument(help="Videos and images, as files or URLs.")] = None,
     pruning_rate: RateOption = None,
     method: MethodOption = None,
+    pruning_threshold: ThresholdOption = None,
     fps: FpsOption = None,
     max_frames: MaxFramesOption = None,
     max_pixels: MaxPixelsOption = None,
@@ -79,7 +81,7 @@ def chat(
 
     Example: framesieve chat clip.mp4 --pruning-rate 0.75
     """
-    pruning = pruning_options(pruning_rate, method)
+    pruning = pruning_options(pruning_rate, method, pruning_threshold)
     sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
     sampling |= {"allow_truncated": allow_truncated}
     parts = [media_part(each, on_server, max_pixels, **sampling) for each in media or []]

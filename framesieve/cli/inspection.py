@@ -29,6 +29,7 @@ from framesieve.cli.options import (
     MethodsOption,
     OnServerOption,
     PlaintextTokenOption,
+    ThresholdOption,
     TlsCaOption,
     TlsCertOption,
     TlsKeyOption,
@@ -51,7 +52,18 @@ from framesieve.common.channels import open_channel, upstream_errors
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Grid, Int32Array, MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import check_media, received_plan
-from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
+from framesieve.common.contract.retention import (
+    BEFORE_TOWER,
+    EVS,
+    EVS_CAUSAL,
+    NONE,
+    PIXEL_CHANGE,
+    RANDOM,
+    VCAST,
+    VIDCOM2,
+    Pruning,
+    named_method,
+)
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import add_chunk, buffer_for
 from framesieve.common.security.credentials import Credentials
@@ -63,8 +75,10 @@ _METHOD_NAMES = {
     VIDCOM2: "VidCom2",
     VCAST: "V-CAST",
     RANDOM: "a random choice",
+    PIXEL_CHANGE: "the change of pixels",
     NONE: "no pruning",
 }
+_RATE = 0.75
 
 _SERVICES = "Services"
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
@@ -72,8 +86,9 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 def inspect(
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
-    pruning_rate: DrawnRateOption = 0.75,
-    method: MethodsOption = [EVS],  # noqa: B006  # typer copies it
+    pruning_rate: DrawnRateOption = None,
+    method: MethodsOption = None,
+    pruning_threshold: ThresholdOption = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.", rich_help_panel=OUTPUT)
     ] = Path("kept.png"),
@@ -105,8 +120,13 @@ def inspect(
     Without --preprocessing and --encoder, this command starts both services and stops them afterwards.
 
     Example: framesieve inspect clip.mp4 --pruning-rate 0.75 --method evs --method vcast -o kept.png
+
+    Example: framesieve inspect clip.mp4 --pruning-threshold 0.1
     """
-    prunings = [pruning_of(pruning_rate, each) for each in dict.fromkeys(method)]
+    methods = method or [named_method(None, pruning_threshold)]
+    if pruning_rate is None:
+        pruning_rate = _RATE if pruning_threshold is None else 0.0
+    prunings = [pruning_of(pruning_rate, each, pruning_threshold) for each in dict.fromkeys(methods)]
     part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames, allow_truncated=allow_truncated)
     if output.suffix.lower() not in _FORMATS:
         raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
@@ -153,7 +173,7 @@ async def inspect_media(
     """
     if media.embeds is not None:
         raise InvalidRequest("cannot be drawn: they have no frames", field=f"{type(media).__name__}.embeds")
-    asked = [Said(each.rate, each.method, each.seed) for each in prunings]
+    asked = [Said(each.rate, each.method, each.seed, each.threshold) for each in prunings]
     with in_flags([Message("user", (media,))]):
         encodings = asyncio.gather(*(encode(encoder, media, said, **access) for said in asked))
         (plan, frames, repaired), found = await asyncio.gather(
@@ -202,11 +222,10 @@ async def _frames(
 
 def _draw(inspected: Inspection, name: str) -> Any:
     plan, frames = inspected.plan, inspected.frames
-    grid, kept, pruning = plan.grid, inspected.kept.size, inspected.pruning
+    grid, kept = plan.grid, inspected.kept.size
     shown = _shown(plan).replace("×", "by")  # which the font of the drawing has not
     caption = (
-        f"{_METHOD_NAMES[pruning.method]} at rate {pruning.rate:g} keeps {kept} of {grid.tokens} tokens "
-        f"({kept / grid.tokens:.1%})  ·  {shown}"
+        f"{_described(inspected.pruning)} keeps {kept} of {grid.tokens} tokens ({kept / grid.tokens:.1%})  ·  {shown}"
     )
     if plan.frames.tile_columns:
         return sliced_sheet(frames[0], np.stack(frames[1:]), plan.frames.tile_columns, name, caption)
@@ -216,6 +235,13 @@ def _draw(inspected: Inspection, name: str) -> Any:
         grid, kept_tokens = Grid(plan.slices, 1, 1), np.arange(plan.slices, dtype=np.int32)
     stacked, in_groups = np.stack(frames), bool(plan.frames.group_frames)
     return contact_sheet(stacked, grid, kept_tokens, plan.timestamps_s, name, caption, plan.slice_frames, in_groups)
+
+
+def _described(pruning: Pruning) -> str:
+    where = ", before the tower," if pruning.method in BEFORE_TOWER else ""
+    rate = f"rate {pruning.rate:g}" if pruning.rate or pruning.threshold is None else ""
+    threshold = "" if pruning.threshold is None else f"threshold {pruning.threshold:g}"
+    return f"{_METHOD_NAMES[pruning.method]}{where} at {' and '.join(filter(None, (rate, threshold)))}"
 
 
 def _has_places(plan: MediaPlan) -> bool:

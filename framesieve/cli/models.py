@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import typer
 
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.common.contract.plan import Modality
-from framesieve.common.contract.retention import AFTER_TOWER, METHODS, NONE
+from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, METHODS, NONE
 
 _BOTH = (Modality.IMAGE, Modality.VIDEO)
 _PRUNING = tuple(method for method in METHODS if method != NONE)
@@ -69,15 +70,23 @@ def models(as_json: JsonOption = False) -> None:
     Example: framesieve models --json
     """
     if as_json:
-        families = [asdict(each) | {"media": [kind.value for kind in each.media]} for each in MODEL_FAMILIES]
-        print_json({"families": families})
+        print_json({"families": [_family_json(each) for each in MODEL_FAMILIES]})
         return
     width = 2 + max(len(family.model_type) for family in MODEL_FAMILIES)
     for family in MODEL_FAMILIES:
         typer.echo(f"{family.model_type:{width}}{family.models}\n{'':{width}}{_abilities(family)}")
 
 
+def _family_json(family: ModelFamily) -> dict[str, Any]:
+    media = [kind.value for kind in family.media]
+    return asdict(family) | {"media": media, "before_tower": [each for each in family.methods if each in BEFORE_TOWER]}
+
+
 def _abilities(family: ModelFamily) -> str:
     media = " and ".join(f"{kind.value}s" for kind in family.media)
-    pruning = f"pruned by {', '.join(family.methods)}" if family.methods else ""
-    return "; ".join(filter(None, (media, pruning, f"positions {family.positions}", family.limits)))
+    pruning = [
+        f"pruned {where} the tower by {', '.join(methods)}"
+        for where, acting in (("after", AFTER_TOWER), ("before", BEFORE_TOWER))
+        if (methods := [each for each in family.methods if each in acting])
+    ]
+    return "; ".join(filter(None, (media, *pruning, f"positions {family.positions}", family.limits)))

@@ -18,7 +18,18 @@ from framesieve.client.messages import IN_PYTHON
 from framesieve.client.prompt import Image, Message, Options, Video, check_scheme, is_url
 from framesieve.client.prompt import Pruning as Said
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, path_of, steps_of
-from framesieve.common.contract.retention import EVS, EVS_CAUSAL, NONE, RANDOM, VCAST, VIDCOM2, Pruning
+from framesieve.common.contract.retention import (
+    AUTO_THRESHOLD,
+    EVS,
+    EVS_CAUSAL,
+    NONE,
+    PIXEL_CHANGE,
+    RANDOM,
+    VCAST,
+    VIDCOM2,
+    Pruning,
+    named_method,
+)
 from framesieve.common.security.tokens import read_token
 
 _MEDIA = "Media"
@@ -27,7 +38,12 @@ OUTPUT = "Output"
 _CONNECTION = "Connection"
 
 # Fields of requests that have flags of another name.
-_FLAGS = {"pruning.rate": "--pruning-rate", "pruning.method": "--method", "adapter": "--adapter"}
+_FLAGS = {
+    "pruning.rate": "--pruning-rate",
+    "pruning.method": "--method",
+    "pruning.threshold": "--pruning-threshold",
+    "adapter": "--adapter",
+}
 _REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --on-server, or as a URL"}
 _NAME_CHARACTERS = 200  # of a URL, in an error
 
@@ -36,19 +52,38 @@ RateOption = Annotated[
     float | None,
     typer.Option("--pruning-rate", help=f"{_RATE_HELP} Default: the service's.", rich_help_panel=_MEDIA),
 ]
-DrawnRateOption = Annotated[float, typer.Option("--pruning-rate", help=_RATE_HELP, rich_help_panel=_MEDIA)]
+DrawnRateOption = Annotated[
+    float | None,
+    typer.Option(
+        "--pruning-rate",
+        help=f"{_RATE_HELP} Default: 0.75, and 0 with --pruning-threshold.",
+        rich_help_panel=_MEDIA,
+    ),
+]
+THRESHOLD_HELP = (
+    "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
+    f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --method {PIXEL_CHANGE}."
+)
+ThresholdOption = Annotated[
+    float | None, typer.Option("--pruning-threshold", help=THRESHOLD_HELP, rich_help_panel=_MEDIA)
+]
 _METHOD_HELP = (
     f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of each "
     f"slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, some in "
     f"every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. {RANDOM}: a "
-    f"random choice. {NONE}: all."
+    f"random choice. {PIXEL_CHANGE}: those of each slice whose pixels changed most, chosen before the vision tower. "
+    f"{NONE}: all."
 )
 MethodOption = Annotated[
     str | None, typer.Option("--method", help=f"{_METHOD_HELP} Default: the service's.", rich_help_panel=_MEDIA)
 ]
 MethodsOption = Annotated[
-    list[str],
-    typer.Option("--method", help=f"{_METHOD_HELP} Repeat it to compare methods side by side.", rich_help_panel=_MEDIA),
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default: {EVS}.",
+        rich_help_panel=_MEDIA,
+    ),
 ]
 FpsOption = Annotated[
     float | None,
@@ -177,17 +212,17 @@ def access_of(
     return Access(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token=token, allow_plaintext_token=plaintext_token)
 
 
-def pruning_of(rate: float, method: str) -> Pruning:
-    """Raises BadParameter for an invalid rate or an unknown method."""
+def pruning_of(rate: float, method: str | None, threshold: float | None) -> Pruning:
+    """Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold."""
     with _bad_parameters():
-        return Pruning(rate, method)
+        return Pruning(rate, named_method(method, threshold), threshold=threshold)
 
 
-def pruning_options(rate: float | None, method: str | None) -> Options:
+def pruning_options(rate: float | None, method: str | None, threshold: float | None) -> Options:
     """Of a request; None: not said. Raises as `pruning_of`."""
     with _bad_parameters():
-        said = Said(rate, method)
-    return Options(pruning_rate=said.rate, pruning_method=said.method)
+        said = Said(rate, method, threshold=threshold)
+    return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
 
 
 @contextmanager

@@ -62,6 +62,9 @@ def print_cost(usage: Usage, timings: Timings) -> None:
     first_s = timings.time_to_first_token_s
     total_s = first_s + timings.generate_s
     pruned = f"{usage.prompt_tokens_full} → {usage.prompt_tokens} prompt tokens"
+    full, kept = sum(item.grid.tokens for item in usage.media), sum(item.num_kept for item in usage.media)
+    if kept < full:
+        pruned += f", kept {kept} of {full} tokens of media ({1 - kept / full:.0%} dropped)"
     spent = f"{usage.completion_tokens} tokens in {total_s:.2f} s, the first after {first_s:.2f} s"
     stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)
     for number, item in enumerate(usage.media, start=1):

@@ -31,11 +31,25 @@ TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class PruningMethod:
+    """A pruning method that a model takes.
+
+    before_tower: whether it chooses tokens before the vision tower, which then computes the kept ones alone.
+    suggested_threshold: one to begin with; None: it takes no threshold.
+    """
+
+    name: str
+    before_tower: bool
+    suggested_threshold: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """What a request may name: the checkpoint, or an adapter (`Options.adapter`).
 
     max_model_len: tokens of one sequence, the prompt after pruning and its answer.
-    pruning_rate, pruning_method: of videos for which a request names none.
+    pruning_rate, pruning_method, pruning_threshold: of videos for which a request names none.
+    pruning_methods: those that a request may name.
     """
 
     name: str
@@ -43,6 +57,8 @@ class Model:
     max_model_len: int
     pruning_rate: float
     pruning_method: str
+    pruning_threshold: float | None
+    pruning_methods: tuple[PruningMethod, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,11 @@ class MediaUsage:
     first_slice_only: bool
     missing_frames: int = 0
     dropped_frames: int = 0
+
+    @property
+    def pruning_rate(self) -> float:
+        """The share of its tokens that was dropped."""
+        return 1 - self.num_kept / self.grid.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,25 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TypeAlias, Unpack
 
-from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Model, choice_of, cost_of
+from framesieve.client.answer import (
+    Accepted,
+    Answer,
+    Delta,
+    Event,
+    Finished,
+    Model,
+    PruningMethod,
+    choice_of,
+    cost_of,
+)
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.events import event_of
 from framesieve.client.messages import generate_request, in_words_of_python
 from framesieve.client.prompt import Message, Options, PartLike, user_turn
+from framesieve.common.affinity import Affinity, media_key
 from framesieve.common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.retention import EVS
+from framesieve.common.contract.wire import pruning_of
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
@@ -36,7 +47,8 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 class FramesieveClient:
     """A connection to the generation service, for any number of concurrent questions. An async context manager.
 
-    address: host:port or unix:/path, or several replicas separated by commas, called round-robin.
+    address: host:port or unix:/path, or several replicas separated by commas. Questions about the same media go to the
+        same replica.
     access: see `Access`: FramesieveClient("gpu-1:50053", tls_ca="ca.pem", token="…").
     Raises StartupError for an unusable address, file or token, and for a token that would be sent to another machine
         unencrypted.
@@ -46,7 +58,8 @@ class FramesieveClient:
         credentials = credentials_of(access)
         self.address = address
         self._token = credentials.metadata
-        self._channel = open_channel(address, credentials)
+        self._channel = open_channel(address, credentials, by_media=True)
+        self._affinity = Affinity()
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -147,8 +160,12 @@ class FramesieveClient:
         # gRPC metadata holds printable ASCII only. Any other id is sent in the request alone; the service rejects it.
         name = request.request_id
         named = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else ()
-        with in_words_of_python(), upstream_errors("generation"):
-            sent = (*named, *metadata, *self._token)
+        with (
+            in_words_of_python(),
+            upstream_errors("generation"),
+            self._affinity.of(media_key(request.prompt)) as same_replica,
+        ):
+            sent = (*named, *metadata, *same_replica, *self._token)
             call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=sent)
             try:
                 async for response in call:
@@ -158,4 +175,20 @@ class FramesieveClient:
 
 
 def _model(told: generation_pb2.ListModelsResponse) -> Model:
-    return Model(told.name, told.adapter, told.max_model_len, told.pruning.rate, told.pruning.method or EVS)
+    pruning, methods = pruning_of(told.pruning), told.pruning_methods
+    return Model(
+        told.name,
+        told.adapter,
+        told.max_model_len,
+        pruning.rate,
+        pruning.method,
+        pruning.threshold,
+        tuple(
+            PruningMethod(
+                each.name,
+                each.before_tower,
+                each.suggested_threshold if each.HasField("suggested_threshold") else None,
+            )
+            for each in methods
+        ),
+    )

@@ -80,6 +80,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             rate=options.get("pruning_rate"),
             method=options.get("pruning_method") or "",
             seed=options.get("pruning_seed"),
+            threshold=options.get("pruning_threshold"),
         ),
         sampling=_message(
             generation_pb2.Sampling,
@@ -300,7 +301,14 @@ def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
-    return _message(prompt_pb2.Pruning, "pruning", rate=pruning.rate, method=pruning.method, seed=pruning.seed)
+    return _message(
+        prompt_pb2.Pruning,
+        "pruning",
+        rate=pruning.rate,
+        method=pruning.method,
+        seed=pruning.seed,
+        threshold=pruning.threshold,
+    )
 
 
 def _message(kind: type[M], path: str, /, **fields: Any) -> M:

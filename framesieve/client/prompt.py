@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from framesieve.client.tools import Tool, ToolCall
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS
 from framesieve.common.contract.retention import Pruning as Applied
+from framesieve.common.contract.retention import named_method
 
 _EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
@@ -118,19 +118,24 @@ class Frames:
 class Pruning:
     """How videos are pruned, as a request says it. None: not said.
 
-    What a video does not say is taken from its request, and what that does not say from the service's settings.
+    What a video does not say is taken from its request, and what that does not say from the service's settings. A
+    threshold is taken over only where neither a rate nor a method is said.
 
-    rate: the fraction of a video's tokens to drop, 0 ≤ rate < 1.
-    method: "evs", "evs_causal", "vidcom2", "vcast", "random" or "none". seed: for "random".
-    Raises InvalidRequest for a rate outside its range or an unknown method.
+    rate: the fraction of a video's tokens to drop, 0 ≤ rate < 1; with a threshold the least.
+    method: "evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change" or "none". seed: for "random".
+    threshold: the automatic rate, of "pixel_change", which it implies: tokens whose pixels changed by less are dropped,
+        0 ≤ threshold < 1 of the range of a pixel.
+    Raises InvalidRequest for a rate or threshold outside its range, an unknown method, and a threshold of another.
     """
 
     rate: float | None = None
     method: str | None = None
     seed: int | None = None
+    threshold: float | None = None
 
     def __post_init__(self) -> None:
-        Applied(self.rate or 0.0, EVS if self.method is None else self.method, self.seed)
+        method = named_method(None, self.threshold) if self.method is None else self.method
+        Applied(self.rate or 0.0, method, self.seed, self.threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ class Message:
 class Options(TypedDict, total=False):
     """Options of a request. A key that is missing or None means the default of the service or checkpoint.
 
-    pruning_rate, pruning_method, pruning_seed: of videos that do not say their own; see `Pruning`.
+    pruning_rate, pruning_method, pruning_seed, pruning_threshold: of videos that do not say their own; see `Pruning`.
     max_new_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, seed: sampling.
     stop, stop_token_ids: a completion ends before the first of these strings, or with the first of these tokens.
@@ -247,6 +252,7 @@ class Options(TypedDict, total=False):
     pruning_rate: float | None
     pruning_method: str | None
     pruning_seed: int | None
+    pruning_threshold: float | None
     max_new_tokens: int | None
     temperature: float | None
     top_p: float | None

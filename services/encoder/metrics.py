@@ -28,6 +28,11 @@ LOOKUPS = Counter(
     "Requested media items by outcome: cached (hit), being made for another request (shared), or neither (miss)",
     ["outcome"],
 )
+REUSED_SLICES = Counter(
+    f"{_PREFIX}reused_slices_total",
+    "Slices copied instead of encoded, from an equal one earlier in their item (repeated) or in another (cached)",
+    ["source"],
+)
 EVICTIONS = Counter(f"{_PREFIX}cache_evictions_total", "Media items evicted from the cache")
 CACHE_BYTES_USED = Gauge(f"{_PREFIX}cache_used_bytes", "Bytes of cached embeddings and scores")
 CACHE_BYTES = Gauge(f"{_PREFIX}cache_bytes", "--cache-bytes")
@@ -51,6 +56,8 @@ for _method in METHODS:
     TOKENS.labels(_method, "after")
 for _outcome in ("hit", "shared", "miss"):
     LOOKUPS.labels(_outcome)
+for _source in ("repeated", "cached"):
+    REUSED_SLICES.labels(_source)
 
 
 def count_item(item: MediaPlan, pruning: Pruning, kept: int) -> None:

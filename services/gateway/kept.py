@@ -15,8 +15,10 @@ from starlette.responses import JSONResponse, Response
 from framesieve.client.client import FramesieveClient, Metadata
 from framesieve.client.credentials import Access
 from framesieve.client.encoding import Encoded, encode
+from framesieve.client.messages import pruning_message
 from framesieve.client.prompt import Pruning, Text
 from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.wire import completed, pruning_of
 from framesieve.common.security.tokens import AUTHORIZATION_KEY
 from framesieve.services.gateway.chat.content import conversation
 from framesieve.services.gateway.chat.names import FieldNames
@@ -62,8 +64,9 @@ class Kept:
         if said.rate is not None and said.method is not None:
             return said
         model, *_ = await self._client.models(metadata=metadata)
-        rate = model.pruning_rate if said.rate is None else said.rate
-        return Pruning(rate, said.method or model.pruning_method, said.seed)
+        default = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
+        whole = pruning_of(completed(pruning_message(said), pruning_message(default)))
+        return Pruning(whole.rate, whole.method, whole.seed, whole.threshold)
 
 
 def _item(encoded: Encoded) -> dict[str, Any]:

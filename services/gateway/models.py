@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -62,7 +62,7 @@ class Models:
         return JSONResponse(self._object(found))
 
     def _object(self, model: Model) -> dict[str, object]:
-        """OpenAI's fields, vLLM's, and the pruning of videos for which a request names none."""
+        """OpenAI's fields, vLLM's, the pruning of videos for which a request names none, and the methods."""
         return {
             "id": model.name,
             "object": "model",
@@ -71,5 +71,10 @@ class Models:
             "root": model.name,
             "parent": self._known[0].name if model.is_adapter else None,
             "max_model_len": model.max_model_len,
-            "pruning": {"rate": model.pruning_rate, "method": model.pruning_method},
+            "pruning": {
+                "rate": model.pruning_rate,
+                "method": model.pruning_method,
+                "threshold": model.pruning_threshold,
+            },
+            "pruning_methods": [asdict(each) for each in model.pruning_methods],
         }

@@ -20,7 +20,6 @@ from framesieve.common.address import is_local
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.channels import open_channel
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.retention import Pruning
 from framesieve.common.handover import receiver_of
 from framesieve.common.process import ExitStatus, leave_cores_to_others
 from framesieve.common.serving.guards import check_ports, upstream_credentials
@@ -29,7 +28,7 @@ from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import begin, begin_method, served_names
 from framesieve.services.compute.device import device_of, name_of
 from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.families import check_pruning, check_ranks
+from framesieve.services.generation.families import FAMILIES, check_pruning, check_ranks
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.rpc.metrics import count_step, watch
@@ -53,9 +52,10 @@ async def main() -> ExitStatus:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
-    pruning = Pruning(settings.pruning_rate, settings.pruning_method)
+    pruning = settings.pruning
     check_pruning(checkpoint, pruning)
-    log.info("pruning where a request names none", rate=pruning.rate, method=pruning.method)
+    said = {"rate": pruning.rate, "method": pruning.method, "threshold": pruning.threshold}
+    log.info("pruning where a request names none", **said)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
     broken = asyncio.Event()
     break_off = partial(asyncio.get_running_loop().call_soon_threadsafe, broken.set)
@@ -64,7 +64,8 @@ async def main() -> ExitStatus:
         built = build(settings, checkpoint, workers.group if workers else None, workers)
         model = built.runner.model
         names = served_names(checkpoint, settings.served_model_name)
-        served = ServedModel.of(checkpoint, names, tokenizer, defaults, model, built.limit_tokens, pruning)
+        methods = checkpoint.pick(FAMILIES).pruning_methods
+        served = ServedModel.of(checkpoint, names, tokenizer, defaults, model, built.limit_tokens, pruning, methods)
         engine = Engine(
             built.runner,
             BlockAllocator(built.blocks, BLOCK_TOKENS),
@@ -91,7 +92,7 @@ async def main() -> ExitStatus:
             workers.failure.watch(partial(_give_up, engine, break_off))
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
-            open_channel(settings.encoder, credentials) as encoder,
+            open_channel(settings.encoder, credentials, by_media=True) as encoder,
         ):
             # On cores that both share, prefill takes from the tower what it gains, and is interrupted more often.
             in_parts = model.device.type != "cpu" or not is_local(settings.encoder)

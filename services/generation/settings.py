@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainValidator, field_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import EVS, METHODS
+from framesieve.common.contract.retention import (
+    AUTO_THRESHOLD,
+    BEFORE_TOWER,
+    EVS,
+    METHODS,
+    PIXEL_CHANGE,
+    Pruning,
+    named_method,
+)
 from framesieve.common.serving.settings import UpstreamSettings, separated
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -89,8 +97,18 @@ class GenerationSettings(UpstreamSettings):
         description="fraction of each video's tokens to drop where a request names no rate; a request may name any, 0 "
         "included",
     )
-    pruning_method: str = Field(
-        EVS, description=f"which tokens are kept where a request names no method: {', '.join(METHODS)}"
+    pruning_method: str | None = Field(
+        None,
+        description=f"which tokens are kept where a request names no method: {', '.join(METHODS)}; unset: {EVS}, or "
+        f"{PIXEL_CHANGE} with --pruning-threshold",
+    )
+    pruning_threshold: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="where a request names neither rate, method nor threshold, drop tokens whose pixels "
+        "changed by less than this share of their range and at least --pruning-rate; for methods before the tower "
+        f"({', '.join(BEFORE_TOWER)}), such as {AUTO_THRESHOLD:g}; unset: the rate alone decides",
     )
     media_buffer_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
@@ -149,8 +167,8 @@ class GenerationSettings(UpstreamSettings):
 
     @field_validator("pruning_method")
     @classmethod
-    def _known_method(cls, value: str) -> str:
-        if value not in METHODS:
+    def _known_method(cls, value: str | None) -> str | None:
+        if value is not None and value not in METHODS:
             raise ValueError(f"must be one of {', '.join(METHODS)}")
         return value
 
@@ -167,3 +185,16 @@ class GenerationSettings(UpstreamSettings):
         if twice:
             raise ValueError(f"two adapters are named {twice!r}")
         return value
+
+    @model_validator(mode="after")
+    def _threshold_of_its_method(self) -> Self:
+        method = named_method(self.pruning_method, self.pruning_threshold)
+        if self.pruning_threshold is not None and method not in BEFORE_TOWER:
+            raise ValueError(f"--pruning-threshold is for {', '.join(BEFORE_TOWER)}, the method is {method}")
+        return self
+
+    @property
+    def pruning(self) -> Pruning:
+        """Of videos for which a request names none."""
+        method = named_method(self.pruning_method, self.pruning_threshold)
+        return Pruning(self.pruning_rate, method, threshold=self.pruning_threshold)

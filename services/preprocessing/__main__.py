@@ -54,6 +54,7 @@ async def main() -> ExitStatus:
             servicer = PreprocessingServicer(
                 *(planner, fetcher, quick, slow, reading, decoding, settings.max_inline_bytes),
                 known=indexes(count_kept("index")),
+                held_bytes=settings.inflight_bytes,
             )
             register = partial(add_PreprocessingServiceServicer_to_server, servicer)
             return await serve(

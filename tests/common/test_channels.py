@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from framesieve.common.channels import ATTEMPTS, MAX_RECEIVE_BYTES, error_from_status, open_channel, upstream_errors
+from framesieve.common.channels import (
+    ATTEMPTS,
+    MAX_RECEIVE_BYTES,
+    MEDIA_KEY,
+    error_from_status,
+    open_channel,
+    upstream_errors,
+)
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
 from framesieve.common.process import free_port
 from framesieve.common.serving.probe import NO_CREDENTIALS, is_serving
@@ -71,8 +79,9 @@ async def running(*replicas: Replica) -> AsyncIterator[None]:
             await server.stop(None)
 
 
-async def ask(channel: grpc.aio.Channel, size_bytes: int = 0) -> None:
-    call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(timeout=20)
+async def ask(channel: grpc.aio.Channel, size_bytes: int = 0, key: str | None = None) -> None:
+    metadata = () if key is None else ((MEDIA_KEY, key),)
+    call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(timeout=20, metadata=metadata)
     request = EncodeRequest()
     request.prompt.prompt.messages.add().parts.add().text = "x" * size_bytes
     with upstream_errors("encoder"):
@@ -151,6 +160,62 @@ async def test_a_large_call_that_one_replica_refuses_is_retried_on_another(socke
         assert one.calls >= 1
         assert other.calls == 2
         assert other.received_bytes > 16 * 2**20
+
+
+async def asked(channel: grpc.aio.Channel, replicas: Sequence[Replica], *keys: str) -> list[int]:
+    """How many calls each replica got, of one call for each key."""
+    before = [each.calls for each in replicas]
+    for key in keys:
+        await ask(channel, key=key)
+    return [each.calls - calls for each, calls in zip(replicas, before, strict=True)]
+
+
+async def test_calls_about_the_same_media_go_to_one_replica_as_long_as_it_serves(tmp_path: Path) -> None:
+    replicas = [Replica(f"unix:{tmp_path}/{name}") for name in "abc"]
+    addresses = ",".join(each.address for each in replicas)
+    async with running(*replicas), open_channel(addresses, by_media=True) as channel:
+        home = await asked(channel, replicas, *["clip"] * CALLS)
+        assert sorted(home) == [0, 0, CALLS]
+        async with open_channel(addresses, by_media=True) as another:
+            assert await asked(another, replicas, *["clip"] * CALLS) == home
+
+        place = home.index(CALLS)
+        replica = replicas[place]
+        replica.refuses = True  # as while it drains
+        leaving = asyncio.create_task(replica.report("NOT_SERVING"))
+        await asked(channel, replicas, "clip")  # it may be refused before it is answered elsewhere
+        await leaving
+        elsewhere = await asked(channel, replicas, *["clip"] * CALLS)
+        assert sorted(elsewhere) == [0, 0, CALLS]
+        assert elsewhere[place] == 0
+
+        replica.refuses = False
+        await replica.report("SERVING")
+        async with asyncio.timeout(20):
+            while await asked(channel, replicas, "clip") != [calls // CALLS for calls in home]:
+                pass
+
+
+async def test_a_lost_replica_does_not_fail_the_calls_about_its_media(tmp_path: Path) -> None:
+    replicas = [Replica(f"unix:{tmp_path}/{name}") for name in "ab"]
+    keys = [f"clip {number}" for number in range(5 * CALLS)]
+    async with (
+        running(replicas[0]),
+        open_channel(",".join(each.address for each in replicas), by_media=True) as channel,
+    ):
+        async with running(replicas[1]):
+            assert all(await asked(channel, replicas, *keys))
+        assert await asked(channel, replicas, *keys) == [len(keys), 0]
+
+
+@pytest.mark.deep
+async def test_a_thousand_clips_are_shared_evenly_among_three_replicas(tmp_path: Path) -> None:
+    for addresses in ([f"unix:{tmp_path}/{name}" for name in "abc"], [f"127.0.0.1:{free_port()}" for _ in range(3)]):
+        replicas = [Replica(each) for each in addresses]
+        async with running(*replicas), open_channel(",".join(addresses), by_media=True) as channel:
+            shares = await asked(channel, replicas, *(secrets.token_hex(16) for _ in range(1000)))
+            print(f"calls of a thousand clips: {shares}")
+            assert max(shares) <= 1.5 * 1000 / 3
 
 
 async def test_retries_are_limited_in_number_and_by_a_budget(sockets: tuple[str, str]) -> None:

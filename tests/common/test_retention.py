@@ -23,7 +23,7 @@ def test_counts_are_exact_in_decimal_arithmetic_above_the_floor_of_each_method(
     tokens = grid.t * grid.h * grid.w
     share = Decimal(tokens) * (Decimal(10_000 - ten_thousandths) / Decimal(10_000))
     expected = max(grid.t if method in ("vidcom2", "vcast") else grid.h * grid.w, math.floor(share))
-    if method in ("evs_causal", "pixel_change"):
+    if method == "evs_causal":
         each = Decimal(grid.h * grid.w) * (Decimal(10_000 - ten_thousandths) / Decimal(10_000))
         expected = grid.h * grid.w + (grid.t - 1) * max(1, math.floor(each))
     if modality is Modality.IMAGE or method == "none":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.tensors import DType
-from framesieve.common.contract.wire import grid_message, named_media, plan_messages, tensor_chunks
+from framesieve.common.contract.wire import grid_message, int32_tensor, named_media, plan_messages, tensor_chunks
 from framesieve.common.handover import Sender, sender_to
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.encoder.tower.patches import PatchShape
@@ -142,18 +143,64 @@ def other_item(plan: PromptPlan, **changes: Any) -> PromptPlan:
 
 
 def slice_messages(
-    media_index: int, first_frame: int, frames: NDArray[np.uint8], dtype: DType = DType.UINT8
+    media_index: int,
+    first_frame: int,
+    frames: NDArray[np.uint8],
+    dtype: DType = DType.UINT8,
+    kept: Sequence[int] | None = None,
 ) -> list[PreprocessResponse]:
-    return [
+    """kept: the tokens whose squares the frames are."""
+    chunks = tensor_chunks(dtype, frames.shape, frames.data if frames.size else memoryview(b""))
+    messages = [
         PreprocessResponse(frames=FramesChunk(media_index=media_index, first_frame=first_frame, chunk=chunk))
-        for chunk in tensor_chunks(dtype, frames.shape, frames.data)
+        for chunk in chunks
     ]
+    if kept is not None:
+        messages[0].frames.kept.CopyFrom(int32_tensor(np.array(kept, np.int32)))
+    content = repr((frames.shape, kept)).encode() + frames.tobytes()
+    messages[0].frames.digest = hashlib.sha256(content).digest()
+    return messages
 
 
-def item_messages(media_index: int, media: Media, patches: PatchShape) -> list[PreprocessResponse]:
+def repeating(media_index: int, first_frame: int, repeats_frame: int, **others: Any) -> PreprocessResponse:
+    """A slice that repeats another."""
+    frames = FramesChunk(media_index=media_index, first_frame=first_frame, repeats_frame=repeats_frame, **others)
+    return PreprocessResponse(frames=frames)
+
+
+def chosen(grid: Grid, number: int, pruning: prompt_pb2.Pruning) -> list[int]:
+    """The tokens that the fake chooses of a slice: all of the first, of others a share of the rest; with a threshold
+    none of the second."""
+    if number == 0:
+        return list(range(grid.h * grid.w))
+    if pruning.HasField("threshold") and number == 1:
+        return []
+    rest = max(0, math.floor(grid.tokens * (1 - Fraction(str(pruning.rate)))) - grid.h * grid.w)
+    count = rest * number // (grid.t - 1) - rest * (number - 1) // (grid.t - 1)
+    return sorted((5 * token + number) % (grid.h * grid.w) for token in range(count))
+
+
+def squares(frames: NDArray[np.uint8], kept: Sequence[int], side: int) -> NDArray[np.uint8]:
+    """The squares of the kept tokens, one below the other: [F, H, W, 3] to [F, k · side, side, 3]."""
+    columns = frames.shape[2] // side
+    places = [(token // columns * side, token % columns * side) for token in kept]
+    empty = np.empty((len(frames), 0, side, 3), np.uint8)
+    return np.concatenate([empty, *(frames[:, y : y + side, x : x + side] for y, x in places)], axis=1)
+
+
+def item_messages(
+    media_index: int, media: Media, patches: PatchShape, pruning: prompt_pb2.Pruning | None = None
+) -> list[PreprocessResponse]:
+    """The frames of an item; with a pruning, of its chosen tokens."""
     frames, step = frames_of(media_index, media, patches), patches.temporal_patch
-    starts = range(0, len(frames), step)
-    return [message for start in starts for message in slice_messages(media_index, start, frames[start : start + step])]
+    messages = []
+    for start in range(0, len(frames), step):
+        piece, kept = frames[start : start + step], None
+        if pruning is not None:
+            kept = chosen(media.grid, start // step, pruning)
+            piece = squares(piece, kept, patches.token_px)
+        messages += slice_messages(media_index, start, piece, kept=kept)
+    return messages
 
 
 # --- the service ------------------------------------------------------------------------------------------------
@@ -197,7 +244,8 @@ class FakePreprocessing(preprocessing_pb2_grpc.PreprocessingServiceServicer):
                 index = request.select.media_index
                 self.selected.append(index)
                 self.on_select()
-                messages = self.bend_frames(item_messages(index, media[index], self.patches))
+                pruning = request.select.pruning if request.select.HasField("pruning") else None
+                messages = self.bend_frames(item_messages(index, media[index], self.patches, pruning))
                 if self.hand_over:
                     await _hand_over(messages, sender, self.hand_over)
                 for message in messages[:1]:

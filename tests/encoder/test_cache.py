@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -27,7 +28,16 @@ from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.services.encoder.tower.tower import Tower, TowerSizes
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.encoder.encoder_peers import GRID, IMAGE, Media, video
-from tests.encoder.encoder_service import SELECT_ALL, Stack, embeds_in, first_request, metric
+from tests.encoder.encoder_service import (
+    SELECT_ALL,
+    Stack,
+    embeds_in,
+    first_request,
+    kept_bytes,
+    metric,
+    running,
+    tower_embeds,
+)
 from tests.encoder.gated_tower import TIMEOUT_S, GatedTower
 
 TOWER = Tower(
@@ -80,9 +90,14 @@ def test_a_key_depends_on_everything_that_determines_the_embeddings_and_nothing_
         plan_of(1),
         image,
     ]
-    assert len({cache_key(*each) for each in product(plans, dtypes, (0, 3))}) == 6 * 2 * 2
+    chosen = [
+        None,
+        *(Pruning(rate, "pixel_change", threshold=least) for rate in (0.25, 0.5) for least in (None, 0, 0.1)),
+    ]
+    assert len({cache_key(*each) for each in product(plans, [None], dtypes, (0, 3))}) == 6 * 2 * 2
+    assert len({cache_key(plan_of(4), each, torch.float32, 0) for each in chosen}) == 7
     elsewhere = replace(plan, runs=(Run(90, plan.grid.tokens),))
-    assert cache_key(elsewhere, torch.float32, 0) == cache_key(plan, torch.float32, 0)
+    assert cache_key(elsewhere, None, torch.float32, 0) == cache_key(plan, None, torch.float32, 0)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------
@@ -254,6 +269,17 @@ async def test_a_second_request_gathers_from_the_cached_embeddings(stack: Stack,
     assert metric("cache_lookups_total", outcome="hit") == hits + 3
     assert metric("cache_used_bytes") == stack.cache.held_bytes > 0
     assert [each.WhichOneof("response") for each in responses] == ["plan", *["progress", "embeds"] * 3]
+
+
+async def test_slices_are_found_by_content_as_long_as_their_item_is_cached(tmp_path: Path, tower: Tower) -> None:
+    """Videos of equal content begin alike."""
+    async with running(tmp_path, tower, cache_bytes=kept_bytes(tower, 6 * GRID.slice_tokens)) as stack:
+        for content, slices, found in ((7, 4, 0), (7, 6, 4), (8, 6, 0), (7, 5, 0)):
+            asked, reused = video(content, Grid(slices, 2, 3)), metric("reused_slices_total", source="cached")
+            received = embeds_in(await stack.encode(first_request([asked]), SELECT_ALL))[0]
+            np.testing.assert_allclose(received.embeds, tower_embeds(tower, 0, asked), atol=1e-5)
+            assert metric("reused_slices_total", source="cached") == reused + found
+            await stack.check_idle()
 
 
 async def test_repaired_frames_are_cached(stack: Stack) -> None:

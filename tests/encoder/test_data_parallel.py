@@ -44,6 +44,7 @@ from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, 
 from framesieve.services.encoder.tower.tower import Tower
 from tests import minicpm
 from tests.encoder.encoder_service import tower_of
+from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
 
@@ -194,6 +195,17 @@ def test_groups_of_frames_are_shared_out_with_their_times(make: MakeRanks, tmp_p
     assert all(forwards_of(towers, others))
 
 
+def test_chosen_tokens_are_shared_out_with_their_places(make: MakeRanks, tiny_checkpoint: Path) -> None:
+    """Beside whole slices, in the tower with windows."""
+    tower = tower_of(tiny_checkpoint)
+    towers, others = make(3, tower)
+    whole, side_px = slices_of(tower, *[(2, 5, 4)] * 6), tower.patches.token_px
+    kept = ([0], [3, 7, 19], range(20), [18, 19], [4, 9])
+    slices = [whole[0], *(kept_frames(each, tokens, side_px) for each, tokens in zip(whole[1:], kept, strict=True))]
+    check_equal(towers.encode(slices), [tower.encode([each])[0] for each in slices])
+    assert all(forwards_of(towers, others))
+
+
 def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(tower: Tower, make: MakeRanks) -> None:
     towers, others = make(2)
     # The first costs more than two slices of half its tokens.
@@ -208,7 +220,9 @@ def test_slices_are_shared_by_cost_and_a_rank_without_a_share_is_told_nothing(to
 @pytest.mark.parametrize("largest", [Size(100, 2, 500, 100), None])
 def test_each_rank_keeps_to_the_limit_of_one_forward(tower: Tower, make: MakeRanks, largest: Size | None) -> None:
     """Of two slices, or of their eight tokens."""
-    packing = PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames), 1, 2, 4)) if largest else None
+    packing = (
+        PackingLimit(largest, lambda frames: Size(tower.patches.tokens(frames.shape), 1, 2, 4)) if largest else None
+    )
     towers, others = make(3, replace(tower, packing=packing), rank_tokens=8)
     assert towers.budget_tokens == 24
     assert towers.packing.largest == (Size(300, 6, 1500, 300) if largest else Size(24, 24, 24, 24))

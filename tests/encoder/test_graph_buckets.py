@@ -41,9 +41,9 @@ def buckets_up_to(most_tokens: int, shape: TowerShape = WINDOWED) -> list[Size]:
     return list(dict.fromkeys(chain.from_iterable(bucket_ranges(shape, most_tokens))))
 
 
-def test_buckets_double_up_to_the_most_with_many_short_slices_or_few_long_ones_and_twice_their_full_windows() -> None:
-    short = [Size(64, 8, 8, 64), Size(128, 8, 16, 128), Size(256, 8, 32, 256), Size(300, 10, 38, 256)]
-    assert bucket_ranges(WINDOWED, 300) == [short, [*short[:3], Size(300, 8, 38, 300)]]
+def test_buckets_double_up_to_the_most_with_many_short_slices_or_few_long_ones_and_four_times_their_windows() -> None:
+    short = [Size(64, 8, 16, 64), Size(128, 8, 32, 128), Size(256, 8, 64, 256), Size(300, 10, 75, 256)]
+    assert bucket_ranges(WINDOWED, 300) == [short, [*short[:3], Size(300, 8, 75, 300)]]
     assert doubling(64, 128) == (64, 128)
     assert doubling(64, 63) == (63,)
 
@@ -58,12 +58,16 @@ def test_buckets_of_slices_of_one_size_hold_whole_ones() -> None:
 def test_attention_launches_at_most_eight_times_the_blocks_that_a_full_bucket_needs(
     merge: int, most_patches: int
 ) -> None:
-    """A block per slice and 128 rows of the longest that it is told; once, a slice was as long as the bucket."""
-    shape = TowerShape(merge)
+    """A block per slice, or window, and 128 rows of the longest that it is told; once, a slice was as long as the
+    bucket. A window has 64 patches."""
+    shape = TowerShape(merge, window_side=8 // merge)
     for bucket in buckets_up_to(most_patches // merge**2, shape):
         layout = pad(lay_out([Side(merge, merge)], shape), bucket, shape)
         launched = (len(layout.ends) - 1) * math.ceil(layout.longest / 128)
         assert launched <= 8 * math.ceil(len(layout.positions) / 128)
+        assert layout.window_ends is not None
+        assert layout.longest_window <= 64
+        assert len(layout.window_ends) - 1 <= 8 * math.ceil(len(layout.positions) / 128)
 
 
 @given(length=st.integers(32, 2048), most=st.sampled_from([2048, 16384]), data=st.data())

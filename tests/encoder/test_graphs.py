@@ -20,6 +20,7 @@ from torch import Tensor
 from framesieve.services.compute.graphs import Captured
 from framesieve.services.encoder.tower.graph_buckets import Eager, Size, fitting
 from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.patches import Frames
 from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
@@ -62,7 +63,7 @@ def slices_of(sides: Sequence[tuple[int, int]], shape: FamilyUnderTest) -> list[
     return [frames_of(1, rows, columns, shape, seed) for seed, (rows, columns) in enumerate(sides)]
 
 
-def encode_in_batches(tower: Tower, slices: Sequence[Tensor]) -> list[Tensor]:
+def encode_in_batches(tower: Tower, slices: Sequence[Frames]) -> list[Tensor]:
     assert tower.packing is not None
     found: list[Tensor] = []
     while len(found) < len(slices):
@@ -113,7 +114,7 @@ def test_replays_and_their_padding_are_counted(graphed: Graphed, shape: FamilyUn
     assert [counted(name) - was for name, was in zip(names, before, strict=True)] == [2, 3 * 49, 15 + 30]
 
 
-def encode_without(graphed: Graphed, slices: Sequence[Tensor], reason: Eager) -> list[Tensor]:
+def encode_without(graphed: Graphed, slices: Sequence[Frames], reason: Eager) -> list[Tensor]:
     """Encodes slices that must not be replayed, counted with this reason only."""
     graphed.recorder.replayed.clear()
     before = {each: counted("eager_forwards", reason=each.value) for each in Eager}
@@ -130,14 +131,6 @@ def test_a_load_that_fits_no_bucket_runs_without_a_graph(
 ) -> None:
     slices = slices_of(sides, shape)
     assert_same(encode_without(graphed, slices, reason), expect(slices))
-
-
-def test_too_many_windows_run_without_a_graph(tiny_checkpoint: Path) -> None:
-    """Windows have 2 by 2 tokens: the bucket of 160 tokens holds 80, which strips one token high need."""
-    shape, graphed = FAMILIES["qwen2_5_vl"], graphed_of(load_packed(tiny_checkpoint), Recorder())
-    graphed.tower.encode(slices_of([(1, 32)] * 5, shape))
-    assert graphed.recorder.replayed[-1] == MOST_TOKENS * shape.merge**2
-    encode_without(graphed, slices_of([(1, 32)] * 3 + [(1, 31), (1, 33)], shape), Eager.WINDOWS)
 
 
 def test_slices_of_more_than_256_tokens_are_replayed_if_there_are_few(levels_checkpoint: Path) -> None:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families import load_tower
+from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_tower import encode_all, frames_of, reference_embeds
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.vision import kept_embeds, patches_of
 
 MOST = 65504.0
 Changes = dict[str, Callable[[Tensor], Tensor]]
@@ -52,7 +54,8 @@ def overflows_in_transformers(folder: Path, shape: FamilyUnderTest) -> bool:
 
 
 def check_saturates(folder: Path, family: str, shape: FamilyUnderTest) -> None:
-    """Compares with transformers' tower in float32 whose sums are clamped to float16's range."""
+    """Compares with transformers' tower in float32 whose sums are clamped to float16's range: whole slices, and one of
+    which some tokens were chosen."""
 
     def forward(block: Any, hidden: Tensor, **keywords: Any) -> Tensor:
         hidden = hidden.clamp(-MOST, MOST)
@@ -65,6 +68,11 @@ def check_saturates(folder: Path, family: str, shape: FamilyUnderTest) -> None:
         block.forward = MethodType(forward, block)
     expected = reference_embeds(reference, folder, frames_of(2, 4, 3, shape), shape)
     torch.testing.assert_close(encoded(folder, shape).float(), expected, atol=2e-2, rtol=1e-2)
+    frames, kept = frames_of(1, 4, 3, shape), [1, 2, 6, 11]
+    expected = kept_embeds(reference, patches_of(frames.numpy(), folder, shape), (4, 3), kept, shape)
+    tower = load_tower(Checkpoint(folder), "float16", torch.device("cpu"))
+    (found,) = tower.encode([kept_frames(frames, kept, shape.token_px)])
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=1e-2)
 
 
 def test_residual_sums_saturate(copy: Path, family: str, shape: FamilyUnderTest) -> None:

@@ -102,6 +102,10 @@ async def test_large_embeddings_are_sent_in_pieces_of_1_mib(stack: Stack) -> Non
         ([first_request([VIDEO]), select(-1)], "got -1"),
         ([first_request([VIDEO]), select(0), select(0)], "0 was already selected"),
         ([first_request([VIDEO], 1.0)], r"pruning\.rate .* got 1\.0"),
+        (
+            [first_request([VIDEO]), EncodeRequest(select={"all": True, "pruning": prompt_pb2.Pruning()})],
+            r"^select\.pruning is for preprocessing alone",
+        ),
     ],
 )
 async def test_a_wrong_request_is_refused_by_field(stack: Stack, requests: list[EncodeRequest], complaint: str) -> None:
@@ -123,9 +127,11 @@ async def test_a_wrong_request_is_refused_by_field(stack: Stack, requests: list[
 async def test_a_method_that_the_model_does_not_support_is_refused_before_preprocessing_is_called(
     tmp_path: Path, tower: Tower, request_: EncodeRequest, field: str
 ) -> None:
-    async with running(tmp_path, replace(tower, pruning_methods=("evs", "none"))) as stack:
+    few = replace(tower, pruning_methods=("evs", "none"), why_not_all="it has no places")
+    async with running(tmp_path, few) as stack:
         with pytest.raises(
-            errors.InvalidRequest, match=f"^{field} must be one of .*evs, none for this model, got 'random'$"
+            errors.InvalidRequest,
+            match=f"^{field} must be one of .*evs, none for this model, got 'random': it has no places$",
         ):
             await stack.encode(request_, SELECT_ALL)
         assert stack.preprocessing.prompts == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from framesieve.common.contract import errors
@@ -12,8 +13,18 @@ from framesieve.common.contract.plan import Grid
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
-from tests.encoder.encoder_peers import GRID, VIDEO, FakePreprocessing, video
-from tests.encoder.encoder_service import Stack, embeds_in, item_bytes, kept_bytes, metric, read_all, running, waiters
+from tests.encoder.encoder_peers import GRID, VIDEO, FakePreprocessing, repeating, video
+from tests.encoder.encoder_service import (
+    Stack,
+    embeds_in,
+    item_bytes,
+    kept_bytes,
+    metric,
+    read_all,
+    running,
+    tower_embeds,
+    waiters,
+)
 
 # --- sharing ----------------------------------------------------------------------------------------------------
 
@@ -153,6 +164,27 @@ async def test_after_an_error_of_the_stream_a_waiter_resumes_from_its_own(
     assert counts == sorted(counts)  # progress never decreases
     assert stack.preprocessing.selected == [0, 0]
     assert metric("batch_tokens_sum") - encoded <= GRID.tokens  # the first slice is not encoded again
+    await stack.check_served()
+
+
+async def test_slices_that_repeat_those_of_a_stream_that_failed_are_copied(stack: Stack) -> None:
+    """The first stream ends after slice 0; of the second, slices 1 and 3 repeat 0 and 2."""
+
+    def bend(messages: list[PreprocessResponse]) -> list[PreprocessResponse]:
+        stack.preprocessing.fail = None
+        return [messages[0], repeating(0, 2, 0), messages[2], repeating(0, 6, 4)]
+
+    stack.preprocessing.bend_frames = bend
+    began, other = await stack.stalled(VIDEO), stack.opened(VIDEO)
+    await waiters(2)
+    stack.preprocessing.fail = errors.Unavailable("preprocessing is draining", "preprocessing")
+    stack.preprocessing.resumed.set()
+    with pytest.raises(errors.Unavailable):
+        await read_all(began)
+    found = embeds_in(await read_all(other))[0].embeds
+    slices = tower_embeds(stack.tower, 0, VIDEO).unflatten(1, (GRID.t, -1))
+    np.testing.assert_allclose(found, slices[:, [0, 0, 2, 2]].flatten(1, 2), atol=1e-5)
+    assert stack.preprocessing.selected == [0, 0]
     await stack.check_served()
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +26,7 @@ from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES
 from framesieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import QWEN, FamilyUnderTest, load_reference
+from tests.vision import patches_of
 
 CPU = torch.device("cpu")
 Weights = dict[str, Tensor]
@@ -58,15 +58,9 @@ def frames_of(slices: int, rows: int, columns: int, shape: FamilyUnderTest, seed
 @torch.no_grad()
 def reference_embeds(tower: Any, folder: Path, video: Tensor, shape: FamilyUnderTest) -> Tensor:
     """All levels of transformers' tower, on patches as its video processor makes them, computed in float64."""
-    config = json.loads((folder / "video_preprocessor_config.json").read_text())
-    mean, std = np.array(config["image_mean"]), np.array(config["image_std"])
-    values = (video.numpy().astype(np.float64) * config.get("rescale_factor", 1 / 255) - mean) / std
-    slices, patch, merge = len(video) // shape.temporal_patch, shape.patch_px, shape.merge
-    rows, columns = video.shape[1] // patch, video.shape[2] // patch
-    parts = values.reshape(slices, shape.temporal_patch, rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    # (slice, frame, row, inner row, y, column, inner column, x, channel) by token, then within it
-    patches = parts.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(slices * rows * columns, -1)
-    return levels_of(tower(torch.from_numpy(patches).float(), grid_thw=torch.tensor([[slices, rows, columns]])))
+    slices, px = len(video) // shape.temporal_patch, shape.patch_px
+    grid = torch.tensor([[slices, video.shape[1] // px, video.shape[2] // px]])
+    return levels_of(tower(patches_of(video.numpy(), folder, shape), grid_thw=grid))
 
 
 def levels_of(output: Any) -> Tensor:

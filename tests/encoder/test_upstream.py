@@ -16,7 +16,7 @@ from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
-from tests.encoder.encoder_peers import GRID, VIDEO, brought, frames_of, other_item, slice_messages
+from tests.encoder.encoder_peers import GRID, VIDEO, brought, frames_of, other_item, repeating, slice_messages
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, read_all, select
 from tests.families import FAMILIES
 
@@ -67,6 +67,13 @@ BENT_FRAMES: dict[str, BentFrames] = {
     "another shape": lambda messages: slice_messages(0, 0, FRAMES[:, 1:].copy()),
     "another dtype": lambda messages: slice_messages(0, 0, FRAMES, DType.INT32),
     "more repaired than there are": lambda messages: [repaired(messages[0], 3), *messages[1:]],
+    "the first slice repeats one": lambda messages: [repeating(0, 0, 0), *messages[1:]],
+    "a slice repeats itself": lambda messages: [messages[0], repeating(0, 2, 2), *messages[2:]],
+    "a slice repeats one before the first": lambda messages: [messages[0], repeating(0, 2, -2), *messages[2:]],
+    "a slice repeats half of two": lambda messages: [*messages[:2], repeating(0, 4, 1), *messages[3:]],
+    "a slice that repeats another comes, too": lambda messages: [messages[0], too(messages[1]), *messages[2:]],
+    "a slice that repeats another has a digest": lambda messages: [messages[0], repeating(0, 2, 0, digest=bytes(32))],
+    "a short digest": lambda messages: [misnamed(messages[0]), *messages[1:]],
     "a second plan": lambda messages: [PreprocessResponse(plan=prompt_pb2.PromptPlan())],
 }
 
@@ -74,6 +81,17 @@ BENT_FRAMES: dict[str, BentFrames] = {
 def cut(message: PreprocessResponse) -> list[PreprocessResponse]:
     message.frames.chunk.data = message.frames.chunk.data[:-1]
     return [message]
+
+
+def too(message: PreprocessResponse) -> PreprocessResponse:
+    message.frames.repeats_frame = 0
+    message.frames.digest = b""
+    return message
+
+
+def misnamed(message: PreprocessResponse) -> PreprocessResponse:
+    message.frames.digest = bytes(31)
+    return message
 
 
 def repaired(message: PreprocessResponse, frames: int) -> PreprocessResponse:

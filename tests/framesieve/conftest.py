@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from framesieve.__main__ import app
 from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 from tests.framesieve.fake_services import FakeServices
 from tests.framesieve.stack import write_stand_ins
+from tests.served import served
 
 COMMAND = (sys.executable, "-c", "from framesieve.__main__ import app; app()")
 SIGINT_IGNORED = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
@@ -42,29 +41,15 @@ def services() -> FakeServices:
 
 @pytest.fixture
 def address(services: FakeServices, tmp_path: Path) -> Iterator[str]:
-    """The unix socket of a server with all three services: grpc.aio's, in a thread, as services are.
+    """The unix socket of a server with all three services."""
 
-    gRPC's server of threads beside grpc.aio's client in one process has ended pytest by a segmentation fault.
-    """
-    started, stop = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        server = grpc.aio.server()
+    def register(server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(services, server)
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(services, server)
         preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(services, server)
-        server.add_insecure_port(f"unix:{tmp_path}/all.sock")
-        await server.start()
-        started.set()
-        await asyncio.to_thread(stop.wait)
-        await server.stop(0)
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="fake-services")
-    thread.start()
-    assert started.wait(20)
-    yield f"unix:{tmp_path}/all.sock"
-    stop.set()
-    thread.join()
+    with served(register, f"unix:{tmp_path}/all.sock") as address:
+        yield address
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ def test_the_completion_is_printed_to_stdout_and_its_cost_to_stderr(framesieve: 
     result = framesieve("ask", clip, "What moves?", "--pruning-rate", "0.75", "--server", address)
     assert result.exit_code == 0
     assert result.stdout == "A red ball ⚽\n"
-    assert "12 → 8 prompt tokens · 2 tokens in 0.75 s, the first after 0.50 s" in result.stderr
+    prompt = "12 → 8 prompt tokens, kept 4 of 8 tokens of media (50% dropped)"
+    assert f"{prompt} · 2 tokens in 0.75 s, the first after 0.50 s" in result.stderr
     assert "3 damaged frames" in result.stderr
     assert "sees no motion" in result.stderr
     assert "completion 1" not in result.stderr
@@ -95,7 +96,7 @@ def test_json_is_one_object_with_all_completions(framesieve: Run, address: str, 
     assert (printed["usage"]["prompt_tokens_full"], printed["usage"]["completion_tokens"]) == (12, 4)
     assert printed["usage"]["media"][0] == {
         "modality": "video", "grid": {"t": 2, "h": 2, "w": 2}, "num_kept": 4,
-        "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0, "dropped_frames": 0,
+        "repaired_frames": 3, "first_slice_only": True, "missing_frames": 0, "dropped_frames": 0, "pruning_rate": 0.5,
     }  # fmt: skip
     assert printed["timings"]["decode_s"] == 0.5
 
@@ -173,6 +174,11 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(framesieve
             ("ask", "?", "--method", "magic"),
             f"--method must be one of {', '.join(METHODS)}, got 'magic'",
         ),
+        (
+            ("ask", "?", "--method", "evs", "--pruning-threshold", "0.04"),
+            "--pruning-threshold is for pixel_change, the method is evs",
+        ),
+        (("chat", "--pruning-threshold", "1"), "--pruning-threshold must be at least 0 and below 1, got 1.0"),
         (("ask", "?", "--top-logprobs", "2"), "--json"),
         (("ask", __file__), "add a question"),
         (("ask", "clip.mp4"), "add a question"),

@@ -51,6 +51,15 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
     assert "all different" in report["run"]["media"]
 
 
+def test_a_threshold_is_sent_with_the_method_that_has_it(bench: Callable[..., Result], services: FakeServices) -> None:
+    flags = ["--clients", "1", "--requests", "1", "--warmup", "0", "--pruning-threshold", "0.04"]
+    told = json.loads(bench(*flags, "--json").stdout)
+    (request,) = services.asked
+    assert (request.pruning.method, request.pruning.threshold) == ("pixel_change", 0.04)
+    assert told["by_pruning"][0]["pruning_threshold"] == 0.04
+    assert told["run"]["pruning"] == "by pixel_change, threshold 0.04"
+
+
 def test_pruning_and_sampling_flags_are_sent(bench: Callable[..., Result], services: FakeServices) -> None:
     rates = ["--pruning-rate", "0", "--pruning-rate", "0.75", "--method", "vidcom2"]
     flags = ["--clients", "1", "--requests", "2", "--warmup", "1", *rates, "--max-new-tokens", "9", "--ignore-eos"]

@@ -158,7 +158,7 @@ def test_settings_of_a_question_override_those_of_the_run() -> None:
     backend = FakeBackend([COST])
     for own, told in (({}, 64), ({"max_new_tokens": 5}, 5)):
         run(measured(backend, **own))
-        pruned = {"pruning_rate": 0.5, "pruning_method": "random"}
+        pruned = {"pruning_rate": 0.5, "pruning_method": "random", "pruning_threshold": None}
         assert backend.options == {**pruned, "timeout_s": 9.0, "max_new_tokens": told}
 
 

@@ -142,6 +142,14 @@ def test_settings_of_a_line_override_those_of_the_run() -> None:
     ]
 
 
+def test_a_line_with_a_rate_or_a_method_of_its_own_has_no_threshold() -> None:
+    automatic = Pruning(0.5, "pixel_change", threshold=0.04)
+    entries = [Entry((Text("A"),)), Entry((Text("B"),), pruning_rate=0.25), Entry((Text("C"),), method="evs")]
+    load = Workload(entries)
+    wanted = [automatic, Pruning(0.25, "pixel_change"), Pruning(0.5, "evs")]
+    assert [load.question(number, automatic).pruning for number in range(3)] == wanted
+
+
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_every_entry_has_its_share_and_a_question_depends_on_its_number_alone(weights: list[int]) -> None:

@@ -67,6 +67,23 @@ def test_the_title_of_a_url_has_no_query(
     assert titles == ["a b.mp4", "data:"]
 
 
+def test_the_sheet_of_a_threshold_says_that_it_acts_before_the_tower(
+    inspect: Callable[..., Result], services: FakeServices, clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captions: list[str] = []
+
+    def drawn(*arguments: Any) -> Any:
+        captions.append(arguments[5])
+        return contact_sheet(*arguments)
+
+    monkeypatch.setattr("framesieve.cli.inspection.contact_sheet", drawn)
+    result = inspect(clip, "--pruning-threshold", "0.125")
+    assert result.exit_code == 0, result.stderr
+    assert captions[0].startswith("the change of pixels, before the tower, at threshold 0.125 keeps 4 of 8 tokens")
+    encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
+    assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "pixel_change", 0.125)
+
+
 @pytest.mark.parametrize(
     ("method", "kept", "by_slice"),
     [("vidcom2", [4, 6, 9], [1, 2]), ("none", None, [6, 6])],  # without the field, all tokens are kept
@@ -83,7 +100,7 @@ def test_json_counts_tokens_by_slice(
     printed = json.loads(inspect(clip, "--method", method, "--pruning-rate", "0.75", "--json").stdout)
     assert printed["kept_tokens_by_slice"] == by_slice
     assert (printed["tokens"], printed["kept_tokens"], printed["repaired_frames"]) == (12, sum(by_slice), 2)
-    assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None}
+    assert printed["pruning"] == {"rate": 0.75, "method": method, "seed": None, "threshold": None}
 
 
 def test_an_image_in_slices_is_drawn_as_its_source_and_slices(

@@ -22,4 +22,10 @@ def test_models_prints_each_family_and_what_it_can_do(framesieve: Callable[..., 
     assert line.strip() == "images; positions one-dimensional; no videos; no float16 tower"
     assert by_type["internvl"][0]["media"] == ["image", "video"]
     assert "evs" in by_type["internvl"][0]["methods"]
-    assert by_type["internvl"][1].strip().startswith("images and videos; pruned by evs")
+    assert by_type["internvl"][1].strip().startswith("images and videos; pruned after the tower by evs")
+    before = {
+        name: (each["before_tower"], "before the tower by pixel_change" in line)
+        for name, (each, line) in by_type.items()
+    }
+    assert before["qwen2_5_vl"] == (["pixel_change"], True)
+    assert before["internvl"] == ([], False)

@@ -109,21 +109,32 @@ def _disordered(requests: tuple[bytes, ...], random_: random.Random) -> tuple[by
 
 def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Random) -> list[Message]:
     """All requests of a valid call."""
+    media_ = [(part.WhichOneof("content"), part) for message in prompt.messages for part in message.parts]
+    media_ = [(kind, part) for kind, part in media_ if kind != "text"]
     pruning = prompt_pb2.Pruning(
         rate=random_.choice((0, 0.5, 0.75)), method=random_.choice(("evs", "evs_causal", "vidcom2", "vcast", "random"))
     )
+    chosen = prompt_pb2.Pruning(
+        rate=random_.choice((0, 0.5, 0.75)), method="pixel_change", threshold=random_.choice((None, None, 0, 0.05))
+    )
+    if random_.random() < 0.5 and not any(part.video.HasField("embeds") for _, part in media_):
+        pruning = chosen
     if service == "generation":
         sampling = Sampling(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=20, seed=7, stop=["\n\n"], n=1)
         sampling.stop_token_ids.append(1)
         sampling.logprobs, sampling.top_logprobs, sampling.repetition_penalty = True, 2, 1.1
         return [GenerateRequest(prompt=prompt, pruning=pruning, sampling=sampling)]
-    items = sum(part.WhichOneof("content") != "text" for message in prompt.messages for part in message.parts)
+    items = len(media_)
     selects = [prompt_pb2.Select(media_index=index) for index in random_.sample(range(items), items)]
     if random_.random() < 0.5:
         selects = [prompt_pb2.Select(all=True)]
     if service == "encoder":
         first = EncodeRequest(prompt=EncodePrompt(prompt=prompt, pruning=pruning))
         return [first, *(EncodeRequest(select=select) for select in selects)]
+    for select in [each for each in selects if not each.all]:
+        kind, part = media_[select.media_index]
+        if kind == "video" and not part.video.HasField("embeds") and random_.random() < 0.5:
+            select.pruning.CopyFrom(chosen)
     return [PreprocessRequest(prompt=prompt), *(PreprocessRequest(select=select) for select in selects)]
 
 

@@ -71,7 +71,9 @@ async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress
     return [event async for event in session.receive(range(len(session.plan.media)), clock)]
 
 
-async def ask(client: MediaClient, plan: PromptPlan = PLAN, **call: Any) -> list[Progress | MediaItem]:
+async def ask(
+    client: MediaClient, plan: PromptPlan = PLAN, pruning: prompt_pb2.Pruning = PRUNING, **call: Any
+) -> list[Progress | MediaItem]:
     clock = StageClock()
-    async with client.open(prompt_message(plan), PRUNING, clock, **call) as session:
+    async with client.open(prompt_message(plan), pruning, clock, **call) as session:
         return await receive_all(session, clock)

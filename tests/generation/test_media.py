@@ -256,6 +256,55 @@ async def test_messages_that_contradict_the_plan_end_the_call_and_release_its_by
         assert room.held_bytes == 0
 
 
+# Of 12 tokens at most 9.
+BOUNDED = prompt_pb2.Pruning(rate=0.25, method="pixel_change", threshold=0.1)
+UNLIMITED = prompt_pb2.Pruning(method="pixel_change", threshold=0.1)
+
+
+def rows(count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.arange(6 * count, dtype=np.float32).reshape(1, count, 6)
+
+
+@pytest.mark.parametrize(
+    ("pruning", "kept"), [(BOUNDED, [0, 2, 7]), (BOUNDED, [*range(6), 6, 7, 8]), (UNLIMITED, [4]), (UNLIMITED, None)]
+)
+async def test_a_threshold_may_keep_fewer_tokens_than_the_bound(
+    tmp_path: Path, pruning: prompt_pb2.Pruning, kept: list[int] | None
+) -> None:
+    sent = rows(12 if kept is None else len(kept))
+    messages = embeds_messages(0, sent, kept, piece_bytes=64) + embeds_messages(1, IMAGE_EMBEDS, None, piece_bytes=64)
+    most = (9 if pruning.rate else 12) + 4
+    async with client_of(tmp_path, Encoder(PLAN, messages), buffer_bytes=most * 6 * 4) as (client, room):
+        video, _ = [each for each in await ask(client, pruning=pruning) if isinstance(each, MediaItem)]
+        assert room.held_bytes == 0
+    assert (None if video.kept is None else video.kept.tolist()) == kept
+    assert video.embeds.tolist() == sent.tolist()
+
+
+@pytest.mark.parametrize(
+    ("pruning", "kept", "sent", "message"),
+    [
+        (BOUNDED, range(10), rows(10), "at most 9"),
+        (BOUNDED, [], rows(1), "at most 9"),
+        (BOUNDED, None, rows(12), "if and only if"),
+        (BOUNDED, None, rows(9), "if and only if"),
+        (BOUNDED, [0, 2, 7], rows(9), r"expected .* \[1, 3, 6\], got .* \[1, 9, 6\]"),
+        (BOUNDED, [0, 2, 7], rows(2), r"expected .* \[1, 3, 6\], got .* \[1, 2, 6\]"),
+        (BOUNDED, [0, 2, 12], rows(3), "below 12"),
+        (BOUNDED, [0, 2, 2], rows(3), "increase strictly"),
+        (UNLIMITED, range(12), rows(12), "at most 11"),
+    ],
+)
+async def test_tokens_that_exceed_the_bound_or_do_not_match_their_embeddings_are_a_violation(
+    tmp_path: Path, pruning: prompt_pb2.Pruning, kept: Any, sent: Any, message: str
+) -> None:
+    messages = embeds_messages(0, sent, kept, piece_bytes=64)
+    async with client_of(tmp_path, Encoder(PLAN, messages), buffer_bytes=16 * 6 * 4) as (client, room):
+        with pytest.raises(errors.PeerContract, match=message):
+            await ask(client, pruning=pruning)
+        assert room.held_bytes == 0
+
+
 async def test_an_item_that_was_not_selected_is_a_violation(tmp_path: Path) -> None:
     async with client_of(tmp_path, Encoder(PLAN, items()[2:])) as (client, _):
         clock = StageClock()

@@ -56,20 +56,25 @@ def test_gathering_in_any_order_gives_the_sequence_of_the_formulas(data: st.Data
             order = np.random.default_rng(number).permutation(parts[-1].tokens)
             kept.append(sorted(order[: parts[-1].num_kept].tolist()))
     parts.append(Text((7,)))
+    most, bounded = [len(each) for each in kept], [data.draw(st.booleans()) for _ in kept]
+    kept = [
+        each[: data.draw(st.integers(1, len(each)))] if some else each for each, some in zip(kept, bounded, strict=True)
+    ]
     expected = expected_sequence(parts, kept, PAD_ID)
-    state = PrunedPrompt(make_plan(parts), [len(each) for each in kept])
-    assert state.tokens == len(expected.ids)
-    assert state.delta == expected.delta
+    state = PrunedPrompt(make_plan(parts), most, bounded=bounded)
+    assert state.tokens == len(expected.ids) + sum(most) - sum(len(each) for each in kept)
     arrived: set[int] = set()
     for index in data.draw(st.permutations(range(len(kept)))):
         first_missing = min(set(range(len(kept))) - arrived)
-        assert state.ready == before[first_missing]
+        dropped = sum(most[each] - len(kept[each]) for each in range(first_missing))
+        assert state.ready == before[first_missing] - dropped
         assert state.ids[: state.ready].tolist() == expected.ids[: state.ready]
         state.deliver(index, np.array(kept[index], np.int32), 1 + index)
         arrived.add(index)
     assert state.complete
-    assert state.ids.tolist() == expected.ids
-    assert state.positions.T.tolist() == [list(place) for place in expected.positions]
+    assert (state.tokens, state.delta) == (len(expected.ids), expected.delta)
+    assert state.ids[: state.tokens].tolist() == expected.ids
+    assert state.positions[:, : state.tokens].T.tolist() == [list(place) for place in expected.positions]
 
 
 @given(st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -13,7 +14,9 @@ from structlog.testing import capture_logs
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import Pruning
 from framesieve.services.compute.device import device_of
+from framesieve.services.generation.families import check_pruning
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
 from framesieve.services.generation.startup.build import StepLimits, build, step_limits
@@ -30,6 +33,18 @@ def test_steps_too_small_for_the_sequences_that_decode_are_refused(tiny_checkpoi
     settings = GenerationSettings.load(["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "--device", "cpu"])
     with pytest.raises(StartupError, match="--max-num-batched-tokens 8 is below --max-num-seqs 9"):
         build(settings, Checkpoint(tiny_checkpoint))
+
+
+def test_a_default_threshold_needs_a_method_before_the_tower_and_a_model_that_takes_it(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    flags = ["--pruning-rate", "0.5", "--pruning-threshold", "0.04"]
+    assert GenerationSettings.load(flags).pruning == Pruning(0.5, "pixel_change", threshold=0.04)
+    with pytest.raises(StartupError, match=r"--pruning-threshold is for pixel_change, the method is vcast"):
+        GenerationSettings.load([*flags, "--pruning-method", "vcast"])
+    words = "pixel_change at --pruning-rate 0.5 and --pruning-threshold 0.04: must be one of evs, .* reads whole frames"
+    with pytest.raises(StartupError, match=words):
+        check_pruning(Checkpoint(checkpoints("llava_onevision")), GenerationSettings.load(flags).pruning)
 
 
 @pytest.mark.parametrize(

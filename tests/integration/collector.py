@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,6 +19,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+from tests.served import served
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Collector(TraceServiceServicer):
     sent: bytes = b""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
+    async def Export(
+        self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> ExportTraceServiceResponse:
         with self._lock:
             self.sent += request.SerializeToString()
             for resource in request.resource_spans:
@@ -70,14 +74,10 @@ class Collector(TraceServiceServicer):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
-    add_TraceServiceServicer_to_server(collector, server)
-    collector.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
+    collector = Collector()
+    with served(partial(add_TraceServiceServicer_to_server, collector)) as address:
+        collector.address = f"http://{address}"
         yield collector
-    finally:
-        server.stop(grace=None).wait()
 
 
 def _values(attributes: Any) -> dict[str, Any]:

@@ -24,18 +24,19 @@ from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from tests.families import FamilyUnderTest
+from tests.vision import patches_of
 
 NEW_TOKENS = 8
 # Below this distance of the two best logits, either token is right.
 CLEAR_MARGIN = 2e-4
 
 
-async def model_inputs(
-    preprocessing: str, parts: Sequence[Part], question: str, family: FamilyUnderTest, folder: Path, config: Any
-) -> dict[str, Tensor]:
-    """The inputs that transformers' processor makes of the ids and frames of that service."""
+async def plan_and_frames(
+    preprocessing: str, prompt: prompt_pb2.Prompt
+) -> tuple[PromptPlan, defaultdict[int, bytearray]]:
+    """The plan of a prompt, and the frames of each item, whole."""
     requests = [
-        PreprocessRequest(prompt=generate_request([user_turn(list(parts), question)], {}).prompt),
+        PreprocessRequest(prompt=prompt),
         PreprocessRequest(select=prompt_pb2.Select(all=True)),
     ]
     receiver, plan, frames = PlanReceiver(), None, defaultdict[int, bytearray](bytearray)
@@ -46,6 +47,15 @@ async def model_inputs(
             else:
                 frames[response.frames.media_index] += response.frames.chunk.data
     assert plan is not None
+    return plan, frames
+
+
+async def model_inputs(
+    preprocessing: str, parts: Sequence[Part], question: str, family: FamilyUnderTest, folder: Path, config: Any
+) -> dict[str, Tensor]:
+    """The inputs that transformers' processor makes of the ids and frames of that service."""
+    prompt = generate_request([user_turn(list(parts), question)], {}).prompt
+    plan, frames = await plan_and_frames(preprocessing, prompt)
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)
@@ -65,7 +75,12 @@ async def model_inputs(
         if items:
             sizes = [(item.frames.count, *item.frames.size_px, 3) for _, item in items]
             shown = [frames[index] for index, _ in items]
-            inputs[pixels] = torch.cat([_patches(*each, folder, family) for each in zip(shown, sizes, strict=True)])
+            inputs[pixels] = torch.cat(
+                [
+                    patches_of(np.frombuffer(data, np.uint8).reshape(size), folder, family)
+                    for data, size in zip(shown, sizes, strict=True)
+                ]
+            )
             sides = [(item.grid.t, item.grid.h * family.merge, item.grid.w * family.merge) for _, item in items]
             inputs[grids] = torch.tensor(sides)
     steps = [float(item.seconds_per_grid) for item in plan.media if item.seconds_per_grid]
@@ -122,20 +137,6 @@ def _images(
         place[:, : shape[0], : shape[1]] = torch.from_numpy(values).permute(2, 0, 1)
     sizes = {"image_sizes": torch.tensor(shapes)[:, :2]} if config.vision_config.model_type == "pixtral" else {}
     return {"pixel_values": pixels, **sizes}
-
-
-def _patches(data: bytearray, shape: Sequence[int], folder: Path, family: FamilyUnderTest) -> Tensor:
-    """Frames [F, H, W, 3] as patches of transformers' video processor, float32 [patches, values]."""
-    px, merge, deep = family.patch_px, family.merge, family.temporal_patch
-    frames = np.frombuffer(data, np.uint8).reshape(shape)
-    frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % deep, 0)])
-    settings = json.loads((folder / "video_preprocessor_config.json").read_text())
-    mean, std = np.array(settings["image_mean"]), np.array(settings["image_std"])
-    values = ((frames / 255 - mean) / std).transpose(0, 3, 1, 2)
-    rows, columns = values.shape[2] // px // merge, values.shape[3] // px // merge
-    cut = values.reshape(-1, deep, 3, rows, merge, px, columns, merge, px)
-    patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * deep * px**2)
-    return torch.from_numpy(patches).float()
 
 
 def check_answer(answer: Answer, model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from framesieve.common.contract.plan import Modality
 from tests import media
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
+from tests.integration.before_tower import answered, asking, encoded, expect
 from tests.integration.conftest import running
 from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_answer, model_inputs
 
@@ -133,6 +134,15 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
                 addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config
             )
             pad_id = reference.config.image_token_id if name == "internvl" else reference.config.video_token_id
+            with pytest.raises(
+                InvalidRequest, match="got 'pixel_change': the vision tower of this model reads whole"
+            ) as e:
+                await client.ask(video, QUESTION, pruning_threshold=0.04)
+            assert e.value.field == "pruning.method"
+            (model,) = await client.models()
+            methods = [each.name for each in model.pruning_methods if not each.before_tower]
+            assert methods == ["evs", "evs_causal", "vidcom2", "vcast", "random", "none"]
+            assert len(model.pruning_methods) == len(methods)
             for method in ("evs", "evs_causal", "vidcom2", "vcast", "random"):
                 pruning = Pruning(0.5, method)
                 pruned = await client.ask(replace(video, pruning=pruning), QUESTION, **GREEDY)
@@ -226,3 +236,29 @@ async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
     assert one.token_ids == other.token_ids
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     assert [item.num_kept for item in one.usage.media] == [item.num_kept for item in other.usage.media]
+
+
+# --- tokens chosen before the tower -------------------------------------------------------------------------------
+
+CHOICES = [(0.5, None), (0.75, None), (0.9, None), (0.5, 0.1), (0.0, 0.3)]
+# 27 frames: the last slice has one.
+ODD = media.clip(27, fps=8, width=160, height=96, seed=5)
+
+
+async def test_the_law_holds_where_tokens_are_chosen_before_the_tower(served: Served) -> None:
+    """All choices of two clips at once, and again, when the prompts are cached."""
+    reference, family = load_reference(served.family, served.folder), FAMILIES[served.family]
+    videos = (Video(data=ODD, fps=8), Video(data=SHORT, fps=4))
+    asked = [asking(video, QUESTION, *choice, NEW_TOKENS) for video in videos for choice in CHOICES]
+    addresses = served.addresses
+    expected = [await expect(addresses["preprocessing"], each, reference, family, served.folder) for each in asked]
+    assert len({len(each.kept) for each in expected}) > 5, "choices that are equal prove little"
+    for again in (False, True):
+        answers = await asyncio.gather(*(answered(addresses["generation"], each) for each in asked))
+        for each, answer in zip(expected, answers, strict=True):
+            each.check(answer, reference)
+            assert not again or answer.cached_tokens > answer.prompt_tokens // 2
+    for request, each in zip(asked, expected, strict=True):
+        kept, embeds = await encoded(addresses["encoder"], request)
+        assert kept == each.kept
+        np.testing.assert_allclose(embeds, each.embeds, atol=1e-5)

@@ -140,6 +140,7 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     assert param(part, media_io_kwargs={"video": {"fps": 2000.0}}) == "media_io_kwargs.video.fps"
     assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"
     assert param(part, pruning={"rate": 0.5, "seed": 2**64}) == "pruning.seed"
+    assert param(part | {"pruning": {"threshold": 1.0}}) == f"{own}.pruning.threshold"
     pictures = data_url("video/jpeg", media.picture(64, 48), b"none")
     assert param({"type": "video_url", "video_url": {"url": pictures}}) == f"{own}.video_url.url"
     assert param({"type": "input_video", "input_video": "data:video/mp4;base64,AAAA"}) == f"{own}.input_video"
@@ -192,6 +193,7 @@ REFUSED = [
     ),
     ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
     ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
+    ({"pruning": {"threshold": 0.5, "method": "evs"}}, 400, "pruning.threshold", "is for pixel_change"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
     ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system'"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id", "must be set"),

@@ -17,7 +17,7 @@ from framesieve import FramesieveClient, Pruning
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
-from framesieve.common.contract.retention import METHODS, NONE
+from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.gateway import Gateway, gateway
@@ -135,7 +135,7 @@ def test_two_answers_begin_with_the_clip_encoded_and_are_laid_out_alike(page: Pa
         for article in page.locator("article").all():
             tops = article.locator("dt").evaluate_all("(names) => names.map((one) => one.getBoundingClientRect().top)")
             assert len({round(top) for top in tops}) in (1, len(tops))
-        middles = [middle(page.locator(place)) for place in ("#compare", ".check")]
+        middles = [middle(page.locator(place)) for place in ("#compare", ".check:has(#compare)")]
         assert middles[0] == pytest.approx(middles[1], abs=1)
 
 
@@ -145,15 +145,32 @@ def middle(place: Locator) -> float:
     return box["y"] + box["height"] / 2
 
 
-def by_grpc(stack: LocalStack, rate: float) -> tuple[Encoded, Usage]:
+def by_grpc(stack: LocalStack, rate: float, threshold: float | None = None) -> tuple[Encoded, Usage]:
     async def asked() -> tuple[Encoded, Usage]:
-        (encoded,) = await encode(stack.addresses["encoder"], CLIP, Pruning(rate))
+        (encoded,) = await encode(stack.addresses["encoder"], CLIP, Pruning(rate, threshold=threshold))
         async with FramesieveClient(stack.address) as client:
-            answer = await client.ask(CLIP, "What moves?", pruning_rate=rate, max_new_tokens=1)
+            options = {"pruning_rate": rate, "pruning_threshold": threshold, "max_new_tokens": 1}
+            answer = await client.ask(CLIP, "What moves?", **options)  # type: ignore[arg-type]
         return encoded, answer.usage
 
     with ThreadPoolExecutor(1) as thread:  # Playwright's event loop runs in this one
         return thread.submit(asyncio.run, asked()).result()
+
+
+def test_an_automatic_rate_is_told_with_the_answer(page: Page, stack: LocalStack) -> None:
+    drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
+    page.get_by_label("Automatic").check()
+    expect(page.get_by_label("Pruning rate")).to_be_disabled()
+    page.get_by_label("Compare with another rate").check()
+    ask(page, "What moves?")
+    _, article = finished(page, 2)
+    encoded, usage = by_grpc(stack, 0.0, AUTO_THRESHOLD)
+    (item,) = usage.media
+    dropped = f"{100 * (item.grid.tokens - item.num_kept) / item.grid.tokens:.0f} %"
+    assert encoded.kept.size == item.num_kept < item.grid.tokens
+    expect(article.get_by_role("heading")).to_have_text(f"Pruned automatically, by {dropped}")
+    kept = f"{item.num_kept} of {item.grid.tokens} visual tokens kept, the others ({dropped}) are dimmed."
+    expect(article.locator(".kept figcaption")).to_have_text(kept)
 
 
 def test_the_methods_are_those_of_the_contract(page: Page) -> None:

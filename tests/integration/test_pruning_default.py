@@ -73,5 +73,5 @@ async def test_the_services_pruning_is_told_with_its_models_and_in_its_log(prune
         (model,) = await client.models()
     assert (model.pruning_rate, model.pruning_method) == (RATE, METHOD)
     (told,) = httpx.get(f"{pruned.url}/v1/models", trust_env=False).json()["data"]
-    assert told["pruning"] == {"rate": RATE, "method": METHOD}
+    assert told["pruning"] == {"rate": RATE, "method": METHOD, "threshold": None}
     assert f'"rate": {RATE}, "method": "{METHOD}"' in pruned.log("generation")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from concurrent import futures
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import metric_in
 from tests.integration.gateway import Gateway, data_url, gateway
 from tests.scripted import LOOK
+from tests.served import served
 
 CLIP, PICTURE = media.clip(8, fps=4), media.picture(60, 90)
 CLIP_URL, PICTURE_URL = data_url("video/mp4", CLIP), data_url("image/png", PICTURE)
@@ -301,10 +302,10 @@ class Played(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self) -> None:
         self.asked = generation_pb2.GenerateRequest()
 
-    def ListModels(self, request: Any, context: Any) -> Iterator[Any]:
+    async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
         yield generation_pb2.ListModelsResponse(name="scripted", max_model_len=100)
 
-    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.asked = request
         usage = generation_pb2.Usage(prompt_tokens_full=9, prompt_tokens=9, completion_tokens=5)
         told, last = request.prompt.messages[-1].parts[-1].text, generation_pb2.FINISH_REASON_TOOL_CALLS
@@ -319,7 +320,7 @@ class Played(generation_pb2_grpc.GenerationServiceServicer):
         for index, (_, _, arguments) in enumerate(() if told == "at once" else CALLS):
             yield delta(tool_calls=[begun[index]], token_ids=[3])
             if told == "fail":
-                context.abort(grpc.StatusCode.UNAVAILABLE, "generation is draining")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "generation is draining")
             for piece in (arguments[:8], arguments[8:]):
                 if told == "cut off" and piece == CALLS[1][2][8:]:
                     last = generation_pb2.FINISH_REASON_LENGTH
@@ -342,13 +343,9 @@ def played() -> Played:
 @pytest.fixture(scope="module")
 def calling(played: Played, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("scripted")
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(played, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with gateway(f"127.0.0.1:{port}", folder) as started:
+    register = partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, played)
+    with served(register) as address, gateway(address, folder) as started:
         yield started
-    server.stop(None)
 
 
 def call_item(place: int, status: str = "completed") -> dict[str, Any]:

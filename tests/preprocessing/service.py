@@ -165,12 +165,15 @@ async def frames_of(call: Any, plan: PromptPlan) -> tuple[dict[int, np.ndarray[A
         item = plan.media[chunk.media_index]
         held = received.setdefault(chunk.media_index, [])
         count = 1 if item.modality is Modality.IMAGE else 2
+        repaired += chunk.repaired_frames
+        if chunk.HasField("repeats_frame"):
+            held.append(held[chunk.repeats_frame // count])
+            continue
         if buffer is None:
             assert chunk.first_frame == count * len(held)
             shape = (count, *item.frames.size_px, 3)
             buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
         add_chunk(buffer, chunk.chunk)
-        repaired += chunk.repaired_frames
         if buffer.complete:
             held.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
             buffer = None

@@ -27,6 +27,7 @@ from framesieve.services.preprocessing.video.packets import read_packets
 from framesieve.services.preprocessing.video.slices import Slice
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from tests import media
 from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import B_FRAMES, clip, sound, transformers_indices, without_packets
@@ -141,6 +142,23 @@ async def test_repaired_frames_are_reported_with_their_slice(stub: Any) -> None:
     assert np.array_equal(frames[0][10], frames[0][9])
 
 
+async def test_a_slice_that_repeats_an_earlier_one_is_announced_instead_of_sent(stub: Any) -> None:
+    shown = [(1, 1), (2, 2), (2, 2), (1, 1), (1, 2)]
+    pictures = [media.picture(56, 56, seed) for pair in shown for seed in pair]
+    frames = prompt_pb2.PictureFrames(pictures=pictures, timestamps_s=range(len(pictures)))
+    image = prompt_pb2.Part(image=prompt_pb2.Media(data=pictures[0]))
+    call = await asked(stub, prompt_of(video(frames=frames), image))
+    await plan_of(call)
+    sent = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        sent.append(response.frames)
+    repeats = [each.repeats_frame if each.HasField("repeats_frame") else None for each in sent]
+    assert repeats == [None, None, 2, 0, None, None]
+    assert [each.HasField("chunk") for each in sent] == [each is None for each in repeats]
+    assert [len(each.digest) for each in sent] == [32, 32, 0, 0, 32, 0]
+    assert len({each.digest for each in sent}) == 4
+
+
 async def test_only_the_first_chunk_of_a_plan_or_slice_has_its_ages_and_repairs() -> None:
     ids = np.zeros(200_000, np.int32)
     plan = PromptPlan(ids, np.tile(ids, (3, 1)), (), 0, bytes(32))
@@ -245,6 +263,7 @@ FPS_0 = video(CLIP, frame_sampling={"fps": 0.0})
             [prompt_of(video(data_bytes=9)), *file_pieces(bytes(10), 10)],
             "a file piece of 1 to 9 bytes, got 10",
         ),
+        ([prompt_of(video(data_bytes=9)), PreprocessRequest(file={})], "a file piece of 1 to 9 bytes, got 0"),
         ([prompt_of(video(CLIP)), *file_pieces(b"x", 1)], "must be a select"),
         ([prompt_of(FPS_0)], r"video.frame_sampling.fps must be above 0 and at most 1000, got 0.0"),
     ],

@@ -4,6 +4,9 @@
             being made  ─▶ wait; begin a delivery if this one ends early ──▲                      │
             cached      ─▶ gathered at once ◀─────────────────────────────────────────────────────┘
 
+Slices are found by content, too: a new entry copies those that a cached one has, so that parts of one film share what
+they show. Entries share no memory.
+
 An entry belongs to the requested items that wait for it; when the last one leaves an unfinished entry, its delivery is
 abandoned. Cached entries that nothing reads are evicted, least recently used first. Nothing waits for an eviction, so
 cached entries cannot block a request. It knows no gRPC and no prompts.
@@ -16,13 +19,14 @@ import struct
 from collections import OrderedDict
 
 import torch
+from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_digest
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache_entry import CacheEntry, num_encoded
+from framesieve.services.encoder.items.cache_entry import CacheEntry, SliceKey, num_encoded
 from framesieve.services.encoder.metrics import EVICTIONS, LOOKUPS
 from framesieve.services.encoder.tower.tower import Tower
 
@@ -42,6 +46,7 @@ class EmbedsCache:
         self._entries: dict[bytes, CacheEntry] = {}
         self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # cached and not read, least recently used first
         self._idle_bytes = 0
+        self._slices: dict[SliceKey, tuple[CacheEntry, int]] = {}  # of cached entries, the latest with such a slice
 
     def join(self, plan: MediaPlan, chosen: Pruning | None = None) -> CacheEntry:
         """The item's entry, with the caller as a waiter until `leave`.
@@ -81,7 +86,13 @@ class EmbedsCache:
     def _new_entry(self, key: bytes | None, plan: MediaPlan, chosen: Pruning | None = None) -> CacheEntry:
         # Embeddings that a prompt brings are named by their content; those of two forwards differ in rounding.
         encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
-        return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes, chosen)
+        return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes, chosen, self._find)
+
+    def _find(self, key: SliceKey) -> Tensor | None:
+        if key not in self._slices:
+            return None
+        entry, index = self._slices[key]
+        return entry.slice_embeds(index)
 
     def _joined(self, entry: CacheEntry) -> CacheEntry:
         if entry in self._idle:
@@ -94,7 +105,7 @@ class EmbedsCache:
     def _cache(self, entry: CacheEntry) -> bool:
         """Caches a complete entry, evicting idle ones; False, with nothing evicted, if it cannot fit."""
         read_bytes = self.held_bytes - self._idle_bytes
-        if entry.key is None or not entry.complete or read_bytes + entry.size_bytes > self.size_bytes:
+        if not entry.cacheable or read_bytes + entry.size_bytes > self.size_bytes:
             return False
         while self.held_bytes + entry.size_bytes > self.size_bytes:
             oldest, _ = self._idle.popitem(last=False)
@@ -103,6 +114,7 @@ class EmbedsCache:
             self._drop(oldest)
             EVICTIONS.inc()
         entry.cached = True
+        self._slices |= {key: (entry, index) for index, key in enumerate(entry.keys) if key}
         self.held_bytes += entry.size_bytes
         entry.release_reservation()
         return True
@@ -110,6 +122,9 @@ class EmbedsCache:
     def _drop(self, entry: CacheEntry) -> None:
         if entry.key is not None and self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
+        for key in entry.keys:
+            if key in self._slices and self._slices[key][0] is entry:
+                del self._slices[key]
         entry.close()
 
 

@@ -2,21 +2,24 @@
 
     reserve ──▶ add_slice × t ────▶ complete ──▶ close
     (bytes)     (queued for the     (all slices    (bytes released,
-                 tower, in order)    encoded)       queued slices cancelled)
+                 tower, in order;    encoded)       queued slices cancelled)
+                 or copied)
           └───▶ fill ──────────────▲
                 (embeddings that came with the prompt)
 
-It knows neither gRPC nor where frames come from. It belongs to one event loop.
+The tower sees each slice by itself, so a slice that repeats an earlier one of its item, or that a cached entry has, is
+copied. It knows neither gRPC nor where frames come from. It belongs to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,17 +27,22 @@ from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import PeerContract, Unavailable
-from framesieve.common.contract.plan import Int32Array, MediaPlan
+from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
 from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
+from framesieve.services.encoder.metrics import REUSED_SLICES
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
 from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames
 from framesieve.services.encoder.tower.tower import Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2
+
+# All that determines the embeddings of a slice, in one tower: the digest of its frames and kept tokens, the rows and
+# columns of its grid, and the numbers of the frames' times where the tower takes them.
+SliceKey: TypeAlias = tuple[bytes, int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +51,18 @@ class FrameSlice:
 
     index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
     monotonic clock. kept: which of its tokens are there, one below the other, int32 [k], increasing; None: all of it.
+    digest: of frames and kept; empty: not known. repeats: the index of an earlier slice of the item, of which it has
+    the frames and the kept tokens; its own frames are then None.
     """
 
     index: int
-    frames: TensorBuffer
+    frames: TensorBuffer | None
     repaired_frames: int
     decoded_ns: int
     resized_ns: int
     kept: Int32Array | None = None
+    digest: bytes = b""
+    repeats: int | None = None
 
 
 @dataclass(slots=True)
@@ -104,6 +116,7 @@ class CacheEntry:
     chosen: how its tokens are chosen before the tower: it then has embeddings of these alone. None: of all tokens.
     key: its cache key; None: the entry is never found by others and never cached.
     encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
+    keys: those of the slices that are decoded; None: a slice that is not found by others.
     waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
     delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
     failure: why it will never be complete. The counts of slices never decrease.
@@ -119,9 +132,14 @@ class CacheEntry:
         batcher: Batcher,
         encoding_bytes: ByteSemaphore,
         chosen: Pruning | None = None,
+        find: Callable[[SliceKey], Tensor | None] = lambda key: None,
     ) -> None:
+        """find: the embeddings of an equal slice, (1 + levels, its tokens, D), if the cache has one."""
         self.chosen = chosen
+        self._find = find
         self._kept: list[Int32Array] = []
+        self._rows: list[slice] = []  # where the embeddings of each decoded slice are
+        self.keys: list[SliceKey | None] = []
         self.tokens = num_encoded(plan, chosen)  # at most, until it is complete
         self.key = key
         self.encoding = encoding
@@ -149,7 +167,7 @@ class CacheEntry:
         self._stored: set[int] = set()
         self._arranged = False
         self._closing = threading.Lock()  # held while the buffer is replaced
-        self._slices: list[asyncio.Future[ForwardTimes]] = []
+        self._slices: dict[int, asyncio.Future[ForwardTimes]] = {}
         self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._slice_load))
         self._changed = asyncio.Event()
 
@@ -176,6 +194,10 @@ class CacheEntry:
         assert self.complete
         return self._buffer
 
+    def slice_embeds(self, index: int) -> Tensor:
+        """(1 + levels, tokens, D) of a slice of a complete entry."""
+        return self.embeds[:, self._rows[index]]
+
     @property
     def kept(self) -> Int32Array | None:
         """The tokens that `embeds` has, int32 (tokens,), increasing; None: all."""
@@ -192,9 +214,7 @@ class CacheEntry:
 
     def rows_before(self, slice_: int) -> int:
         """How many tokens are encoded of the slices before one of the first `ready_slices`, or before their end."""
-        if self.chosen is None:
-            return slice_ * self._arrangement.slice_tokens
-        return sum(each.size for each in self._kept[:slice_])
+        return self._rows[slice_ - 1].stop if slice_ else 0
 
     def part(self, start: int, end: int) -> tuple[Tensor, Int32Array | None]:
         """Embeddings (1 + levels, n, D) of slices [start, end) that are ready, and the tokens that they have of the
@@ -209,6 +229,16 @@ class CacheEntry:
     @property
     def complete(self) -> bool:
         return self.failure is None and self.encoded_slices == self.plan.slices
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether the cache may keep it: it is complete, and its memory is what `size_bytes` says."""
+        return self.key is not None and self.complete and not self._oversized
+
+    @property
+    def _oversized(self) -> bool:
+        """Whether it has memory for tokens that were not chosen."""
+        return self._buffer is not None and self.chosen is not None and self._buffer.shape[1] > self.tokens
 
     @property
     def decoded(self) -> bool:
@@ -256,7 +286,8 @@ class CacheEntry:
             raise
 
     async def add_slice(self, piece: FrameSlice) -> None:
-        """Queues the next slice for the tower; waits while enough slices of this entry are queued.
+        """Queues the next slice for the tower; waits while enough slices of this entry are queued. Copies it instead,
+        if it is an equal one.
 
         Slices that it has are skipped: every delivery starts at slice 0.
         Raises Unavailable, and fails the entry, once the tower accepts no more slices; PeerContract for slices of more
@@ -265,22 +296,51 @@ class CacheEntry:
         if piece.index < self.decoded_slices:
             return
         assert piece.index == self.decoded_slices
-        start = piece.index * self._arrangement.slice_tokens if piece.kept is None else self._choose(piece.kept)
+        kept = self._kept_in(piece)
+        start = piece.index * self._arrangement.slice_tokens if kept is None else self._choose(kept)
+        tokens = self._arrangement.slice_tokens if kept is None else kept.size
+        self._rows.append(slice(start, start + tokens))
+        self.keys.append(self._key_of(piece))
         self.repaired_frames += piece.repaired_frames
         self.times.decoded_ns, self.times.resized_ns = piece.decoded_ns, piece.resized_ns
         self.decoded_slices += 1
         self.queued_ns = self.queued_ns or monotonic_ns()
-        if piece.kept is not None and not piece.kept.size:
+        if not tokens:
             self._count_encoded(piece.index)
             return
         self.notify()
+        if self._buffer is None or self.failure is not None:  # closed or failed while it was sent
+            return
+        key, target = self.keys[piece.index], self._buffer[:, self._rows[piece.index]]
+        if piece.repeats is not None:
+            REUSED_SLICES.labels("repeated").inc()
+            source = self._buffer[:, self._rows[piece.repeats]]
+            self._await_slice(piece.index, self._copied(source, target, self._slices[piece.repeats]))
+        elif key and (cached := self._find(key)) is not None:
+            REUSED_SLICES.labels("cached").inc()
+            self._await_slice(piece.index, self._copied(cached, target))
+        else:
+            await self._queue(piece, target)
+
+    async def _copied(
+        self, source: Tensor, target: Tensor, made: asyncio.Future[ForwardTimes] | None = None
+    ) -> ForwardTimes:
+        """Copies embeddings, once they are made."""
+        if made is not None:
+            await asyncio.wait([made])
+            made.result()
+        begun_ns = monotonic_ns()
+        with self.batcher.ending_on_device_errors():
+            await asyncio.to_thread(_copy, source, target)
+        return ForwardTimes(begun_ns, monotonic_ns())
+
+    async def _queue(self, piece: FrameSlice, target: Tensor) -> None:
         await self._ahead.acquire()
         if self._buffer is None or self.failure is not None:  # closed or failed while it waited
             self._ahead.release()
             return
+        assert piece.frames is not None
         pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
-        tokens = self._arrangement.slice_tokens if piece.kept is None else piece.kept.size
-        target = self._buffer[:, start : start + tokens]
         frames = self._frames(piece, pixels)
         try:
             load = self._tower.patches.load(pixels.shape)
@@ -290,13 +350,37 @@ class CacheEntry:
             self.fail(error)
             raise
         encoded = asyncio.wrap_future(submitted)
-        encoded.add_done_callback(partial(self._slice_done, piece.index))
-        self._slices.append(encoded)
+        encoded.add_done_callback(lambda _: self._ahead.release())
+        self._await_slice(piece.index, encoded)
+
+    def _await_slice(self, index: int, times: Awaitable[ForwardTimes]) -> None:
+        encoded = asyncio.ensure_future(times)
+        encoded.add_done_callback(partial(self._slice_done, index))
+        self._slices[index] = encoded
+
+    def _kept_in(self, piece: FrameSlice) -> Int32Array | None:
+        """The kept tokens of a slice, int32 [k]; None: all."""
+        if piece.repeats is None or not self.chosen:
+            return piece.kept
+        return self._kept[piece.repeats] - np.int32(piece.repeats * self.plan.grid.slice_tokens)
+
+    def _key_of(self, piece: FrameSlice) -> SliceKey | None:
+        """The key of a slice; None for an image's, whose tiles may be arranged, and where the digest is not known."""
+        if piece.repeats is not None:
+            return self.keys[piece.repeats]
+        if not piece.digest or self.plan.modality is Modality.IMAGE:
+            return None
+        return piece.digest, self.plan.grid.h, self.plan.grid.w, self._times_of(piece.index)
+
+    def _times_of(self, index: int) -> tuple[int, ...]:
+        """The numbers of the times of a slice's frames; empty if the tower takes none."""
+        first = index * self.plan.slice_frames
+        return self._arrangement.times[first : first + self.plan.slice_frames]
 
     def _choose(self, kept: Int32Array) -> int:
         """Notes the chosen tokens of the next slice, and returns where their embeddings begin."""
         assert self.chosen is not None
-        plan, start = self.plan, sum(each.size for each in self._kept)
+        plan, start = self.plan, self._rows[-1].stop if self._rows else 0
         self._kept.append(kept + self.decoded_slices * plan.grid.slice_tokens)
         chosen, last = start + kept.size, len(self._kept) == plan.slices
         if chosen > self.tokens or (last and (chosen == 0 or (self.chosen.threshold is None and chosen < self.tokens))):
@@ -310,14 +394,14 @@ class CacheEntry:
         """What the tower is given of a slice. pixels: uint8 (F, H, W, 3)."""
         if piece.kept is not None:
             return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(piece.kept.tolist()))
-        first = piece.index * self.plan.slice_frames
-        times = self._arrangement.times[first : first + len(pixels)]
+        times = self._times_of(piece.index)
         return TimedFrames(pixels, times) if times else pixels
 
     def trim(self) -> None:
         """Gives back the memory of a complete entry that was reserved for tokens that were not chosen."""
         with self._closing:
-            if self._buffer is not None and self.chosen and self._buffer.shape[1] > self.tokens:
+            if self._oversized:
+                assert self._buffer is not None
                 self._buffer = self._buffer[:, : self.tokens].clone()
 
     async def fill(self, embeds: Tensor) -> None:
@@ -338,8 +422,8 @@ class CacheEntry:
 
     def close(self) -> None:
         """Removes its slices from the tower's queue and frees buffer and bytes; may be called twice."""
-        slices, self._slices = self._slices, []
-        for encoded in slices:
+        slices, self._slices = self._slices, {}
+        for encoded in slices.values():
             encoded.cancel()
         with self._closing:
             self._buffer = None
@@ -360,7 +444,6 @@ class CacheEntry:
                     self._buffer = arranged
 
     def _slice_done(self, index: int, encoded: asyncio.Future[ForwardTimes]) -> None:
-        self._ahead.release()
         if encoded.cancelled():
             return
         if error := encoded.exception():

@@ -124,10 +124,12 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         started: asyncio.Queue[Item | None] = asyncio.Queue()
 
         async def select(group: asyncio.TaskGroup) -> None:
-            async for index, selection in selections:
+            async for index, selected in selections:
+                if selected.HasField("pruning"):
+                    raise InvalidRequest("is for preprocessing alone", field="select.pruning")
                 shares, pruning = responses.sender is not None, prunings[index]
                 media, outputs = plan.media[index], self._output_bytes
-                item = Item(index, media, pruning, self._cache, outputs, shares, selection.parts)
+                item = Item(index, media, pruning, self._cache, outputs, shares, selected.parts)
                 items.append(item)
                 await item.start(stream, brought.pop(index).tensor if index in brought else None)
                 started.put_nowait(item)

@@ -28,8 +28,11 @@ BLOCKS_PER_FULL_ONE = 8
 # equal slices of a tile or more fits into a bucket of as many tokens. Longer slices run without a graph: their forwards
 # keep a device busy for longer than the host needs to launch them.
 LONGEST_TILES = (8, 64)
-# Edges of slices cut windows short, so a bucket holds so many times the windows that its tokens would fill.
-WINDOWS_PER_FULL_ONE = 2
+# A bucket holds so many times the windows that its tokens would fill. Edges of slices cut windows short, and where a
+# method before the tower keeps a quarter of the tokens, spread over all windows, these have a quarter of their tokens.
+# Layers with windows, of a tile or less each, then launch as many blocks as those of full attention, which have
+# BLOCKS_PER_FULL_ONE for each tile (windows of Qwen2.5-VL fill half a tile). Sparser slices fill a bucket by windows.
+WINDOWS_PER_FULL_ONE = 4
 
 
 @dataclass(frozen=True, slots=True)

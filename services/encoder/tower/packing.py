@@ -166,7 +166,8 @@ def size_of(side: Side, shape: TowerShape) -> Size:
 
 def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
     """The layout of slices packed end to end. sides: of at least one slice."""
-    laid = [_laid_side(side, shape) for side in sides for _ in side.times]
+    each_side = [_laid_side(side, shape) for side in sides]
+    laid = [each for each, side in zip(each_side, sides, strict=True) for _ in side.times]
     order, window_ends, longest_window = None, None, 0
     if shape.window_side:
         starts = np.cumsum([0, *(each.tokens for each in laid[:-1])])
@@ -175,7 +176,7 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         window_ends, longest_window = _ends(lengths), int(lengths.max())
     patches = [each.patches for each in laid]
     ends, token_rows = _ends(patches), None
-    slices = [_laid_side(side, shape).patches * len(side.times) for side in sides]
+    slices = [each.patches * len(side.times) for each, side in zip(each_side, sides, strict=True)]
     if shape.dropped:
         token_rows = np.concatenate([np.arange(a + shape.dropped, b) for a, b in pairwise(ends)])
     return PackedLayout(

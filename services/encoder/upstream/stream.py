@@ -21,9 +21,9 @@ import numpy as np
 
 from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
-from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan
+from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import received_plan
-from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from framesieve.common.handover import Receiver
 from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, FrameSlice
@@ -173,31 +173,25 @@ class PreprocessStream:
 
     async def _read_slice(self, delivery: Delivery, start: int, chunk: FramesChunk | None) -> FrameSlice:
         """The slice that starts at frame `start`. chunk: its first message."""
-        media_index, item = delivery.media_index, delivery.entry.plan
+        item = delivery.entry.plan
         frames = min(item.slice_frames, item.frames.count - start)
-        buffer: TensorBuffer | None = None
-        kept: Int32Array | None = None
-        repaired = decoded_ns = resized_ns = 0
-        while buffer is None or not buffer.complete:
-            if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
-                came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
-                raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")
-            if buffer is None:
-                take = self._receiver.take if self._receiver else None
-                kept = _kept(chunk, item) if delivery.entry.chosen else None
-                side = item.frames.size_px[0] // item.grid.h
-                size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
-                shape = (frames, *size_px, 3)
-                buffer = buffer_for(chunk.chunk, [DType.UINT8], shape, take)
-                repaired, heard_ns = chunk.repaired_frames, monotonic_ns()
-                decoded_ns = from_ago_s(chunk.decoded_ago_s, heard_ns)
-                resized_ns = from_ago_s(chunk.resized_ago_s, heard_ns)
-            add_chunk(buffer, chunk.chunk)
-            if not buffer.complete:
-                chunk = await self._read_frames()
+        first = _expected(delivery, start, chunk)
+        repaired, heard_ns = first.repaired_frames, monotonic_ns()
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
-        return FrameSlice(start // item.slice_frames, buffer, repaired, decoded_ns, resized_ns, kept)
+        made = (repaired, from_ago_s(first.decoded_ago_s, heard_ns), from_ago_s(first.resized_ago_s, heard_ns))
+        index = start // item.slice_frames
+        if first.HasField("repeats_frame"):
+            return FrameSlice(index, None, *made, repeats=_repeated(first, item))
+        kept = _kept(first, item, chosen=delivery.entry.chosen is not None)
+        side = item.frames.size_px[0] // item.grid.h
+        size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
+        take = self._receiver.take if self._receiver else None
+        buffer = buffer_for(first.chunk, [DType.UINT8], (frames, *size_px, 3), take)
+        add_chunk(buffer, first.chunk)
+        while not buffer.complete:
+            add_chunk(buffer, _expected(delivery, start, await self._read_frames()).chunk)
+        return FrameSlice(index, buffer, *made, kept, _digest(first))
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read_message()
@@ -222,11 +216,46 @@ class PreprocessStream:
             self._receiver.close()
 
 
-def _kept(first: FramesChunk, item: MediaPlan) -> Int32Array:
-    """The chosen tokens of a slice, int32 [k], in its first message."""
+def _expected(delivery: Delivery, start: int, chunk: FramesChunk | None) -> FramesChunk:
+    """A message, if it is of the slice that starts at frame `start`."""
+    media_index, item = delivery.media_index, delivery.entry.plan
+    if chunk is None or (chunk.media_index, chunk.first_frame) != (media_index, start):
+        came = "nothing" if chunk is None else f"frame {chunk.first_frame} of media {chunk.media_index}"
+        raise PeerContract(f"expected frame {start} of {item.frames.count} of media {media_index}, got {came}")
+    return chunk
+
+
+def _repeated(first: FramesChunk, item: MediaPlan) -> int:
+    """The index of the slice that a slice repeats, in its only message."""
+    index, rest = divmod(first.repeats_frame, item.slice_frames)
+    earlier = 0 <= first.repeats_frame < first.first_frame and not rest
+    whole = first.first_frame + item.slice_frames <= item.frames.count
+    repeatable = item.modality is Modality.VIDEO and not item.frames.group_frames
+    sent = first.HasField("chunk") or first.HasField("kept") or first.digest
+    if not (repeatable and earlier and whole) or sent:
+        place = f"frame {first.first_frame} of media {first.media_index}"
+        raise PeerContract(f"the slice at {place} was sent, or cannot repeat frame {first.repeats_frame}")
+    return index
+
+
+def _digest(first: FramesChunk) -> bytes:
+    """The digest of a slice, in its first message; empty if it has none."""
+    if len(first.digest) not in (0, DIGEST_BYTES):
+        raise PeerContract(f"the digest of a slice has {DIGEST_BYTES} bytes, got {len(first.digest)}")
+    return first.digest
+
+
+def _kept(first: FramesChunk, item: MediaPlan, chosen: bool) -> Int32Array | None:
+    """The chosen tokens of a slice, int32 [k], in its first message; None for a slice that is whole.
+
+    chosen: whether tokens were to be chosen.
+    """
+    if first.HasField("kept") != chosen:
+        raise PeerContract(f"media {first.media_index}: `kept` must be sent if and only if tokens were to be chosen")
+    if not chosen:
+        return None
     kept, tokens = int32_array(first.kept), item.grid.slice_tokens
-    ordered = kept.ndim == 1 and (not kept.size or (kept[0] >= 0 and kept[-1] < tokens and (np.diff(kept) > 0).all()))
-    if not first.HasField("kept") or not ordered:
+    if kept.ndim != 1 or (kept.size and (kept[0] < 0 or kept[-1] >= tokens or (np.diff(kept) <= 0).any())):
         raise PeerContract(
             f"a slice of media {first.media_index} must say which of its {tokens} tokens are sent, in increasing order"
         )

@@ -119,6 +119,7 @@ def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
                 "modality": item.modality.value,
                 "grid": {"t": item.grid.t, "h": item.grid.h, "w": item.grid.w},
                 "kept_tokens": item.num_kept,
+                "pruning_rate": item.pruning_rate,
                 "repaired_frames": item.repaired_frames,
                 "missing_frames": item.missing_frames,
                 "dropped_frames": item.dropped_frames,

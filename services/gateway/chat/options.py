@@ -52,7 +52,12 @@ def pruning_of(request: MediaOptions) -> Options:
     if request.pruning is None:
         return Options()
     pruning = request.pruning.parsed()
-    return Options(pruning_rate=pruning.rate, pruning_method=pruning.method, pruning_seed=pruning.seed)
+    return Options(
+        pruning_rate=pruning.rate,
+        pruning_method=pruning.method,
+        pruning_seed=pruning.seed,
+        pruning_threshold=pruning.threshold,
+    )
 
 
 def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:

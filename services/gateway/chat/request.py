@@ -35,10 +35,11 @@ class Pruning(Strict):
     rate: float | None = None
     method: str | None = None
     seed: int | None = None
+    threshold: float | None = None
 
     def parsed(self) -> Said:
-        """Raises InvalidRequest for a rate outside its range or an unknown method."""
-        return Said(self.rate, self.method, self.seed)
+        """Raises InvalidRequest as the client's."""
+        return Said(self.rate, self.method, self.seed, self.threshold)
 
 
 class FrameChoice(Strict):

@@ -14,6 +14,7 @@ const ms = (seconds) => Math.round(seconds * 1000);
 
 let clip = null; // {name, isVideo, url: a data URL}
 let running = null; // AbortController of the question
+let automatic = null; // {name, suggested_threshold} of the method that has a threshold
 
 // The clip
 
@@ -66,6 +67,9 @@ for (const slider of [byId("rate"), byId("other-rate")]) {
   show();
 }
 byId("compare").addEventListener("change", () => { byId("other").hidden = !byId("compare").checked; });
+byId("automatic").addEventListener("change", () => {
+  for (const id of ["rate", "method"]) byId(id).disabled = byId("automatic").checked;
+});
 byId("stop").addEventListener("click", () => running.abort());
 byId("ask").addEventListener("submit", async (event) => {
   event.preventDefault();
@@ -75,15 +79,19 @@ byId("ask").addEventListener("submit", async (event) => {
     byId("file").focus();
     return;
   }
-  const rates = byId("compare").checked ? ["other-rate", "rate"] : ["rate"];
+  const method = byId("method").value;
+  const prunings = [byId("automatic").checked
+    ? { rate: 0, method: automatic.name, threshold: automatic.suggested_threshold }
+    : { rate: Number(byId("rate").value), method }];
+  if (byId("compare").checked) prunings.unshift({ rate: Number(byId("other-rate").value), method });
   running = new AbortController();
   byId("send").disabled = true;
   byId("stop").hidden = false;
   byId("answers").replaceChildren();
   byId("note").textContent = "";
   try {
-    if (rates.length > 1) await encode(running.signal);
-    for (const id of rates) await ask(Number(byId(id).value), running.signal);
+    if (prunings.length > 1) await encode(prunings, running.signal);
+    for (const pruning of prunings) await ask(pruning, running.signal);
   } catch (error) {
     if (error.name !== "AbortError") showError(error);
   } finally {
@@ -106,30 +114,36 @@ function showError(error) {
 
 // Puts the clip into the encoder's cache, so that the first of two answers does not pay for both. The question comes
 // before the clip, so that neither answer finds this prompt in the cache of generation.
-async function encode(signal) {
+async function encode([, pruning], signal) {
+  if (byId("before-tower").querySelector(`[value=${pruning.method}]`)) {
+    byId("note").textContent = "Each answer decodes and encodes the clip for itself: the tower computes only the tokens that are kept.";
+    return;
+  }
   byId("note").textContent = "The clip is decoded and encoded before both answers, which costs the same at every rate.";
-  const { messages: [{ content: [media, question] }], ...request } = requestAt(Number(byId("rate").value));
+  const { messages: [{ content: [media, question] }], ...request } = requestWith(pruning);
   const turned = { role: "user", content: [question, media] };
   await post("v1/chat/completions", { ...request, messages: [turned], max_completion_tokens: 1 }, signal);
 }
 
-function requestAt(rate) {
+function requestWith(pruning) {
   const media = { type: clip.isVideo ? "video_url" : "image_url" };
   media[media.type] = { url: clip.url };
   const content = [media, { type: "text", text: byId("question").value }];
   return {
     messages: [{ role: "user", content }],
-    pruning: { rate, method: byId("method").value },
+    pruning,
     max_completion_tokens: Number(byId("longest").value),
   };
 }
 
-async function ask(rate, signal) {
+async function ask(pruning, signal) {
   const article = byId("answer").content.cloneNode(true).firstElementChild;
-  article.querySelector("h2").textContent = rate ? `Pruned by ${percent(rate)}` : "Not pruned";
+  const isAutomatic = pruning.threshold !== undefined;
+  const heading = article.querySelector("h2");
+  heading.textContent = isAutomatic ? "Pruned automatically" : pruning.rate ? `Pruned by ${percent(pruning.rate)}` : "Not pruned";
   byId("answers").append(article);
   const text = article.querySelector(".text");
-  const request = requestAt(rate);
+  const request = requestWith(pruning);
   try {
     const answer = await post("v1/chat/completions", { ...request, stream: true, stream_options: { include_usage: true } }, signal);
     for await (const chunk of events(answer)) {
@@ -137,7 +151,10 @@ async function ask(rate, signal) {
       const choice = chunk.choices[0];
       text.append(choice?.delta.content ?? "");
       if (choice?.finish_reason === "length") text.append(" […]");
-      if (chunk.usage) drawCost(article, chunk.usage);
+      if (!chunk.usage) continue;
+      drawCost(article, chunk.usage);
+      const [came] = chunk.usage.framesieve.media;
+      if (isAutomatic) heading.textContent += `, by ${percent(came.pruning_rate)}`;
     }
     if (clip.isVideo) await drawKept(article, request, signal);
   } catch (error) {
@@ -217,7 +234,8 @@ async function drawKept(article, request, signal) {
   for (const token of kept) isKept[token] = 1;
   const figure = article.querySelector(".kept");
   const drawn = Math.min(t, MAX_SLICES_DRAWN);
-  figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept, the others are dimmed.`
+  figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept, the others `
+    + `(${percent(1 - kept.length / (t * h * w))}) are dimmed.`
     + (drawn < t ? ` The first ${drawn} of ${t} slices are shown.` : "");
   figure.hidden = false;
   const video = await opened(clip.url);
@@ -261,6 +279,11 @@ function seek(video, timeS) {
 
 fetch("page/demo.mp4", { method: "HEAD" }).then((answer) => { byId("demo").hidden = !answer.ok; });
 fetch("v1/models").then((answer) => answer.json()).then((told) => {
-  byId("model").textContent = told.data ? `Model: ${told.data[0].id}` : "";
   byId("access").open = Boolean(told.error);
+  if (!told.data) return;
+  const [{ id, pruning_methods: methods }] = told.data;
+  byId("model").textContent = `Model: ${id}`;
+  for (const option of byId("method").options) option.disabled = !methods.some(({ name }) => name === option.value);
+  automatic = methods.find((method) => method.suggested_threshold !== null) ?? null;
+  byId("automatic").parentElement.hidden = !automatic;
 }).catch(() => { byId("question-error").textContent = "The server cannot be reached."; });

@@ -48,8 +48,9 @@ def check_pruning(checkpoint: Checkpoint, pruning: Pruning) -> None:
     """Raises StartupError if the encoder would refuse every request whose videos are pruned so."""
     family = checkpoint.pick(FAMILIES)
     if pruning.drops and pruning.method not in family.pruning_methods:
+        threshold = "" if pruning.threshold is None else f" and --pruning-threshold {pruning.threshold:g}"
         raise StartupError(
-            f"--pruning-method {pruning.method} at --pruning-rate {pruning.rate:g}: must be one of "
+            f"--pruning-method {pruning.method} at --pruning-rate {pruning.rate:g}{threshold}: must be one of "
             f"{', '.join(family.pruning_methods)} for this model: {family.why_not_all}"
         )
 

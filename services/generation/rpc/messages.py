@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Int32Array, Modality, PromptPlan
 from framesieve.common.contract.requests import check_tools
-from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.retention import AUTO_THRESHOLD, BEFORE_TOWER, EVS, Pruning
 from framesieve.common.contract.wire import grid_message, modality_message
 from framesieve.services.generation.request.request import Delta, FinishReason
 from framesieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
@@ -112,6 +112,12 @@ def note_item(usage: generation_pb2.Usage, index: int, kept: Int32Array | None, 
     count = item.grid.t * item.grid.h * item.grid.w if kept is None else kept.size
     usage.prompt_tokens -= item.num_kept - count
     item.num_kept, item.repaired_frames = count, repaired_frames
+
+
+def method_message(name: str) -> generation_pb2.PruningMethod:
+    before_tower = name in BEFORE_TOWER
+    threshold = AUTO_THRESHOLD if before_tower else None
+    return generation_pb2.PruningMethod(name=name, before_tower=before_tower, suggested_threshold=threshold)
 
 
 def accepted_response(request_id: str, usage: generation_pb2.Usage) -> generation_pb2.GenerateResponse:

@@ -33,7 +33,7 @@ class ServedModel:
     adapters: those that requests may name.
     compact: see `PrunedPrompt`.
     reads_calls: whether it writes tool calls in the form that `CallReader` reads.
-    pruning: of videos for which a request names none.
+    pruning: of videos for which a request names none. pruning_methods: those that a request may name.
     """
 
     names: Sequence[str]
@@ -46,6 +46,7 @@ class ServedModel:
     compact: bool
     reads_calls: bool
     pruning: Pruning
+    pruning_methods: Sequence[str]
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class ServedModel:
         model: LanguageModel,
         limit_tokens: int,
         pruning: Pruning,
+        pruning_methods: Sequence[str],
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
         context_tokens = model.context_tokens if model.position_axes == 1 and not model.compact else None
@@ -78,6 +80,7 @@ class ServedModel:
             model.compact,
             writes_calls(chat_templates(checkpoint)),
             pruning,
+            pruning_methods,
         )
 
     def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:

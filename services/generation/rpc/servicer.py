@@ -23,7 +23,13 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.messages import accepted_response, note_item, sampling_request, usage_message
+from framesieve.services.generation.rpc.messages import (
+    accepted_response,
+    method_message,
+    note_item,
+    sampling_request,
+    usage_message,
+)
 from framesieve.services.generation.rpc.metrics import count_prompt
 from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.rpc.served_model import ServedModel
@@ -58,12 +64,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.ListModelsResponse]:
-        max_model_len, pruning = self._model.limit.tokens, pruning_message(self._model.pruning)
-        for name in self._model.names:
-            yield generation_pb2.ListModelsResponse(name=name, max_model_len=max_model_len, pruning=pruning)
-        for name in self._model.adapters.names:
+        names = [(name, False) for name in self._model.names]
+        names += [(name, True) for name in self._model.adapters.names]
+        for name, is_adapter in names:
             yield generation_pb2.ListModelsResponse(
-                name=name, adapter=True, max_model_len=max_model_len, pruning=pruning
+                name=name,
+                adapter=is_adapter,
+                max_model_len=self._model.limit.tokens,
+                pruning=pruning_message(self._model.pruning),
+                pruning_methods=map(method_message, self._model.pruning_methods),
             )
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:

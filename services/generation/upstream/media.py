@@ -13,10 +13,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
 
 import grpc
 
+from framesieve.common.affinity import Affinity, Metadata, media_key
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
@@ -66,24 +66,34 @@ class MediaClient:
         self._in_parts = in_parts
         self._preprocessing_retries = Retries("preprocessing")
         self._encoder_retries = Retries("encoder")
+        self._encoder_affinity = Affinity()
 
     @asynccontextmanager
     async def open(
-        self, prompt: prompt_pb2.Prompt, pruning: prompt_pb2.Pruning, clock: StageClock, **call: Any
+        self,
+        prompt: prompt_pb2.Prompt,
+        pruning: prompt_pb2.Pruning,
+        clock: StageClock,
+        timeout: float | None = None,
+        metadata: Metadata = (),
     ) -> AsyncIterator[MediaSession]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive.
-        call: timeout and metadata of the upstream call.
+        timeout, metadata: of the upstream call.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
         prompt, files = detach_files(prompt)
         check_prompt(prompt, self._max_inline_bytes)
         prunings = prunings_of(prompt, pruning)
-        opening = self._encode_call(prompt, files, pruning, call) if prunings else self._preprocess_call(prompt, call)
-        del files
-        with opening as upstream:
+        with (
+            self._encoder_affinity.of(media_key(prompt, files)) as same_encoder,
+            self._encode_call(prompt, files, pruning, timeout, (*metadata, *same_encoder))
+            if prunings
+            else self._preprocess_call(prompt, timeout, metadata) as upstream,
+        ):
+            del files
             plan = await upstream.plan()
             check_plan(plan, prompt, self._model.fingerprint, self._model.embed_levels)
             if (largest := int(plan.input_ids.max())) >= self._model.vocab_size:
@@ -104,17 +114,17 @@ class MediaClient:
         prompt: prompt_pb2.Prompt,
         files: Sequence[bytes],
         pruning: prompt_pb2.Pruning,
-        call: Mapping[str, Any],
+        timeout: float | None,
+        metadata: Metadata,
     ) -> RetriedCall:
         requests = partial(_encode_requests, prompt, files, pruning, self._in_parts)
         retries = self._encoder_retries
-        return RetriedCall(self._encoder.Encode, requests, "encoder", retries, receiver=self._receiver, **call)
+        return RetriedCall(self._encoder.Encode, requests, "encoder", retries, timeout, metadata, self._receiver)
 
-    def _preprocess_call(self, prompt: prompt_pb2.Prompt, call: Mapping[str, Any]) -> RetriedCall:
+    def _preprocess_call(self, prompt: prompt_pb2.Prompt, timeout: float | None, metadata: Metadata) -> RetriedCall:
         requests = partial(_preprocess_requests, prompt)
-        return RetriedCall(
-            self._preprocessing.Preprocess, requests, "preprocessing", self._preprocessing_retries, **call
-        )
+        retries = self._preprocessing_retries
+        return RetriedCall(self._preprocessing.Preprocess, requests, "preprocessing", retries, timeout, metadata)
 
 
 class MediaSession:

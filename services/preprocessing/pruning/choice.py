@@ -1,74 +1,115 @@
-"""Chooses tokens of a video before the vision tower, slice by slice, and cuts their pixels out of the frames.
+"""Chooses tokens of a video before the vision tower, and cuts their pixels out of the frames.
 
-    slice 0   [ . . . . . . ]   whole
-    slice 1   [ . . . . . . ]   scored against slice 0 ─▶ its best tokens ─▶ their squares, one below the other
-    slice 2   ...               scored against slice 1
+    slices as they are decoded      0       1       2       3       4
+    changes                         new   change  change  change  change
+    a threshold alone               sent    sent    sent    sent    sent            each by itself
+    a number of tokens              sent    held    held    held    held ─▶ ranked ─▶ sent
 
 A token is a square of pixels, so this is for families whose tokens are places. It knows neither files nor gRPC.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Int32Array, MediaPlan
-from framesieve.common.contract.retention import Pruning, causal_slice_tokens, chosen_before_tower
+from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from framesieve.common.contract.retention import (
+    AUTO_THRESHOLD,
+    BEFORE_TOWER,
+    Pruning,
+    chosen_before_tower,
+    num_kept,
+)
 from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.preprocessing.pruning.pixel_change import scores
-from framesieve.services.preprocessing.video.resize import UInt8Array
+from framesieve.services.preprocessing.pruning.change import block_means, change
+from framesieve.services.preprocessing.pruning.pixel_change import changed, keep
+from framesieve.services.preprocessing.video.resize import Float32Array, UInt8Array
 from framesieve.services.preprocessing.video.slices import Slice
 
 
-def choice_of(pruning: Pruning, plan: MediaPlan) -> Choice | None:
-    """How the tokens of an item are chosen; None: its frames are sent whole.
+def choice_of(pruning: Pruning, plan: MediaPlan, shares: bool = False) -> Choice | None:
+    """How the tokens of an item are chosen; None: its frames are sent whole, because none of its tokens are dropped.
+    shares: as `Choice` has it.
 
-    Raises InvalidRequest for a method after the tower, and for an item whose tokens are not squares of its frames.
+    Raises InvalidRequest where tokens would be dropped of an image, after the tower, or of an item whose tokens are not
+    squares of its frames.
     """
-    if not chosen_before_tower(plan.grid, pruning, plan.modality):
-        if pruning.drops:
-            raise InvalidRequest("must act before the tower", field="select.pruning.method", value=pruning.method)
+    if not pruning.drops:
         return None
+    if plan.modality is not Modality.VIDEO:
+        raise InvalidRequest("is for videos, the selected item is an image", field="pruning")
+    if pruning.method not in BEFORE_TOWER:
+        raise InvalidRequest(field="pruning.method", limit=f"one of {', '.join(BEFORE_TOWER)}", value=pruning.method)
     height, width = plan.frames.size_px
     side = height // plan.grid.h
     if not plan.frames.count or plan.frames.group_frames or (side * plan.grid.h, side * plan.grid.w) != (height, width):
         text = f"is for tokens that are squares of frames, got the grid {plan.grid} and {height}×{width} pixels"
-        raise InvalidRequest(text, field="select.pruning.method", value=pruning.method)
-    return Choice(plan, pruning)
+        raise InvalidRequest(text, field="pruning.method", value=pruning.method)
+    return Choice(plan, pruning, shares) if chosen_before_tower(plan.grid, pruning, plan.modality) else None
 
 
 class Choice:
-    """Chooses the tokens of one video. Slices come in order."""
+    """Chooses the tokens of one video, whose slices come in order.
 
-    def __init__(self, plan: MediaPlan, pruning: Pruning) -> None:
+    shares: makes the pixels in memory that can be handed over.
+    held_bytes: of the slices that it holds at most.
+    """
+
+    def __init__(self, plan: MediaPlan, pruning: Pruning, shares: bool = False) -> None:
+        height, width = plan.frames.size_px
         self._grid = plan.grid
-        self._side = plan.frames.size_px[0] // plan.grid.h
-        self._count = causal_slice_tokens(plan.grid, pruning.rate)
-        self._threshold = 0.0 if pruning.threshold is None else pruning.threshold
-        self._before: UInt8Array | None = None
+        self._side = height // plan.grid.h
+        self._threshold = AUTO_THRESHOLD if pruning.threshold is None else pruning.threshold
+        self._count = num_kept(plan.grid, pruning)
+        self._bounded = pruning.threshold is not None
+        self._at_once = self._bounded and self._count == plan.grid.tokens
+        self._shares = shares
+        self._means: Int32Array | None = None
+        self._changes: list[Float32Array] = []
+        self._held: list[Slice] = []
+        self.held_bytes = 0 if self._at_once else 3 * plan.frames.count * height * width
 
-    def of(self, whole: Slice, share: bool) -> Slice:
-        """The chosen tokens of the next slice, [F, k · side, side, 3]. share: in memory for handing over, too."""
-        kept = self._kept(whole.pixels)
+    def add(self, whole: Slice) -> Slice | None:
+        """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will."""
+        before, self._means = self._means, block_means(whole.pixels, self._side)
+        if before is None:
+            changes = np.full(self._grid.slice_tokens, np.inf, np.float32)
+        else:
+            changes = change(self._means, before)
+        number = len(self._changes)
+        self._changes.append(changes)
+        if number and not self._at_once:
+            self._held.append(whole)
+            return None
+        return self._cut(whole, changed(changes, number, self._threshold))
+
+    def rest(self) -> Iterator[Slice]:
+        """The chosen tokens of the slices that it holds, once it has all slices."""
+        count = self._count
+        if self._bounded:
+            all_changed = (changed(each, number, self._threshold) for number, each in enumerate(self._changes))
+            count = min(count, sum(each.size for each in all_changed))
+        kept = keep(np.concatenate(self._changes), self._grid, count, self._threshold)
+        ends = np.searchsorted(kept, self._grid.slice_tokens * np.arange(1, self._grid.t + 1))
+        held, self._held = self._held, []
+        for number, whole in enumerate(held, 1):
+            first = number * self._grid.slice_tokens
+            yield self._cut(whole, kept[ends[number - 1] : ends[number]] - np.int32(first))
+
+    def _cut(self, whole: Slice, kept: Int32Array) -> Slice:
         pixels = cut(whole.pixels, kept, self._side)
         memory = None
-        if share and kept.size:
+        if self._shares and kept.size:
             with suppress(OSError):  # the machine lacks descriptors or memory
                 memory = SealedMemory()
                 memory.write(pixels.data)
                 memory.seal()
         return replace(whole, pixels=pixels, memory=memory, kept=kept)
-
-    def _kept(self, pixels: UInt8Array) -> Int32Array:
-        before, self._before = self._before, pixels
-        if before is None:
-            return np.arange(self._grid.slice_tokens, dtype=np.int32)
-        found = scores(before, pixels, self._side)
-        best = np.argsort(-found, kind="stable")[: self._count]
-        return np.sort(best[found[best] >= self._threshold]).astype(np.int32)
 
 
 def cut(pixels: UInt8Array, kept: Int32Array, side: int) -> UInt8Array:

@@ -231,14 +231,21 @@ def frames_responses(
 ) -> Iterator[preprocessing_pb2.PreprocessResponse]:
     """One slice in chunks. The first chunk says how many frames were repaired and how long ago it was made.
 
-    shared: it was handed over in shared memory, and is one chunk without bytes.
+    shared: it was handed over in shared memory, and is one chunk without bytes. One that repeats another is one message
+    without a chunk.
     """
     first: dict[str, Any] = {
         "repaired_frames": piece.repaired_frames,
         "decoded_ago_s": ago_s(piece.decoded_ns),
         "resized_ago_s": ago_s(piece.resized_ns),
-        "kept": None if piece.kept is None else int32_tensor(piece.kept),
     }
+    if piece.repeats is not None:
+        frames = preprocessing_pb2.FramesChunk(
+            media_index=media_index, first_frame=piece.first_frame, repeats_frame=piece.repeats, **first
+        )
+        yield preprocessing_pb2.PreprocessResponse(frames=frames)
+        return
+    first |= {"kept": None if piece.kept is None else int32_tensor(piece.kept), "digest": piece.digest}
     data = piece.pixels.data if piece.pixels.size else memoryview(b"")
     for offset, part in [(0, None)] if shared else pieces(data):
         frames = preprocessing_pb2.FramesChunk(media_index=media_index, first_frame=piece.first_frame, **first)

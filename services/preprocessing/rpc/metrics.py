@@ -16,7 +16,7 @@ from framesieve.services.preprocessing.workers.process import Fault
 
 _PREFIX = "framesieve_preprocessing_"
 
-FRAMES = Counter(f"{_PREFIX}frames_total", "Frames sent, decoded or repaired", ["outcome"])
+FRAMES = Counter(f"{_PREFIX}frames_total", "Frames of selected media, decoded or repaired", ["outcome"])
 FETCHED_BYTES = Counter(f"{_PREFIX}fetched_bytes_total", "Bytes of media fetched from URLs")
 CACHE_REQUESTS = Counter(
     f"{_PREFIX}cache_requests_total",

@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 import grpc
 
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.requests import received_pieces, selections
 from framesieve.common.contract.wire import pruning_of
@@ -26,13 +27,14 @@ from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
 from framesieve.services.preprocessing.pruning.choice import Choice, choice_of
-from framesieve.services.preprocessing.rpc.decode_stats import recording_decode
+from framesieve.services.preprocessing.rpc.decode_stats import DecodeStats, recording_decode
 from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from framesieve.services.preprocessing.rpc.metrics import count_frames
 from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import ReceivedFile
-from framesieve.services.preprocessing.video.slices import PlannedMedia
+from framesieve.services.preprocessing.video.repeats import Repeats, repeats_of
+from framesieve.services.preprocessing.video.slices import PlannedMedia, Slice
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import slices_job
 from framesieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
@@ -48,7 +50,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
     """Plans prompts on threads and decodes frames in a queue of its own, so that no plan waits for decoding.
 
     quick: threads that check prompts, and plan short ones without media. slow: threads that plan the others; all of
-    them may be waiting for reading workers, or hashing files. known: what was read of media before.
+    them may be waiting for reading workers, or hashing files. known: what was read of media before. held_bytes: limits
+    decoded frames that wait until their tokens are chosen; a larger video waits until no other does.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         decoding_queue: JobQueue,
         max_inline_bytes: int = MAX_INLINE_BYTES,
         known: Indexes | None = None,
+        held_bytes: int = 2**28,
     ) -> None:
         self._planner = planner
         self._fetcher = fetcher
@@ -68,6 +72,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._slow = slow
         self._reading_queue = reading_queue
         self._decoding_queue = decoding_queue
+        self._holding = ByteSemaphore(held_bytes)
         self._max_inline_bytes = max_inline_bytes
         self._known = known or indexes()
 
@@ -86,9 +91,11 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             for response in plan_responses(planned.plan, fetched_ns):
                 yield response
             async for media_index, select in selections(requests, len(planned.media)):
-                choice = choice_of(pruning_of(select.pruning), planned.plan.media[media_index])
+                with within("select"):
+                    item = planned.plan.media[media_index]
+                    choice = choice_of(pruning_of(select.pruning), item, shares=sender is not None)
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
-                frames = self._frames(media_index, planned.media[media_index], choice, sender)
+                frames = self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender)
                 async with aclosing(frames) as responses:
                     async for response in responses:
                         yield response
@@ -124,22 +131,53 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         return planned
 
     async def _frames(
-        self, media_index: int, media: PlannedMedia, choice: Choice | None, sender: Sender | None
+        self,
+        media_index: int,
+        media: PlannedMedia,
+        choice: Choice | None,
+        repeats: Repeats | None,
+        sender: Sender | None,
     ) -> AsyncGenerator[PreprocessResponse, None]:
         job = slices_job(media)
         if job is None:
             return
         with recording_decode(media_index) as stats:
-            async with slices_of(self._decoding_queue, job) as slices:
-                async for each in slices:
-                    stats.add(each)
-                    count_frames(each)
-                    add_request_stats(frames=len(each.pixels))
-                    if choice:
-                        each = await asyncio.to_thread(choice.of, each, sender is not None)
+            async with (
+                self._holding.reserved(min(choice.held_bytes, self._holding.size_bytes) if choice else 0),
+                slices_of(self._decoding_queue, job) as slices,
+            ):
+                async for each in _compared(repeats, _chosen(choice, _counted(slices, stats))):
                     shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         yield response
+
+
+async def _counted(slices: AsyncIterator[Slice], stats: DecodeStats) -> AsyncIterator[Slice]:
+    async for each in slices:
+        stats.add(each)
+        count_frames(each)
+        add_request_stats(frames=len(each.pixels))
+        yield each
+
+
+async def _chosen(choice: Choice | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:
+    """The slices, or the tokens that `choice` keeps of them."""
+    if choice is None:
+        async for each in slices:
+            yield each
+        return
+    async for each in slices:
+        if ready := await asyncio.to_thread(choice.add, each):
+            yield ready
+    rest = choice.rest()
+    while ready := await asyncio.to_thread(next, rest, None):
+        yield ready
+
+
+async def _compared(repeats: Repeats | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:
+    """The slices; those of a video with their digests, or with the slice that they repeat."""
+    async for each in slices:
+        yield await asyncio.to_thread(repeats.of, each) if repeats else each
 
 
 async def _receive(

@@ -30,7 +30,7 @@ class Slice:
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
     memory: holds the frames, if they can be handed over. kept: the tokens whose squares they are, one below the other,
-    int32 [k], increasing; None: they are whole.
+    int32 [k], increasing; None: they are whole. digest, repeats: see `repeats`, which sets them.
     """
 
     first_frame: int
@@ -42,6 +42,8 @@ class Slice:
     resized_ns: int
     memory: SealedMemory | None = None
     kept: Int32Array | None = None
+    digest: bytes = b""
+    repeats: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""Names the slices of a video by what the vision tower will see of them, and finds those that repeat an earlier one.
+
+    slices      A  B  B  A  C
+    digests     a  b        c         of those that are sent
+    repeats           1  0            slices
+
+The digest is made here, of sealed memory: workers read untrusted files, so their word would not do. Equal digests stand
+for equal pixels, so nothing but digests is kept of earlier slices.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+from framesieve.common.contract.plan import MediaPlan, Modality, tagged_digest
+from framesieve.services.preprocessing.video.slices import Slice
+
+_DOMAIN = b"framesieve slice v1"
+
+
+def repeats_of(plan: MediaPlan) -> Repeats | None:
+    """For the slices of a video; None for an image, whose tiles differ."""
+    return Repeats(plan) if plan.modality is Modality.VIDEO else None
+
+
+class Repeats:
+    """The slices of one video so far. They come in order."""
+
+    def __init__(self, plan: MediaPlan) -> None:
+        # A tower that takes groups of frames takes their times, too, so that each of its slices is another.
+        self._timed = bool(plan.frames.group_frames)
+        self._first_frames: dict[bytes, int] = {}
+
+    def of(self, made: Slice) -> Slice:
+        """The next slice with its digest, 32 bytes. If it has the frames and the kept tokens of an earlier one: with
+        that one's first frame as `repeats`, and without memory to hand over. One without kept tokens stays as it is.
+
+        It reads all pixels, outside of the interpreter lock: call it in a thread.
+        """
+        if not made.pixels.size:
+            return made
+        kept = b"" if made.kept is None else made.kept.tobytes()
+        shape = struct.pack("<4q", *made.pixels.shape)
+        digest = tagged_digest(_DOMAIN, (shape, kept, made.pixels.data.cast("B")))
+        first_frame = self._first_frames.setdefault(digest, made.first_frame)
+        if self._timed or first_frame == made.first_frame:
+            return replace(made, digest=digest)
+        return replace(made, digest=digest, repeats=first_frame, memory=None)

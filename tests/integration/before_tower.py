@@ -1,0 +1,144 @@
+"""Questions about a video of which tokens are chosen before the tower, and their answers without the services.
+
+whole frames of preprocessing ─▶ choice ─▶ transformers' vision layers ─▶ gathered ─▶ transformers' text model
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from framesieve.client.messages import generate_request
+from framesieve.client.prompt import Video, user_turn
+from framesieve.common.channels import open_channel
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.wire import int32_array
+from framesieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
+from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.choice import chosen_tokens
+from tests.families import FamilyUnderTest
+from tests.integration.reference import CLEAR_MARGIN, plan_and_frames
+from tests.oracle import Item, Text, expected_logprobs, expected_sequence
+from tests.vision import kept_embeds, patches_of
+
+TOLERANCE = 1e-4
+SELECT_ALL = prompt_pb2.Select(all=True)
+
+
+def asking(
+    video: Video, question: str, rate: float, threshold: float | None, new_tokens: int
+) -> generation_pb2.GenerateRequest:
+    """A greedy question about a video, with log-probabilities."""
+    request = generate_request(
+        [user_turn([video], question)], {"max_new_tokens": new_tokens, "temperature": 0, "logprobs": True}
+    )
+    request.pruning.CopyFrom(prompt_pb2.Pruning(rate=rate, method="pixel_change", threshold=threshold))
+    return request
+
+
+@dataclass(frozen=True)
+class Answered:
+    """token_ids and logprobs of an answer, how many tokens of the video are in its prompt, and how many in all."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    num_kept: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+async def answered(generation: str, request: generation_pb2.GenerateRequest) -> Answered:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async with open_channel(generation) as channel:
+        async for response in GenerationServiceStub(channel).Generate(request, timeout=60):
+            ids += response.delta.token_ids
+            logprobs += response.delta.logprobs
+            if response.HasField("finished"):
+                usage = response.finished.usage
+    (item,) = usage.media
+    return Answered(ids, logprobs, item.num_kept, usage.prompt_tokens, usage.cached_prompt_tokens)
+
+
+async def encoded(
+    encoder: str, request: generation_pb2.GenerateRequest
+) -> tuple[list[int] | None, NDArray[np.float32]]:
+    """The kept tokens of the grid (None: all) and their embeddings, [1 + levels, K, D], as the encoder sends them."""
+    first = encoder_pb2.EncodePrompt(prompt=request.prompt, pruning=request.pruning)
+    requests = [encoder_pb2.EncodeRequest(prompt=first), encoder_pb2.EncodeRequest(select=SELECT_ALL)]
+    async with open_channel(encoder) as channel:
+        call = EncoderServiceStub(channel).Encode(iter(requests))
+        pieces = [response.embeds async for response in call if response.HasField("embeds")]
+    kept = int32_array(pieces[0].kept).tolist() if pieces[0].HasField("kept") else None
+    data = b"".join(piece.chunk.data for piece in pieces)
+    return kept, np.frombuffer(data, np.float32).reshape(pieces[0].chunk.shape)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the services must make of a question. kept: tokens of the video's grid. embeds: [1 + levels, K, D]."""
+
+    parts: list[Text | Item]
+    kept: list[int]
+    embeds: NDArray[np.float32]
+    pad_id: int
+
+    def check(self, answer: Answered, model: Any) -> None:
+        """Compares log-probabilities with one forward of transformers' text model over the gathered sequence."""
+        sequence = expected_sequence(self.parts, [self.kept], self.pad_id)
+        assert (answer.num_kept, answer.prompt_tokens) == (len(self.kept), len(sequence.ids))
+        items = [part for part in self.parts if isinstance(part, Item)]
+        logprobs = expected_logprobs(model.model.language_model, model.lm_head, sequence, items, answer.token_ids)
+        best, second = logprobs.topk(2, dim=-1).values.T
+        assert (best - second > CLEAR_MARGIN).all(), "choose another clip: a tie proves nothing"
+        assert answer.token_ids == logprobs.argmax(dim=-1).tolist()
+        assert float((torch.tensor(answer.logprobs) - best).abs().max()) < TOLERANCE
+
+
+async def expect(
+    preprocessing: str, request: generation_pb2.GenerateRequest, model: Any, family: FamilyUnderTest, folder: Path
+) -> Expected:
+    plan, frames = await plan_and_frames(preprocessing, request.prompt)
+    (item,) = plan.media
+    whole = np.frombuffer(frames[0], np.uint8).reshape(item.frames.count, *item.frames.size_px, 3)
+    pruning, grid, step = request.pruning, (item.grid.h, item.grid.w), item.slice_frames
+    threshold = pruning.threshold if pruning.HasField("threshold") else None
+    kept, levels = [], []
+    for number, tokens in enumerate(chosen_tokens(whole, grid, step, pruning.rate, threshold)):
+        if tokens:
+            patches = patches_of(whole[number * step : (number + 1) * step], folder, family)
+            levels.append(kept_embeds(model.model.visual, patches, grid, tokens, family))
+        kept += [number * item.grid.slice_tokens + token for token in tokens]
+    embeds = torch.cat(levels, dim=1).numpy()
+    full = np.full((len(embeds), item.grid.tokens, embeds.shape[2]), np.nan, np.float32)
+    full[:, kept] = embeds
+    return Expected(_parts(plan, full, model.config), kept, embeds, model.config.video_token_id)
+
+
+def _parts(plan: PromptPlan, embeds: NDArray[np.float32], config: Any) -> list[Text | Item]:
+    """The text and the video of a prompt, from its ids. embeds: of all tokens, NaN of those that nothing may read."""
+    (item,) = plan.media
+    ids: list[int] = plan.input_ids.tolist()
+    texts, end = [], 0
+    for run in item.runs:
+        texts.append(Text(tuple(ids[end : run.offset])))
+        end = run.end
+    per_second = getattr(config.vision_config, "tokens_per_second", None)
+    step = (item.seconds_per_grid or 0) * Fraction(str(per_second)) if per_second else Fraction(1)
+    video = Item(
+        item.grid.t,
+        item.grid.h,
+        item.grid.w,
+        step,
+        embeds[0],
+        deepstack=tuple(embeds[1:]),
+        texts=(Text(()), *texts[1:], Text(())) if len(texts) > 1 else (),
+    )
+    return [texts[0], video, Text(tuple(ids[end:]))]

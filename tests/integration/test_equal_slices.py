@@ -1,0 +1,146 @@
+"""Equal slices of videos are encoded once, through three real processes: embeddings are those of each slice by itself.
+
+The encoder runs one slice a forward, as neighbours in a forward may change rounding.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.encoding import Encoded, encode
+from framesieve.client.prompt import Frames, Pruning, Video
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.tower.patches import KeptFrames
+from framesieve.services.encoder.tower.tower import Tower
+from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_count, exact_scores
+from tests.integration.conftest import idle, metric, running
+from tests.preprocessing.preprocessing_media import decoded_in_order
+from tests.preprocessing.test_picture_frames import png
+
+SIDE_PX = 112
+SLICE_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def apart(tiny_checkpoint: Path) -> Iterator[LocalStack]:
+    with running(tiny_checkpoint, flags={"encoder": ["--batch-tokens", str(SLICE_TOKENS)]}) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def tower(tiny_checkpoint: Path) -> Tower:
+    torch.set_num_threads(1)
+    return load_tower(Checkpoint(tiny_checkpoint), "auto", torch.device("cpu"))
+
+
+def pictures(*contents: int) -> list[NDArray[np.uint8]]:
+    """Noise, equal for equal contents."""
+    shape = (SIDE_PX, SIDE_PX, 3)
+    return [np.random.default_rng(content).integers(0, 256, shape, dtype=np.uint8) for content in contents]
+
+
+def lossless(shown: Sequence[NDArray[np.uint8]]) -> bytes:
+    """An mp4 of 2 frames a second, so that all are sampled."""
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        with av.open(file.name, "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=2, options={"qp": "0"})
+            stream.width, stream.height, stream.pix_fmt = SIDE_PX, SIDE_PX, "yuv444p"
+            for each in shown:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(each, format="rgb24")))
+            container.mux(stream.encode())
+        return Path(file.name).read_bytes()
+
+
+def listed(shown: Sequence[NDArray[np.uint8]]) -> Video:
+    return Video(frames=Frames(tuple(map(png, shown)), tuple(number / 2 for number in range(len(shown)))))
+
+
+def each_by_itself(tower: Tower, shown: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+    """(1, tokens, D), of slices of two frames that the tower encodes one by one."""
+    pairs = torch.from_numpy(np.stack(shown)).split(2)
+    return torch.cat([tower.encode([pair])[0] for pair in pairs], dim=1).numpy()
+
+
+class Counting:
+    """Encodes videos, and says how many slices the tower ran, and how many were copied within and from others."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        self._stack = stack
+
+    async def encode(self, video: Video, pruning: Pruning | None = None) -> tuple[Encoded, tuple[int, int, int]]:
+        before = self._counts()
+        (made,) = await encode(self._stack.addresses["encoder"], video, pruning or Pruning())
+        await idle(self._stack)
+        assert metric(self._stack, "encoder", "framesieve_encoder_buffer_used_bytes") == 0
+        ran, repeated, cached = (int(now - then) for now, then in zip(self._counts(), before, strict=True))
+        return made, (ran, repeated, cached)
+
+    def _counts(self) -> list[float]:
+        reused = "framesieve_encoder_reused_slices_total"
+        return [
+            metric(self._stack, "encoder", "framesieve_encoder_batch_slices_sum"),
+            metric(self._stack, "encoder", reused, source="repeated"),
+            metric(self._stack, "encoder", reused, source="cached"),
+        ]
+
+
+@pytest.fixture
+def counting(apart: LocalStack) -> Counting:
+    return Counting(apart)
+
+
+async def test_what_stays_the_same_is_encoded_once(counting: Counting, tower: Tower) -> None:
+    """A clip of one thing, then a still, then the first thing again. EVS scores the embeddings as ever."""
+    clip = lossless(pictures(1, 2, *[3] * 12, 1, 2, 3, 4))
+    whole, counts = await counting.encode(Video(data=clip))
+    embeds = each_by_itself(tower, decoded_in_order(clip))
+    assert np.array_equal(whole.values, embeds)
+    assert counts == (3, 6, 0)
+    pruned, counts = await counting.encode(Video(data=clip), Pruning(rate=0.75))
+    scores = exact_scores(embeds[0], whole.plan.grid)
+    check_kept(pruned.kept, scores, exact_count(whole.plan.grid, 0.75, SLICE_TOKENS), FLOAT32_ERROR)
+    assert np.array_equal(pruned.values, embeds[:, pruned.kept])
+    assert counts == (0, 0, 0)
+
+
+async def test_chosen_tokens_that_stay_the_same_are_encoded_once(counting: Counting, tower: Tower) -> None:
+    clip, side = lossless(pictures(301, 302, *[303] * 12, 304, 305)), SIDE_PX // 4
+    made, counts = await counting.encode(Video(data=clip), Pruning(rate=0.5, method="pixel_change"))
+    chosen = []
+    for index, pair in enumerate(np.stack(decoded_in_order(clip)).reshape(-1, 2, 4, side, 4, side, 3)):
+        kept = made.kept[made.kept // SLICE_TOKENS == index] % SLICE_TOKENS
+        squares = pair.transpose(0, 1, 3, 2, 4, 5).reshape(2, SLICE_TOKENS, side, side, 3)[:, kept]
+        chosen.append(KeptFrames(torch.from_numpy(squares.reshape(2, -1, side, 3)), (4, 4), tuple(kept.tolist())))
+    embeds = torch.cat([tower.encode([each])[0] for each in chosen if each.kept], dim=1)
+    assert np.array_equal(made.values, embeds.numpy())
+    differing = len({(each.kept, each.frames.numpy().tobytes()) for each in chosen if each.kept})
+    assert counts == (differing, sum(bool(each.kept) for each in chosen) - differing, 0)
+    assert counts[1]
+
+
+async def test_windows_of_one_film_share_their_slices(counting: Counting, tower: Tower) -> None:
+    clip = lossless(pictures(*range(100, 124)))
+    shown = decoded_in_order(clip)
+    for start_s, expected in ((0, (8, 0, 0)), (2, (2, 0, 6))):
+        made, counts = await counting.encode(Video(data=clip, start_s=start_s, end_s=start_s + 8))
+        assert np.array_equal(made.values, each_by_itself(tower, shown[2 * start_s :][:16]))
+        assert counts == expected
+
+
+async def test_videos_that_begin_alike_share_their_beginnings(counting: Counting, tower: Tower) -> None:
+    """The second has an odd number of frames, so that its last slice shows the last one twice."""
+    for contents, expected in (((0, 1, 2, 3), (2, 0, 0)), ((0, 1, 2, 3, 4), (1, 0, 2))):
+        shown = pictures(*(200 + content for content in contents))
+        made, counts = await counting.encode(listed(shown))
+        assert np.array_equal(made.values, each_by_itself(tower, [*shown, *shown[-1:][: len(shown) % 2]]))
+        assert counts == expected

@@ -1,0 +1,93 @@
+"""The tokens that the pixels of a video choose, compared with loops over blocks, slices and tokens."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from framesieve.common.contract.retention import Pruning, chosen_before_tower
+from framesieve.services.preprocessing.pruning.change import block_means, change
+from framesieve.services.preprocessing.pruning.choice import Choice
+from framesieve.services.preprocessing.video.slices import Slice
+from tests.choice import chosen_tokens
+
+FRAMES = 2
+
+GRIDS = st.builds(Grid, st.integers(1, 20), st.integers(1, 3), st.integers(1, 2))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def clip_of(grid: Grid, token_px: int, seed: int) -> NDArray[np.uint8]:
+    """Still frames into which bright squares of a block, and now and then a whole new picture, come."""
+    rng = np.random.default_rng(seed)
+    height, width = grid.h * token_px, grid.w * token_px
+    frames = np.empty((FRAMES * grid.t, height, width, 3), np.uint8)
+    picture = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    for frame in frames:
+        if rng.random() < 0.1:
+            picture = rng.integers(0, 256, picture.shape, dtype=np.uint8)
+        if rng.random() < 0.4:
+            picture = picture.copy()
+            top, left = rng.integers(0, height - 4), rng.integers(0, width - 4)
+            picture[top : top + 9, left : left + 9] = 40 * rng.integers(0, 7)
+        frame[:] = picture
+    return frames
+
+
+def chosen_of(frames: NDArray[np.uint8], grid: Grid, pruning: Pruning) -> list[int]:
+    """The kept tokens of the whole video, whose pixels are compared with the frames'."""
+    side, found = frames.shape[1] // grid.h, list[int]()
+    plan = MediaPlan(
+        modality=Modality.VIDEO,
+        grid=grid,
+        runs=(Run(0, grid.tokens),),
+        frames=FrameShape(len(frames), (frames.shape[1], frames.shape[2])),
+        seconds_per_grid=Fraction(1),
+        timestamps_s=(),
+        content_hash=bytes(32),
+    )
+    choice = Choice(plan, pruning)
+    ready = [
+        choice.add(Slice(first, frames[first : first + FRAMES], 0, 0.0, 0.0, 0, 0))
+        for first in range(0, len(frames), FRAMES)
+    ]
+    for each in (*filter(None, ready), *choice.rest()):
+        assert each.kept is not None
+        assert each.pixels.shape == (FRAMES, each.kept.size * side, side, 3)
+        for place, token in enumerate(each.kept.tolist()):
+            row, column = divmod(token, grid.w)
+            square = frames[each.first_frame :][:FRAMES, row * side :, column * side :][:, :side, :side]
+            assert np.array_equal(each.pixels[:, place * side : (place + 1) * side], square)
+        found += [each.first_frame // FRAMES * grid.slice_tokens + token for token in each.kept.tolist()]
+    return found
+
+
+@given(
+    grid=GRIDS,
+    token_px=st.sampled_from([28, 32]),
+    seed=SEEDS,
+    rate=st.sampled_from([0.0, 0.3, 0.5, 0.75, 0.9]),
+    threshold=st.sampled_from([None, 0.0, 0.1, 0.4]),
+)
+def test_the_kept_tokens_are_those_of_loops_over_blocks_slices_and_tokens(
+    grid: Grid, token_px: int, seed: int, rate: float, threshold: float | None
+) -> None:
+    pruning = Pruning(rate, "pixel_change", threshold=threshold)
+    if not chosen_before_tower(grid, pruning, Modality.VIDEO):
+        return
+    frames = clip_of(grid, token_px, seed)
+    expected = chosen_tokens(frames, (grid.h, grid.w), FRAMES, rate, threshold)
+    assert chosen_of(frames, grid, pruning) == [
+        t * grid.slice_tokens + token for t, tokens in enumerate(expected) for token in tokens
+    ]
+
+
+def test_a_slice_of_one_frame_equals_one_in_which_it_is_repeated() -> None:
+    frame = np.random.default_rng(0).integers(0, 256, (1, 56, 84, 3), dtype=np.uint8)
+    changes = change(block_means(frame, 28), block_means(np.repeat(frame, 2, axis=0), 28))
+    assert changes.tolist() == [0.0] * 6
