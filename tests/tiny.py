@@ -222,8 +222,9 @@ def media_item(index: int, item: Item, kept: Sequence[int], slices: int | None =
         return MediaItem(index, np.array(kept, np.int32), torch.from_numpy(rows), 0, digest)
     tokens = slices * item.h * item.w
     arrived = [token for token in kept if token < tokens]
-    rows[:, len(arrived) :] = np.nan
-    return MediaItem(index, np.array(arrived, np.int32), torch.from_numpy(rows), 0, digest, tokens)
+    room = np.full((len(rows), item.num_kept, rows.shape[2]), np.nan, np.float32)
+    room[:, : len(arrived)] = rows[:, : len(arrived)]
+    return MediaItem(index, np.array(arrived, np.int32), torch.from_numpy(room), 0, digest, tokens)
 
 
 def make_plan(parts: Sequence[Text | Item]) -> PromptPlan:
