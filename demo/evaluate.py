@@ -30,7 +30,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, PIXEL_CHANGE, RANDOM, Pruning, num_kept
+from framesieve.common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, RANDOM, Pruning, num_kept
 
 RATES = (0.5, 0.75, 0.85, 0.9, 0.95)
 CLIPS_IN_FLIGHT = 4
@@ -57,7 +57,7 @@ def compared(rates: Sequence[float], methods: Sequence[str]) -> list[Compared]:
 def pruning_at(rate: float, method: str) -> Pruning:
     """The pruning that keeps as many tokens of a clip as EVS at `rate`, or the most below, or the method's fewest."""
     count = num_kept(GRID, Pruning(rate, EVS))
-    if method in (EVS_CAUSAL, PIXEL_CHANGE):
+    if method == EVS_CAUSAL:
         each = max(1, (count - GRID.slice_tokens) // (GRID.t - 1))
         # Half a token below the border of two numbers, as counts are rounded down.
         return Pruning(_rate(each, GRID.slice_tokens), method)
