@@ -29,7 +29,9 @@ def used_port() -> Iterator[int]:
         ("preprocessing", "--listen unix:/nowhere.socket --metrics-port USED", "--metrics-port USED.* in use"),
         # These two would load a model first, and say so in the log.
         ("encoder", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"),
-        ("generation", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"),
+        pytest.param(
+            *("generation", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"), marks=pytest.mark.deep
+        ),
         ("preprocessing", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"),
     ],
 )

@@ -61,7 +61,7 @@ def test_kept_memory_is_reused_without_page_faults() -> None:
 
 
 @pytest.mark.skipif(not Path(sys.prefix, "lib", "libiomp5.so").exists(), reason="Intel's OpenMP has no wheel here")
-@pytest.mark.parametrize("service", ["encoder", "generation"])
+@pytest.mark.parametrize("service", ["encoder", pytest.param("generation", marks=pytest.mark.deep)])
 def test_torch_in_a_service_computes_with_the_openmp_of_intel(service: str) -> None:
     """The runtime prints its settings when it first runs a parallel region."""
     program = f"import framesieve.services.{service}.__main__, torch; torch.set_num_threads(2); torch.ones(10**6).exp()"

@@ -89,6 +89,7 @@ async def ratio_to_whole(stub: Any, encoder: SlowTower) -> float:
     return median(took_s[True]) / median(took_s[False])
 
 
+@pytest.mark.deep  # it compares times, of which a busy machine has none to spare
 async def test_the_first_token_comes_soon_after_the_tower_where_both_take_equal_time(tmp_path: Path) -> None:
     shape = replace(TINY, hidden=384, layers=4, heads=6, intermediate=1152, mrope_section=(8, 12, 12))
     model = write_checkpoint(tmp_path / "model", shape, seed=3)
