@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
 from framesieve.common.channels import open_channel
