@@ -55,7 +55,7 @@ class Affinity:
 def media_key(prompt: prompt_pb2.Prompt, files: Sequence[bytes] = ()) -> str | None:
     """32 characters that name the first media item; None for a prompt without media.
 
-    files: those that were detached from the prompt.
+    files: the media files that `detach_files` took out of the prompt.
     """
     for _, _, item in named_media(prompt):
         content = _content(item, files)

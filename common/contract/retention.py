@@ -27,7 +27,7 @@ RANDOM = "random"
 PIXEL_CHANGE = "pixel_change"
 NONE = "none"
 METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
-# Those that choose tokens by their pixels, before the vision tower.
+# These methods choose tokens by pixels, before the vision tower runs.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
 # The threshold of `pixel_change` where a request names none. Measured: docs/pruning.md.
@@ -86,7 +86,7 @@ def method_of(pruning: Pruning, modality: Modality) -> str:
 
 
 def chosen_before_tower(grid: Grid, pruning: Pruning, modality: Modality) -> bool:
-    """Whether the tower is given some of an item's tokens: those that a method before it keeps."""
+    """Whether the tower computes only a part of an item's tokens, because a method before it chose them."""
     if method_of(pruning, modality) not in BEFORE_TOWER:
         return False
     return pruning.threshold is not None or num_kept(grid, pruning) < grid.tokens
