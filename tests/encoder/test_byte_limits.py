@@ -12,12 +12,12 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
+from framesieve.common import response_queue
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract import errors
 from framesieve.common.contract.plan import Grid, Modality
 from framesieve.services.encoder.items import item as items
 from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.rpc import responses
 from framesieve.services.encoder.rpc.responses import Responses
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1.encoder_pb2 import EncodeResponse
@@ -73,10 +73,10 @@ async def test_items_are_encoded_concurrently_if_their_bytes_fit(tmp_path: Path,
 async def test_a_caller_that_reads_nothing_is_refused_once_others_wait_for_its_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(responses, "_UNREAD_S", 0.05)
+    monkeypatch.setattr(response_queue, "_UNREAD_S", 0.05)
     room = ByteSemaphore(1)
     unread = Responses(room)
-    for _ in range(responses._QUEUED):
+    for _ in range(response_queue.QUEUED):
         await unread.put(EncodeResponse())
     putting = asyncio.create_task(unread.put(EncodeResponse()))
     await room.reserve(1)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from framesieve.common import response_queue
 from framesieve.common.contract import errors
 from framesieve.common.handover import Receiver
 from framesieve.common.sealed_memory import SealedMemory, sealed
 from framesieve.services.encoder.items.item import in_shared_memory
-from framesieve.services.encoder.rpc import responses
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, video
@@ -106,7 +106,7 @@ async def test_a_caller_that_cannot_be_reached_gets_messages(stack: Stack) -> No
 async def test_a_caller_that_takes_nothing_is_refused_once_others_wait_for_its_room(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses, "_UNREAD_S", 0.05)
+    monkeypatch.setattr(response_queue, "_UNREAD_S", 0.05)
     receiver = Receiver()
     call = stack.stub.Encode(iter([asking(receiver.address, 0.0), SELECT_ALL]), timeout=TIMEOUT_S)
     reading = asyncio.create_task(read_all(call))

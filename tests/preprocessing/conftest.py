@@ -19,6 +19,9 @@ from tests.preprocessing.media_server import fetched_files
 from tests.preprocessing.service import Queues, Service, running_queues
 from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, open_descriptors, open_memories, until
 
+# A worker that stops late because the machine is busy must not be replaced.
+PATIENT_S = 20.0
+
 
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
 def family(request: pytest.FixtureRequest) -> str:
@@ -56,8 +59,7 @@ async def queue(
     """The module's queue. The test must leave its worker idle, and no job, byte or descriptor behind."""
     queue, _ = running_queue
     queue.inflight.size_bytes = 64 * MIB
-    # A worker that stops late because the machine is busy must not be replaced.
-    monkeypatch.setattr(worker_pool, "_STOP_S", 20.0)
+    monkeypatch.setattr(worker_pool, "_STOP_S", PATIENT_S)
     descriptors = open_descriptors()
     yield queue
     await until(lambda: queue.workers._idle.qsize() == queue.workers.size)
@@ -74,8 +76,11 @@ async def queues() -> AsyncIterator[Queues]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def service(tiny_checkpoint: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Service]:
+async def service(
+    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Service]:
     """At the end it must hold no job, bytes, memory and file, and no worker may have been replaced."""
+    monkeypatch.setattr(worker_pool, "_STOP_S", PATIENT_S)
     (tmp_path / "media").mkdir()
     memories = open_memories()
     yield Service(tiny_checkpoint, tmp_path, queues)

@@ -79,7 +79,7 @@ class Service:
         return self.folder / "media"
 
     @asynccontextmanager
-    async def serving(self, web: Server | None = None, threads: int = 1) -> AsyncIterator[Any]:
+    async def serving(self, web: Server | None = None, threads: int = 1, held_bytes: int = 2**28) -> AsyncIterator[Any]:
         """A stub. web: the server may fetch from there, as clip.test. threads: for plans that are not quick."""
         planner = Planner(Checkpoint(self.checkpoint), self.media_root)
         server = grpc.aio.server(
@@ -89,8 +89,9 @@ class Service:
             fetcher = fetcher_of(web, observed=Observed(FETCHED_BYTES.inc)) if web else Fetcher(FetchPolicy())
         async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
+            reading, decoding = self.queues.reading, self.queues.decoding
             made = PreprocessingServicer(
-                planner, fetcher, quick, slow, self.queues.reading, self.queues.decoding, MAX_INLINE_BYTES
+                planner, fetcher, quick, slow, reading, decoding, MAX_INLINE_BYTES, held_bytes=held_bytes
             )
             preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
             address = f"unix:{self.folder}/socket"

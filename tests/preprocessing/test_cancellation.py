@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.workers import worker_pool
 from framesieve.services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
 from tests.preprocessing.media_server import fetched_files, forever, head, url_of
@@ -83,7 +84,10 @@ async def test_files_are_closed_once_a_cancelled_plan_ends(service: Service, mon
 
 
 @pytest.mark.parametrize("stage", ["reading", "decoding"])
-async def test_cancelling_ends_a_worker_that_hangs_within_a_second(service: Service, stage: str) -> None:
+async def test_cancelling_ends_a_worker_that_hangs_within_a_second(
+    service: Service, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "_STOP_S", 0.5)
     queue = service.queues.reading if stage == "reading" else service.queues.decoding
     async with service.serving() as stub:
         with stopped(queue) as pid:

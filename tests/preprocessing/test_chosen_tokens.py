@@ -5,6 +5,7 @@ The scores are those of the service; the choice and the cut are written again.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from framesieve.common import response_queue
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.common.contract.wire import int32_array
 from framesieve.services.preprocessing.workers import segments
@@ -114,6 +116,21 @@ async def test_segments_of_several_workers_are_one_video(service: Service, monke
     async with service.serving() as stub:
         await check(stub, video(long, frame_sampling={"fps": 25.0, **SIZE}), 0.5)
     assert parts == [2, 2]
+
+
+async def test_a_caller_that_reads_nothing_is_refused_once_others_wait_to_choose(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_queue, "_UNREAD_S", 0.05)
+    large = prompt_of(video(clip(64, size=(640, 640)), frame_sampling={"fps": 30.0, "max_pixels": 640 * 640}))
+    async with service.serving(held_bytes=1) as stub:
+        idle = await asked(stub, large, choosing(0.1))
+        await plan_of(idle)
+        await asyncio.sleep(0.5)
+        await check(stub, CLIP, 0.5)
+        code, reason, message = await refused(idle)
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+    assert "the caller has read nothing" in message
 
 
 IMAGE = prompt_pb2.Part(image=prompt_pb2.Media(data=pictures_of(MOVING)[0]))

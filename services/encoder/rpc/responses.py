@@ -1,49 +1,42 @@
-"""The responses of one call of Encode: a bounded queue between the tasks that make messages and the gRPC writer.
+"""The responses of one call of Encode, in messages.
 
-A slow caller holds back embeddings (backpressure); progress messages are dropped while the queue is full. A caller that
-reads nothing for long, while others wait for the room that it holds, is refused.
+A slow caller holds back embeddings (see `ResponseQueue`); progress messages are dropped while the queue is full.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
-from functools import partial
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import Overloaded
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.tensors import pieces
 from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
 from framesieve.common.handover import Sender
+from framesieve.common.response_queue import ResponseQueue
 from framesieve.services.encoder.items.cache_entry import StageTimes
 from framesieve.services.encoder.items.item import Embeds, Item
 from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
 
-# Messages queued for a slow caller, at most 1 MiB each.
-_QUEUED = 2
 _PROGRESS_EVERY_S = 0.05
-_UNREAD_S = 30.0
 
 
 class Responses:
-    """Messages to be sent, in order. None in the queue only wakes the reader."""
+    """Messages to be sent, in order."""
 
     def __init__(self, room: ByteSemaphore) -> None:
         """room: the bytes of all embeddings waiting to be sent, over all calls."""
         self.sender: Sender | None = None  # to a caller who takes shared memory
-        self._room = room
-        self._queue: asyncio.Queue[EncodeResponse | None] = asyncio.Queue(_QUEUED)
+        self._queue: ResponseQueue[EncodeResponse] = ResponseQueue(room)
         self._order = asyncio.Lock()
         self._reported: dict[int, tuple[int, int, float]] = {}
 
     async def put(self, response: EncodeResponse) -> None:
         """Raises Overloaded if the caller reads nothing while others wait for room."""
         async with self._order:
-            await self._put(response)
+            await self._queue.put(response)
 
     async def put_plan(self, plan: PromptPlan, fetched_ns: int | None) -> None:
         """fetched_ns: when media fetched by URL were complete, None without such media; sent with the first piece."""
@@ -54,7 +47,7 @@ class Responses:
 
     def offer_progress(self, item: Item) -> None:
         """Reports progress unless the queue is full: at the end of each stage, otherwise at most every 50 ms."""
-        if not self._order.locked() and not self._queue.full() and (progress := self._progress(item)):
+        if not self._order.locked() and not self._queue.full and (progress := self._progress(item)):
             self._queue.put_nowait(progress)
 
     async def put_embeds(self, item: Item, embeds: Embeds) -> None:
@@ -65,7 +58,7 @@ class Responses:
         start, end = embeds.slices
         async with self._order:
             if progress := self._progress(item):
-                await self._put(progress)
+                await self._queue.put(progress)
         extra: dict[str, Any] = {} if start else {"encoding": embeds.encoding}
         if end < item.plan.slices:
             extra["slices"] = end - start
@@ -80,30 +73,11 @@ class Responses:
             await self.put(response)
             extra = {}
         if self.sender and shared:
-            await self._read(self.sender.wait_until_taken)
+            await self._queue.read(self.sender.wait_until_taken)
 
-    async def until_done(self, task: asyncio.Task[None]) -> AsyncIterator[EncodeResponse]:
-        """Yields everything that is put until `task` is done, then raises the error of the task, if any."""
-        task.add_done_callback(self._wake)
-        while not (task.done() and self._queue.empty()):
-            response = await self._queue.get()
-            if response is not None:
-                yield response
-        task.result()
-
-    async def _put(self, response: EncodeResponse) -> None:
-        await self._read(partial(self._queue.put, response))
-
-    async def _read(self, wait: Callable[[], Awaitable[None]]) -> None:
-        """Waits for something that depends on the caller's reading. Raises Overloaded as `put` does."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_UNREAD_S):
-                    return await wait()
-            if self._room.waiting:
-                raise Overloaded(
-                    f"the caller has read nothing for {_UNREAD_S:g} s, and others wait for the room it holds"
-                )
+    def until_done(self, task: asyncio.Task[None]) -> AsyncGenerator[EncodeResponse, None]:
+        """As `ResponseQueue.until_done`."""
+        return self._queue.until_done(task)
 
     def _progress(self, item: Item) -> EncodeResponse | None:
         decoded, encoded, reported_at = self._reported.get(item.media_index, (0, 0, 0.0))
@@ -115,10 +89,6 @@ class Responses:
         self._reported[item.media_index] = (*counts, now_s)
         progress = MediaProgress(media_index=item.media_index, decoded_slices=counts[0], encoded_slices=counts[1])
         return EncodeResponse(progress=progress)
-
-    def _wake(self, _: asyncio.Task[None]) -> None:
-        if self._queue.empty():
-            self._queue.put_nowait(None)
 
 
 def _ages(times: StageTimes) -> StageAges:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -80,14 +81,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         task = asyncio.create_task(self._answer(aiter(request_iterator), options, responses))
         # Notices a disconnected caller even while the last response is still being written.
         context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
-        try:
-            async for response in responses.until_done(task):
+        async with aclosing(responses.until_done(task)) as made:
+            async for response in made:
                 yield response
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()  # marks it as retrieved: the caller has it already, or has disconnected
 
     async def _answer(self, requests: Requests, options: Mapping[str, Any], responses: Responses) -> None:
         first = await anext(requests, None)

@@ -6,7 +6,7 @@ It owns the order of a stream's messages; `planner` plans, and `workers` read an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from functools import partial
 from time import monotonic_ns
@@ -20,6 +20,7 @@ from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.requests import received_pieces, selections
 from framesieve.common.contract.wire import pruning_of
 from framesieve.common.handover import Sender, sender_to
+from framesieve.common.response_queue import ResponseQueue
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
 from framesieve.common.telemetry.tracing import span
@@ -51,7 +52,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     quick: threads that check prompts, and plan short ones without media. slow: threads that plan the others; all of
     them may be waiting for reading workers, or hashing files. known: what was read of media before. held_bytes: limits
-    decoded frames that wait until their tokens are chosen; a larger video waits until no other does.
+    decoded frames that wait until their tokens are chosen; a larger video waits until no other does, and a caller that
+    reads nothing for 30 s while others wait is refused.
     """
 
     def __init__(
@@ -94,9 +96,12 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 with within("select"):
                     item = planned.plan.media[media_index]
                     choice = choice_of(pruning_of(select.pruning), item, shares=sender is not None)
+                queue = ResponseQueue[PreprocessResponse](self._holding if choice and choice.held_bytes else None)
+                task = asyncio.create_task(
+                    self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender, queue)
+                )
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
-                frames = self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender)
-                async with aclosing(frames) as responses:
+                async with aclosing(queue.until_done(task)) as responses:
                     async for response in responses:
                         yield response
 
@@ -137,7 +142,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         choice: Choice | None,
         repeats: Repeats | None,
         sender: Sender | None,
-    ) -> AsyncGenerator[PreprocessResponse, None]:
+        queue: ResponseQueue[PreprocessResponse],
+    ) -> None:
         job = slices_job(media)
         if job is None:
             return
@@ -147,9 +153,11 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 slices_of(self._decoding_queue, job) as slices,
             ):
                 async for each in _compared(repeats, _chosen(choice, _counted(slices, stats))):
-                    shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
+                    shared = False
+                    if sender and each.memory:
+                        shared = await queue.read(partial(sender.send, each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
-                        yield response
+                        await queue.put(response)
 
 
 async def _counted(slices: AsyncIterator[Slice], stats: DecodeStats) -> AsyncIterator[Slice]:
