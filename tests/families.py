@@ -28,6 +28,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -167,6 +171,63 @@ def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, t
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
 
 
+# One attention layer after three with a recurrent state, twice as many value heads as key heads, as published.
+QWEN3_5: dict[str, dict[str, Any]] = {
+    "text": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 5,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision": {name: size for name, size in QWEN3_VL["vision"].items() if name != "deepstack_visual_indexes"},
+}
+EXPERTS_3_5 = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def write_qwen3_5(folder: Path, seed: int, text: Mapping[str, Any] | None = None) -> Path:
+    """text: what differs of its text config."""
+    return _write_qwen3_5(folder, seed, Qwen3_5Config, Qwen3_5ForConditionalGeneration, text or {})
+
+
+def write_qwen3_5_moe(folder: Path, seed: int) -> Path:
+    return _write_qwen3_5(folder, seed, Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, EXPERTS_3_5)
+
+
+def _write_qwen3_5(folder: Path, seed: int, config_class: Any, model_class: Any, text: Mapping[str, Any]) -> Path:
+    sizes = {**QWEN3_5, "text": {**QWEN3_5["text"], **text}}
+    images = {"size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192}}
+    videos = {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 16 * 128 * 128}}
+    return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
+
+
+def _remember(model: Any) -> None:
+    """Gives the heads of recurrent layers, if there are any, decays from one token to a thousand."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A_log"):
+            parameter.data = torch.linspace(-6.0, 1.0, parameter.numel())
+
+
 def _write_qwen(
     folder: Path,
     seed: int,
@@ -190,6 +251,7 @@ def _write_qwen(
     )
     model = model_class(config)
     randomise(model, 0.1, seed)
+    _remember(model)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
