@@ -88,7 +88,8 @@ PARTS = (
 THINKS = """\
 {%- macro said(content) -%}
   {%- for part in content -%}
-    {%- if part.type in ('image', 'video') -%}{{ '<|vision_start|><|' ~ part.type ~ '_pad|><|vision_end|>' }}
+    {%- if part.type == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+    {%- elif part.type == 'video' -%}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}
     {%- else -%}{{ part.text }}{%- endif -%}
   {%- endfor -%}
 {%- endmacro -%}
