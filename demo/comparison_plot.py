@@ -42,9 +42,10 @@ def draw_times(cells: Sequence[Cell], path: Path) -> None:
     panel = figure.subplots()
     for method in dict.fromkeys(cell.method for cell in cells):
         own = sorted((cell for cell in cells if cell.method == method), key=lambda cell: cell.first_s)
-        style = {"linewidth": 2.2, "marker": "o"} if own[0].before else {"linewidth": 1, "marker": "."}
+        width = 2.2 if own[0].before else 1.0
         label = "not pruned" if method == NONE else method
-        panel.plot([1e3 * cell.first_s for cell in own], [cell.share for cell in own], label=label, **style)
+        times, shares = [1e3 * cell.first_s for cell in own], [cell.share for cell in own]
+        panel.plot(times, shares, label=label, marker="o", markersize=3, linewidth=width)
     panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     panel.grid(alpha=0.25)
     panel.legend(fontsize=8)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framesieve.services.generation.model.running import RUNNING
+from framesieve.services.generation.model.attention.running import RUNNING
 from framesieve.services.generation.model.states import StateBatch, StateSizes
 
 

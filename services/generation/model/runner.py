@@ -20,9 +20,9 @@ from framesieve.services.compute.graphs import Capture
 from framesieve.services.compute.transfers import pinned_for, to_device
 from framesieve.services.generation.model.attention import make_cache
 from framesieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
+from framesieve.services.generation.model.attention.running import running
 from framesieve.services.generation.model.graphs import DecodeGraphs
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.running import running
 from framesieve.services.generation.model.states import RESERVED, StateCache
 from framesieve.services.generation.request.batch import (
     Chunk,

@@ -8,21 +8,24 @@ Nothing is written to a slot that is read, so a step that failed can be computed
 is the state before the first token and never written; slot PADDING is written by rows that only fill a batch.
 
 A state is float32: the last inputs of the convolution, and the matrix of each head. transformers' functions compute it:
-on a card with the packages fla and causal-conv1d these are their kernels, else torch's operators.
+on a card with the package fla they are its kernels, which are tried at the start, else torch's operators.
 Source: gated delta networks, arXiv 2412.06464; `transformers.models.qwen3_5`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
+from framesieve.services.compute.kernels import check_result
 from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.request.batch import Packed, StateUse
 from framesieve.services.generation.request.request import NO_STATE
@@ -31,6 +34,23 @@ ZERO, PADDING = NO_STATE, 1
 # Slots that hold no sequence's state: those two.
 RESERVED = 2
 _BYTES = 4
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """transformers' functions of the gated delta rule: for a chunk of a sequence, for one token of each of several."""
+
+    chunk: Callable[..., tuple[Tensor, Tensor]]
+    step: Callable[..., tuple[Tensor, Tensor]]
+
+
+_BY_TORCH = Kernels(
+    inspect.unwrap(torch_chunk_gated_delta_rule),
+    inspect.unwrap(torch_recurrent_gated_delta_rule),
+)
+_INSTALLED = Kernels(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +75,44 @@ class StateSizes:
         return _BYTES * self.layers * (self.channels * (self.kernel - 1) + matrices)
 
 
+@torch.inference_mode()
+def find_kernels(sizes: StateSizes, like: Tensor) -> Kernels:
+    """The fastest that work on the device and in the dtype of `like`. No card has run any of them here yet."""
+    if like.device.type != "cuda":
+        return _BY_TORCH
+    draw = torch.Generator(like.device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
+
+    try:
+        for tokens, installed, exact in ((70, _INSTALLED.chunk, _BY_TORCH.chunk), (1, _INSTALLED.step, _BY_TORCH.step)):
+            keys, values = (1, tokens, sizes.key_heads, sizes.key_dim), (1, tokens, sizes.value_heads, sizes.value_dim)
+            rows = drawn(*keys), drawn(*keys), drawn(*values)
+            state = drawn(1, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+            more = {
+                "g": -drawn(*values[:3]).abs(),
+                "beta": drawn(*values[:3]).sigmoid(),
+                "output_final_state": True,
+                "use_qk_l2norm_in_kernel": True,
+            }
+            found = installed(*(each.to(like.dtype) for each in rows), initial_state=state.clone(), **more)
+            expected = exact(*rows, initial_state=state.clone(), **more)
+            for one, other in zip(found, expected, strict=True):
+                check_result(one, other)
+    except Exception as error:  # a kernel that is compiled for the card may fail in any way
+        log.warning("recurrent states are computed by torch: fla does not work", error=str(error))
+        return _BY_TORCH
+    return _INSTALLED
+
+
 class StateCache:
     """The slots of every layer: inputs of the convolution, and matrices, float32."""
 
     def __init__(self, sizes: StateSizes, slots: int, like: Tensor) -> None:
         """slots: with those that are reserved. like: of the model's device."""
         self.sizes = sizes
+        self.kernels = find_kernels(sizes, like)
         inputs = (slots, sizes.channels, sizes.kernel - 1)
         matrices = (slots, sizes.value_heads, sizes.key_dim, sizes.value_dim)
         self.inputs = [like.new_zeros(inputs, dtype=torch.float32) for _ in range(sizes.layers)]
@@ -75,7 +127,8 @@ class StateCache:
         for context, use in zip(packed.contexts[decodes:], uses[decodes:], strict=True):
             views.append(ChunkStates(at, at + context.tokens, use))
             at += context.tokens
-        read, write = (self._slots([each[side] for each in uses[:decodes]]) for side in (0, 1))
+        read = self._slots([use.read for use in uses[:decodes]])
+        write = self._slots([use.write for use in uses[:decodes]])
         return StateBatch(self, read, write, tuple(views))
 
     def decode_batch(self, read: Tensor, write: Tensor) -> StateBatch:
@@ -126,7 +179,7 @@ class StateBatch:
         window = torch.cat([windows[self.read], inputs[:, :, None].float()], dim=2)  # [R, channels, kernel]
         windows.index_copy_(0, self.write, window[:, :, 1:])
         convolved = F.silu((window.to(taps.dtype) * taps).sum(2))
-        out, state = torch_recurrent_gated_delta_rule(
+        out, state = self.cache.kernels.step(
             *self._heads(convolved[:, None]),
             g=decay[:, None],
             beta=beta[:, None],
@@ -135,7 +188,8 @@ class StateBatch:
             use_qk_l2norm_in_kernel=True,
         )
         matrices.index_copy_(0, self.write, state)
-        return out[:, 0]
+        found: Tensor = out[:, 0]
+        return found
 
     def _chunk(self, layer: int, use: StateUse, inputs: Tensor, beta: Tensor, decay: Tensor, taps: Tensor) -> Tensor:
         windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
@@ -147,7 +201,7 @@ class StateBatch:
         for end, slot in (*use.saves, (len(inputs), use.write)):
             if end > start:
                 rows = slice(start, end)
-                out, state = torch_chunk_gated_delta_rule(
+                out, state = self.cache.kernels.chunk(
                     *(each[:, rows] for each in heads),
                     g=decay[None, rows],
                     beta=beta[None, rows],

@@ -16,8 +16,8 @@ from transformers import AttentionInterface
 from framesieve.services.compute.kernels import avoid_cudnn
 from framesieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
+from framesieve.services.generation.model.attention.running import RUNNING
 from framesieve.services.generation.model.attention.sdpa import SdpaCache
-from framesieve.services.generation.model.running import RUNNING
 
 ATTENTION = "framesieve_paged"
 
