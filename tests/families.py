@@ -527,6 +527,7 @@ _QWEN3: dict[str, Any] = {
     "slices_stand_alone": True,
     "text_prefix": "model.language_model.",
 }
+_QWEN3_5 = {**_QWEN3, "levels": 0}
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     **{
         f"minicpmv_{version.replace('.', '_')}": FamilyUnderTest(
@@ -629,8 +630,8 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         slices_stand_alone=False,
         text_prefix="model.",
     ),
-    "qwen3_5": FamilyUnderTest(write_qwen3_5, Qwen3_5ForConditionalGeneration, **{**_QWEN3, "levels": 0}),
-    "qwen3_5_moe": FamilyUnderTest(write_qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, **{**_QWEN3, "levels": 0}),
+    "qwen3_5": FamilyUnderTest(write_qwen3_5, Qwen3_5ForConditionalGeneration, **_QWEN3_5),
+    "qwen3_5_moe": FamilyUnderTest(write_qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, **_QWEN3_5),
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }
