@@ -72,7 +72,7 @@ async def _row(
         for which, found in stages.items()
     )
     what = f"{name}: first token of a second question"
-    computed = finished.usage.prompt_tokens - finished.usage.cached_tokens
+    computed = finished.usage.prompt_tokens - finished.usage.cached_prompt_tokens
     note += f"; of its {finished.usage.prompt_tokens} prompt tokens, {computed} were computed"
     ours, theirs = taken.median("second"), taken.median("first")
     return Row(what, "the first question", ours, theirs, "s", at_most=at_most, note=f"stages in ms, {note}")
