@@ -65,24 +65,29 @@ def test_another_question_about_a_clip_prefills_its_own_text(models: Models) -> 
             assert computed(engine, str(number)) <= tokens - end
 
 
-def test_each_turn_of_a_chat_prefills_its_own_text(models: Models) -> None:
+@pytest.mark.parametrize("opening", [(), (5, 6, 7)])
+def test_each_turn_of_a_chat_prefills_its_own_text(models: Models, opening: tuple[int, ...]) -> None:
+    """opening: of an answer, which chat templates add to a prompt, such as `<think>`, and leave out of earlier turns:
+    the answer to it is then computed again."""
     parts: tuple[Any, ...] = (text(0, 9), random_item(models.family, (3, 2, 3), Fraction(1), rate=0.5))
     engine = TinyEngine(models.engine, blocks=128)
     for turn in range(8):
         parts = (*parts, text(100 + 13 * turn, 7))
-        asking = Question(parts, 10)
+        asking = Question((*parts, Text(opening)), 10)
         (asked,) = answer(engine, [asking])
         assert_law(models, engine, [asking], [asked])
         if turn:
             # Of its answer, the last token is not computed; that of the turn before is.
-            assert computed(engine, str(turn)) < 7 + 1 + BLOCK_TOKENS + asking.new_tokens - 1
+            own = 7 + 1 + asking.new_tokens - 1
+            again = len(opening) + asking.new_tokens - 1 + BLOCK_TOKENS if opening else 0
+            assert computed(engine, str(turn)) < own + BLOCK_TOKENS + again
         parts = (*parts, Text(tuple(asked.answer)))
 
 
 def test_prompts_that_begin_alike_share_the_state_where_they_part(models: Models) -> None:
     """The second one finds where, the third one begins there."""
     engine = TinyEngine(models.engine)
-    questions = [Question((text(0, 40), text(60 * number, 8)), 3) for number in (1, 2, 3)]
+    questions = [Question((text(0, 40), text(60 * number, 20)), 3) for number in (1, 2, 3)]
     found = []
     for asking in questions:
         (asked,) = answer(engine, [asking])

@@ -335,11 +335,16 @@ class Scheduler:
 
     def _worth_saving(self, chunk: Chunk) -> list[int]:
         """After how many tokens of a request's sequence, within a chunk, its state is kept: the ends of blocks before
-        and after media, at the end of the prompt, where others went on differently, and the last one of the answer."""
+        and after media, at the end of the prompt, where others went on differently, and the last one of the answer.
+
+        Of the prompt's, the last one and the one before: chat templates end a prompt with a few tokens, such as
+        `<think>`, that they leave out of earlier turns.
+        """
         request, prompt = chunk.request, chunk.request.prompt
         wanted = [chunk.end] if chunk.end > prompt.tokens else []
         if chunk.start < prompt.tokens:
-            wanted += [prompt.tokens - 1 if prompt.complete else prompt.ready, request.shared_tokens]
+            end = prompt.tokens - 1 if prompt.complete else prompt.ready
+            wanted += [end, end - self.allocator.block_tokens, request.shared_tokens]
             for span in prompt.spans:
                 if not span.first_row:
                     wanted.append(span.offset)
