@@ -68,7 +68,7 @@ class CallDelta:
 
 
 def writes_calls(templates: Sequence[TemplateSource]) -> bool:
-    """Whether the checkpoint's templates teach the form that is read here, and not that of Qwen3.5 in the same marks."""
+    """Whether the checkpoint's templates teach the form that is read here. Qwen3.5's has the same marks."""
     return any(_BEGIN in template.text and "<function=" not in template.text for template in templates)
 
 
