@@ -290,7 +290,9 @@ function askModels() {
     if (!told.data) return;
     const [{ id, pruning_methods: methods }] = told.data;
     byId("model").textContent = `Model: ${id}`;
-    for (const option of byId("method").options) option.disabled = !methods.some(({ name }) => name === option.value);
+    const offered = [...byId("method").options];
+    for (const option of offered) option.disabled = !methods.some(({ name }) => name === option.value);
+    if (byId("method").selectedOptions[0].disabled) byId("method").value = offered.find((option) => !option.disabled)?.value;
     automatic = methods.find((method) => method.suggested_threshold !== null) ?? null;
     byId("automatic").parentElement.hidden = !automatic;
   }).catch(() => { byId("question-error").textContent = "The server cannot be reached."; });
