@@ -31,8 +31,8 @@ TIMEOUT_S = 120.0
 CAPTION = (
     "Each instant before the first token is attributed to the earliest unfinished stage, so the stages sum to "
     "it although decoding and encoding overlap. A question about the clip at another frame rate was asked before as a "
-    "warm-up. The pruned tokens are dropped before the tower, by their pixels, so it encodes the others alone. The first "
-    "question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, which "
+    "warm-up. The pruned tokens are dropped before the tower, by their pixels, so it encodes the others alone. The "
+    "first question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, which "
     "then prefills only the question."
 )
 
@@ -57,7 +57,8 @@ def main(model: Path = DEMO_MODEL) -> int:
             rows = asyncio.run(ask_all(console, stack.address))
         console.print(cost_table(rows))
         console.print(f"[dim]{CAPTION}[/]")
-        picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} --pruning-rate {RATES[-1]} --method {METHOD} -o kept.png"
+        how = f"--pruning-rate {RATES[-1]} --method {METHOD}"
+        picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} {how} -o kept.png"
         console.print(f"\nTo draw which patches were kept:  {picture}", soft_wrap=True)
         console.print(
             "To ask in a browser:  .venv/bin/framesieve serve, then open http://127.0.0.1:8000/", soft_wrap=True
