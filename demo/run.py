@@ -32,8 +32,8 @@ CAPTION = (
     "Each instant before the first token is attributed to the earliest unfinished stage, so the stages sum to "
     "it although decoding and encoding overlap. A question about the clip at another frame rate was asked before as a "
     "warm-up. The pruned tokens are dropped before the tower, by their pixels, so it encodes the others alone. The "
-    "first question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, which "
-    "then prefills only the question."
+    "first question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, "
+    "which then prefills only the question."
 )
 
 

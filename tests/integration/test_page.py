@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from demo.example import CLIP
-from framesieve import FramesieveClient, Pruning
+from framesieve import FramesieveClient, Pruning, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
-from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE
+from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.gateway import Gateway, gateway
@@ -122,6 +122,7 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: Lo
 
 def test_two_answers_begin_with_the_clip_encoded_and_are_laid_out_alike(page: Page) -> None:
     drop(page, "new.mp4", "video/mp4", media.clip(12, fps=3))  # which no other test sends
+    page.get_by_label("Method").select_option("evs")  # after the tower: both answers need the same embeddings
     page.get_by_label("Compare with another rate").check()
     ask(page, "What moves?")
     for article in finished(page, 2):
@@ -147,10 +148,10 @@ def middle(place: Locator) -> float:
 
 def by_grpc(stack: LocalStack, rate: float, threshold: float | None = None) -> tuple[Encoded, Usage]:
     async def asked() -> tuple[Encoded, Usage]:
-        (encoded,) = await encode(stack.addresses["encoder"], CLIP, Pruning(rate, threshold=threshold))
+        pruning = Pruning(rate, PIXEL_CHANGE, threshold=threshold)
+        (encoded,) = await encode(stack.addresses["encoder"], CLIP, pruning)
         async with FramesieveClient(stack.address) as client:
-            options = {"pruning_rate": rate, "pruning_threshold": threshold, "max_new_tokens": 1}
-            answer = await client.ask(CLIP, "What moves?", **options)  # type: ignore[arg-type]
+            answer = await client.ask(Video(CLIP, pruning=pruning), "What moves?", max_new_tokens=1)
         return encoded, answer.usage
 
     with ThreadPoolExecutor(1) as thread:  # Playwright's event loop runs in this one
