@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
-from tests import minicpm
+from tests import minicpm, minicpmv4_6
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,12 @@ def _write_qwen3_5(folder: Path, seed: int, config_class: Any, model_class: Any,
     images = {"size": {"shortest_edge": 64 * 64, "longest_edge": 192 * 192}}
     videos = {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 16 * 128 * 128}}
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
+
+
+def write_minicpmv4_6(folder: Path, seed: int, model_type: str = "minicpmv4_6", mode: str = "16x") -> Path:
+    """mode: downsample_mode of tower and processors."""
+    minicpmv4_6.write(folder, seed, QWEN3_5["text"], model_type, mode)
+    return folder
 
 
 def _remember(model: Any) -> None:
@@ -545,6 +551,22 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     },
     **{
         name: FamilyUnderTest(
+            write=partial(write_minicpmv4_6, model_type=name),
+            model=model,
+            patch_px=minicpmv4_6.PATCH_PX,
+            merge=4,
+            temporal_patch=1,
+            hidden=QWEN3_5["text"]["hidden_size"],
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="model.language_model.",
+            linear=name == "minicpmv4_6",
+            rows_stand_alone=True,
+        )
+        for name, (_, model) in minicpmv4_6.CLASSES.items()
+    },
+    **{
+        name: FamilyUnderTest(
             write=partial(write_llava, name=name),
             model=Mistral3ForConditionalGeneration if name == "mistral3" else LlavaForConditionalGeneration,
             patch_px=settings["vision_config"]["patch_size"],
@@ -631,7 +653,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
 }
 
 
-QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)
+QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
 
 
 def load_reference(name: str, folder: Path) -> Any:
