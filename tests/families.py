@@ -561,7 +561,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
             slices_stand_alone=True,
             text_prefix="model.language_model.",
             linear=name == "minicpmv4_6",
-            rows_stand_alone=True,
+            rows_stand_alone=name == "minicpmv4_6",
         )
         for name, (_, model) in minicpmv4_6.CLASSES.items()
     },
