@@ -29,6 +29,7 @@ class Sliced:
 
     @property
     def slices(self) -> int:
+        """How many there are besides the whole."""
         count = self.rows * self.columns
         return count if count > 1 else 0
 
