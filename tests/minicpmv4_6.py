@@ -36,6 +36,9 @@ CLASSES: Mapping[str, tuple[Any, Any]] = {
     "minicpmv4_7": (MiniCPMV4_7Config, MiniCPMV4_7ForConditionalGeneration),
 }
 PROCESSORS: Mapping[str, Any] = {"minicpmv4_6": MiniCPMV4_6Processor, "minicpmv4_7": MiniCPMV4_7Processor}
+# Their methods that compute sizes need no instance.
+IMAGE_PROCESSOR: Any = MiniCPMV4_6ImageProcessorPil
+VIDEO_PROCESSOR: Any = MiniCPMV4_6VideoProcessor
 # Of the tokenizer, by their names in transformers.
 NAMES = {
     "image_token": "<|image_pad|>",
@@ -123,7 +126,7 @@ def processor(folder: Path, model_type: str) -> Any:
     made = object.__new__(PROCESSORS[model_type])
     tokenizer = AutoTokenizer.from_pretrained(folder)
     made.tokenizer, made.chat_template = tokenizer, None
-    made.image_processor = MiniCPMV4_6ImageProcessorPil.from_pretrained(folder)
+    made.image_processor = IMAGE_PROCESSOR.from_pretrained(folder)
     made.video_processor = _Videos(made.image_processor.downsample_mode)
     made.slice_mode, made.video_slice_mode, made.default_use_image_id = True, True, True
     for name in NAMES:
@@ -139,7 +142,8 @@ class _Videos:
     downsample_mode: str
 
     def __call__(self, videos: Sequence[Any], **_: Any) -> dict[str, Any]:
-        sides = [video_size(*frame.shape[-2:], self.downsample_mode) for video in videos for frame in video]
+        sizes = [frame.shape[-2:] for video in videos for frame in video]
+        sides = [video_size(height, width, self.downsample_mode) for height, width in sizes]
         return {
             "target_sizes_videos": np.array(sides) // PATCH_PX,
             "num_frames_per_video": [len(video) for video in videos],
@@ -149,7 +153,7 @@ class _Videos:
 
 def video_size(height: int, width: int, mode: str) -> tuple[int, int]:
     """Height and width of the frames of a video, without slices."""
-    size: tuple[int, int] = MiniCPMV4_6VideoProcessor.find_best_resize(
+    size: tuple[int, int] = VIDEO_PROCESSOR.find_best_resize(
         None, (height, width), SCALE_PX, PATCH_PX, allow_upscale=True, downsample_mode=mode
     )
     return size
@@ -159,7 +163,7 @@ def video_indices(total: int, rate: float, most: int) -> list[int]:
     """The frames that transformers' video processor samples of a video, at most so many."""
     metadata = SimpleNamespace(total_num_frames=total, fps=rate, duration=total / rate)
     settings: Any = SimpleNamespace(max_num_frames=most, stack_frames=1)
-    indices: list[int] = MiniCPMV4_6VideoProcessor.sample_frames(settings, metadata)
+    indices: list[int] = VIDEO_PROCESSOR.sample_frames(settings, metadata)
     return [int(index) for index in indices]
 
 
@@ -171,7 +175,7 @@ def rgb(data: bytes) -> NDArray[np.uint8]:
 def packed(pictures: Sequence[Tensor]) -> Tensor:
     """Pictures, uint8 (H, W, 3), as the tower takes them: (1, 3, patch, patches · patch)."""
     normalised = [(each.permute(2, 0, 1) / 255 - 0.5) / 0.5 for each in pictures]
-    cut = [MiniCPMV4_6ImageProcessorPil.reshape_by_patch(None, each.numpy(), PATCH_PX) for each in normalised]
+    cut = [IMAGE_PROCESSOR.reshape_by_patch(None, each.numpy(), PATCH_PX) for each in normalised]
     return torch.from_numpy(np.concatenate(cut, axis=-1))[None]
 
 
