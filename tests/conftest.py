@@ -46,7 +46,7 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 
 
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
-FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 DEEP_FAMILIES = (
     "internvl",
     "llava_next_video",
@@ -56,9 +56,12 @@ DEEP_FAMILIES = (
     "minicpmv_2_5",
     "minicpmv_2_6",
     "minicpmv_4_0",
+    "minicpmv4_6",
+    "minicpmv4_7",
     "minicpmv_4_5",
     "mistral3",
     "qwen2_vl",
+    "qwen3_5_moe",
 )
 FAMILY_PARAMS = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP_FAMILIES)]
 

@@ -40,6 +40,7 @@ from transformers import (
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
 from tests import minicpm, minicpmv4_6
+from tests.recurrent import as_trained
 
 
 @dataclass(frozen=True)
@@ -171,13 +172,13 @@ def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, t
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
 
 
-# One attention layer after three with a recurrent state, twice as many value heads as key heads, as published.
+# Attention layers between others with a recurrent state, twice as many value heads as key heads.
 QWEN3_5: dict[str, dict[str, Any]] = {
     "text": {
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 5,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -227,13 +228,6 @@ def write_minicpmv4_6(folder: Path, seed: int, model_type: str = "minicpmv4_6", 
     return folder
 
 
-def _remember(model: Any) -> None:
-    """Gives the heads of recurrent layers, if there are any, decays from one token to a thousand."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".A_log"):
-            parameter.data = torch.linspace(-6.0, 1.0, parameter.numel())
-
-
 def _write_qwen(
     folder: Path,
     seed: int,
@@ -257,7 +251,8 @@ def _write_qwen(
     )
     model = model_class(config)
     randomise(model, 0.1, seed)
-    _remember(model)
+    if "layer_types" in sizes["text"]:
+        as_trained(model)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -530,6 +525,7 @@ _QWEN3: dict[str, Any] = {
     "slices_stand_alone": True,
     "text_prefix": "model.language_model.",
 }
+_QWEN3_5 = {**_QWEN3, "levels": 0}
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     **{
         f"minicpmv_{version.replace('.', '_')}": FamilyUnderTest(
@@ -648,6 +644,8 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         slices_stand_alone=False,
         text_prefix="model.",
     ),
+    "qwen3_5": FamilyUnderTest(write_qwen3_5, Qwen3_5ForConditionalGeneration, **_QWEN3_5),
+    "qwen3_5_moe": FamilyUnderTest(write_qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, **_QWEN3_5),
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }
