@@ -14,6 +14,10 @@ _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}
 # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
 PRUNING_METHODS = (NONE,)
 WHY_NOT_ALL = "a resampler's tokens are not places, and no method keeps answers better than dropping at random"
+WHY_NOT_ALL_PLACES = "no method has been measured on this model yet"
+
+# Of 4.6 and 4.7, patches per side of a token: the tower merges 2 × 2 twice, or once.
+_MERGED_SIDES: Mapping[str, int] = {"16x": 4, "4x": 2}
 
 
 def version_of(config: Mapping[str, Any]) -> str:
@@ -33,3 +37,19 @@ def queries_of(config: Mapping[str, Any]) -> int:
     """Tokens of each picture. Raises StartupError as `version_of`."""
     published = _QUERIES[version_of(config)]
     return int(config.get("query_num") or published)
+
+
+def merged_side(config: Mapping[str, Any]) -> int:
+    """Patches per side of a token of 4.6 and 4.7. Raises StartupError for other kernels than theirs, and modes."""
+    mode = config.get("downsample_mode", "16x")
+    if mode not in _MERGED_SIDES:
+        raise StartupError(f"downsample_mode {mode!r} is not supported, only {', '.join(_MERGED_SIDES)}")
+    vision = config.get("vision_config") or {}
+    for name, value, only in (
+        ("merge_kernel_size", config.get("merge_kernel_size", [2, 2]), [2, 2]),
+        ("merger_times", config.get("merger_times", 1), 1),
+        ("vision_config.window_kernel_size", vision.get("window_kernel_size", [2, 2]), [2, 2]),
+    ):
+        if value != only:
+            raise StartupError(f"{name} {value} is not supported, only {only}")
+    return _MERGED_SIDES[mode]

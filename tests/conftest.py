@@ -57,6 +57,8 @@ DEEP_FAMILIES = (
     "minicpmv_2_6",
     "minicpmv_4_0",
     "minicpmv_4_5",
+    "minicpmv4_6",
+    "minicpmv4_7",
     "mistral3",
     "qwen2_vl",
     "qwen3_5_moe",

@@ -39,7 +39,8 @@ from transformers import (
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
-from tests import minicpm
+from tests import minicpm, minicpmv4_6
+from tests.recurrent import as_trained
 
 
 @dataclass(frozen=True)
@@ -221,13 +222,10 @@ def _write_qwen3_5(folder: Path, seed: int, config_class: Any, model_class: Any,
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
 
 
-def _as_trained(model: Any) -> None:
-    """Gives the heads of recurrent layers decays from one token to hundreds, and norms that add 1 weights near 0."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".A_log"):
-            parameter.data = torch.linspace(-6.0, 1.0, parameter.numel())
-        if "language_model" in name and "norm" in name and "linear_attn" not in name:
-            parameter.data -= 1.0
+def write_minicpmv4_6(folder: Path, seed: int, model_type: str = "minicpmv4_6", mode: str = "16x") -> Path:
+    """mode: downsample_mode of tower and processors."""
+    minicpmv4_6.write(folder, seed, QWEN3_5["text"], model_type, mode)
+    return folder
 
 
 def _write_qwen(
@@ -254,7 +252,7 @@ def _write_qwen(
     model = model_class(config)
     randomise(model, 0.1, seed)
     if "layer_types" in sizes["text"]:
-        _as_trained(model)
+        as_trained(model)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -549,6 +547,22 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     },
     **{
         name: FamilyUnderTest(
+            write=partial(write_minicpmv4_6, model_type=name),
+            model=model,
+            patch_px=minicpmv4_6.PATCH_PX,
+            merge=4,
+            temporal_patch=1,
+            hidden=QWEN3_5["text"]["hidden_size"],
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="model.language_model.",
+            linear=name == "minicpmv4_6",
+            rows_stand_alone=name == "minicpmv4_6",
+        )
+        for name, (_, model) in minicpmv4_6.CLASSES.items()
+    },
+    **{
+        name: FamilyUnderTest(
             write=partial(write_llava, name=name),
             model=Mistral3ForConditionalGeneration if name == "mistral3" else LlavaForConditionalGeneration,
             patch_px=settings["vision_config"]["patch_size"],
@@ -637,7 +651,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
 }
 
 
-QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)
+QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
 
 
 def load_reference(name: str, folder: Path) -> Any:

@@ -55,6 +55,8 @@ MODEL_FAMILIES = (
         "one-dimensional",
         "2.5: no videos; no pruning; no float16 tower; no quantised checkpoints",
     ),
+    ModelFamily("minicpmv4_6", "MiniCPM-V 4.6", _BOTH, (), "one-dimensional", "no pruning; no float16 tower"),
+    ModelFamily("minicpmv4_7", "MiniCPM-V 4.7", _BOTH, (), "Canvas M-RoPE", "no pruning; no float16 tower"),
     ModelFamily(
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),

@@ -285,7 +285,7 @@ class Planner:
         if tokens > MAX_PROMPT_TOKENS:
             text = f"has {tokens} tokens, at most {MAX_PROMPT_TOKENS} are allowed"
             raise PromptTooLong(text, field="prompt", value=tokens, limit=MAX_PROMPT_TOKENS)
-        layout = lay_out(pieces)
+        layout = lay_out(pieces, self._family.canvas_markers)
         media = tuple(
             MediaPlan(
                 item.modality,

@@ -109,7 +109,7 @@ def test_experts_load_as_transformers_writes_them_and_with_swapped_axes_as_publi
 def test_weights_that_differ_from_the_config_are_named(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
     prefix = FAMILIES[family].text_prefix
     norm, query = f"{prefix}norm.weight", f"{prefix}layers.1.self_attn.q_proj.weight"
-    first = "linear_attention" if family.startswith("qwen3_5") else "full_attention"
+    first = "linear_attention" if family.startswith(("qwen3_5", "minicpmv4")) else "full_attention"
     two_layers = {"num_hidden_layers": 2, "layer_types": [first, "full_attention"]}
     faults: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] = [
         (lambda weights: weights.pop(query), {}, f"missing weights ['{query}']"),

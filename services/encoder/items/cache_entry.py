@@ -272,7 +272,7 @@ class CacheEntry:
             return
         tokens = self.tokens
         if not (self.plan.brings_embeds or self.chosen):
-            tokens = self.plan.slices * self._arrangement.slice_tokens
+            tokens = self._arrangement.tokens_before(self.plan.slices)
         size_bytes = encoding_bytes(self._tower, self.plan, self.chosen)
         await self._encoding_bytes.reserve(size_bytes)
         self._reserved_bytes = size_bytes
@@ -297,15 +297,18 @@ class CacheEntry:
             return
         assert piece.index == self.decoded_slices
         kept = self._kept_in(piece)
-        start = piece.index * self._arrangement.slice_tokens if kept is None else self._choose(kept)
-        tokens = self._arrangement.slice_tokens if kept is None else kept.size
-        self._rows.append(slice(start, start + tokens))
+        if kept is None:
+            start, end = (self._arrangement.tokens_before(index) for index in (piece.index, piece.index + 1))
+        else:
+            start = self._choose(kept)
+            end = start + kept.size
+        self._rows.append(slice(start, end))
         self.keys.append(self._key_of(piece))
         self.repaired_frames += piece.repaired_frames
         self.times.decoded_ns, self.times.resized_ns = piece.decoded_ns, piece.resized_ns
         self.decoded_slices += 1
         self.queued_ns = self.queued_ns or monotonic_ns()
-        if not tokens:
+        if start == end:
             self._count_encoded(piece.index)
             return
         self.notify()
@@ -480,7 +483,7 @@ def encoding_bytes(tower: Tower, plan: MediaPlan, chosen: Pruning | None) -> int
     tokens = num_encoded(plan, chosen)
     arrangement = tower.arrangement(plan)
     if not plan.brings_embeds and arrangement.of_item:
-        tokens += plan.slices * arrangement.slice_tokens
+        tokens += arrangement.tokens_before(plan.slices)
     return embeds_bytes(tower, tokens)
 
 

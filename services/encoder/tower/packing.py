@@ -76,6 +76,7 @@ class TowerShape:
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
     cell_side: side of a square table of cells, laid over every slice: a patch takes the entry of the cell in which it
         begins; 0 without a table. cells_in_a_row: a slice's patches are one row, in the first row of cells.
+        cells_by_quotient: where a patch begins is a quotient, and not an element of a range with the patch as its step.
     timed: whether patches have the time of their frame.
     """
 
@@ -88,6 +89,7 @@ class TowerShape:
     queries: int = 0
     cell_side: int = 0
     cells_in_a_row: bool = False
+    cells_by_quotient: bool = False
     timed: bool = False
 
     def rows(self, bucket: Size) -> int:
@@ -264,7 +266,7 @@ class _Frame:
             if shape.cells_in_a_row:
                 lengths = (1, len(places))
                 places = np.indices(lengths).reshape(2, -1).T
-            row, column = (_cells(lengths[axis], shape.cell_side)[places[:, axis]] for axis in (0, 1))
+            row, column = (_cells(lengths[axis], shape)[places[:, axis]] for axis in (0, 1))
             self.cells = row * shape.cell_side + column
         self._shape = shape
 
@@ -299,13 +301,16 @@ def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
     return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
 
 
-def _cells(length: int, cell_side: int) -> Array:
+def _cells(length: int, shape: TowerShape) -> Array:
     """The cell of an axis that each of its places begins in: int64 (length,).
 
     By the published operations: where a place begins at a border, the cell depends on how torch's `arange` rounds.
     """
-    begins = torch.arange(0, 1 - 1e-6, 1 / length, dtype=torch.float32)
-    borders = torch.arange(1 / cell_side, 1.0, 1 / cell_side, dtype=torch.float32)
+    if shape.cells_by_quotient:
+        begins = torch.arange(length) / length
+    else:
+        begins = torch.arange(0, 1 - 1e-6, 1 / length, dtype=torch.float32)
+    borders = torch.arange(1 / shape.cell_side, 1.0, 1 / shape.cell_side, dtype=torch.float32)
     found: Array = torch.bucketize(begins, borders, right=True).numpy()
     return found
 

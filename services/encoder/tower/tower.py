@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -55,14 +56,14 @@ class TowerSizes:
     """Sizes from which the cost of a slice follows.
 
     hidden: width of a patch. patch_weights, token_weights: weights by which each patch, and each merged token, is
-    multiplied once. full_layers: layers in which a patch attends to its whole slice; in the windowed_layers it attends
-    to at most window_patches.
+    multiplied once. full_layers: layers in which a patch attends to its whole slice, those of merged patches by their
+    share of its pairs; in the windowed_layers it attends to at most window_patches.
     """
 
     hidden: int
     patch_weights: int
     token_weights: int
-    full_layers: int
+    full_layers: int | Fraction
     windowed_layers: int = 0
     window_patches: int = 0
 
@@ -71,15 +72,21 @@ class TowerSizes:
 class Arrangement:
     """How the tower's tokens of an item's slices become those of its grid.
 
-    slice_tokens: tokens of each slice that are stored. of_slice: makes these of the tower's, (1 + levels, n, D).
-    of_item: makes the grid's tokens of all stored ones. None: they are the same.
-    times: the number of each frame's time, of towers that take them.
+    slice_tokens: tokens of each slice that are stored. first_tokens: those of the first one, where it has others; None:
+    as many. of_slice: makes these of the tower's, (1 + levels, n, D). of_item: makes the grid's tokens of all stored
+    ones. None: they are the same. times: the number of each frame's time, of towers that take them.
     """
 
     slice_tokens: int
+    first_tokens: int | None = None
     of_slice: Callable[[Tensor], Tensor] | None = None
     of_item: Callable[[Tensor], Tensor] | None = None
     times: tuple[int, ...] = ()
+
+    def tokens_before(self, index: int) -> int:
+        """How many tokens the slices before this one have."""
+        first = self.slice_tokens if self.first_tokens is None else self.first_tokens
+        return first + (index - 1) * self.slice_tokens if index else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +153,4 @@ class Tower:
         sizes, patches = self.sizes, tokens * self.patches.merge**2
         seen = sizes.full_layers * patches + sizes.windowed_layers * min(sizes.window_patches, patches)
         once = patches * sizes.patch_weights + tokens * sizes.token_weights
-        return sequences * (once + 2 * sizes.hidden * patches * seen)
+        return int(sequences * (once + 2 * sizes.hidden * patches * seen))

@@ -10,6 +10,7 @@ from framesieve.services.preprocessing.families.llava import Llava
 from framesieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
 from framesieve.services.preprocessing.families.llava_onevision import LlavaOnevision
 from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
+from framesieve.services.preprocessing.families.minicpmv4_6 import MiniCPMV46
 from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
 from framesieve.services.preprocessing.families.qwen3_5 import Qwen35
@@ -22,6 +23,8 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "llava_next_video": LlavaNextVideo.from_checkpoint,
     "llava_onevision": LlavaOnevision.from_checkpoint,
     "minicpmv": MiniCPMV.from_checkpoint,
+    "minicpmv4_6": MiniCPMV46.from_checkpoint,
+    "minicpmv4_7": MiniCPMV46.from_checkpoint,
     "mistral3": Llava.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,

@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.common.contract.plan import Grid, Modality, SizePx
 from framesieve.common.minicpmv import queries_of, version_of
 from framesieve.services.preprocessing.layouts.family import Family
+from framesieve.services.preprocessing.layouts.slicing import Slicing
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
@@ -57,14 +57,12 @@ _IN_GROUPS = FrameBounds(_FPS, 1, _MAX_GROUPS * _MAX_IN_GROUP, temporal_patch=1,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniCPMV(Family):
-    """queries: tokens of each picture. scale_px: side of a square with as many pixels as a slice has. max_slices: of an
-    image. numbers_images: whether each has its number before it. wraps_slices: all slices are between one pair of
-    markers, each as a picture of its own (2.5). names: of the markers.
+    """queries: tokens of each picture. slicing: of images. numbers_images: whether each has its number before it.
+    wraps_slices: all slices are between one pair of markers, each as a picture of its own (2.5). names: of the markers.
     """
 
     queries: int
-    scale_px: int
-    max_slices: int
+    slicing: Slicing
     numbers_images: bool
     wraps_slices: bool
     names: Mapping[str, str]
@@ -91,14 +89,12 @@ class MiniCPMV(Family):
                 ("unk", "<unk>"),
             )
         }
-        takes_videos = version != "2.5"
+        takes_videos, patch_px = version != "2.5", int(slices.get("patch_size", 14))
+        most = int(slices.get("max_slice_nums", 9)) if slices.get("slice_mode", config.get("slice_mode", True)) else 1
         return cls(
-            token_px=int(slices.get("patch_size", 14)),
+            token_px=patch_px,
             queries=queries,
-            scale_px=int(slices.get("scale_resolution", 448)),
-            max_slices=int(slices.get("max_slice_nums", 9))
-            if slices.get("slice_mode", config.get("slice_mode", True))
-            else 1,
+            slicing=Slicing(int(slices.get("scale_resolution", 448)), most, patch_px),
             numbers_images=takes_videos and bool(image.get("use_image_id", config.get("use_image_id", True))),
             wraps_slices=not takes_videos,
             frame_bounds=_IN_GROUPS if version == "4.5" else _ONE_BY_ONE,
@@ -131,30 +127,16 @@ class MiniCPMV(Family):
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The source picture, and its slices. Raises MediaRejected for an aspect ratio above 200."""
-        check_aspect(height_px, width_px)
-        if wish.max_pixels is not None and height_px * width_px > wish.max_pixels:
-            shrink = math.sqrt(wish.max_pixels / (height_px * width_px))
-            height_px, width_px = max(1, int(height_px * shrink)), max(1, int(width_px * shrink))
-        columns, rows = self._slices(height_px, width_px)
-        source = self._sides(height_px, width_px, grows=columns * rows == 1)
-        if columns * rows == 1:
-            return ImageLayout(FrameShape(1, source), (None,), Grid(1, 1, self.queries), tuple(self._picture(index)))
-        height, width = _refined(height_px, rows), _refined(width_px, columns)
-        tile = self._sides(height / rows, width / columns, grows=True)
-        tiles = (
-            View(rows * tile[0], columns * tile[1], row * tile[0], column * tile[1])
-            for row in range(rows)
-            for column in range(columns)
-        )
-        expansion = (*self._picture(index), *self._rows(columns, rows))
-        grid = Grid(1, 1 + columns * rows, self.queries)
-        frames = FrameShape(grid.h, source, tile if tile != source else None, tile_columns=columns)
-        return ImageLayout(frames, (None, *tiles), grid, expansion)
+        sliced = self.slicing.of(height_px, width_px, wish.max_pixels)
+        expansion = tuple(self._picture(index))
+        if sliced.slices:
+            expansion += tuple(self._rows(sliced.columns, sliced.rows))
+        grid = Grid(1, 1 + sliced.slices, self.queries)
+        return ImageLayout(sliced.frames, sliced.views, grid, expansion)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """As of an image without slices."""
-        check_aspect(height_px, width_px)
-        return self._sides(height_px, width_px, grows=True)
+        return replace(self.slicing, max_slices=1).of(height_px, width_px).source
 
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """The grid of a video: a row of queries for each frame, or group of frames."""
@@ -172,8 +154,8 @@ class MiniCPMV(Family):
         """As of pixels: a row of queries for each picture. Raises InvalidRequest for other grids and slices."""
         self._check_queries(grid)
         slices = grid.h - 1
-        if slices > self.max_slices:
-            limit = f"at most {1 + self.max_slices}, the source picture and its slices"
+        if slices > self.slicing.max_slices:
+            limit = f"at most {1 + self.slicing.max_slices}, the source picture and its slices"
             raise InvalidRequest(field="embeds.grid.h", limit=limit, value=grid.h)
         if not slices and tile_columns:
             text = f"of an image without slices must be 0, got {tile_columns}"
@@ -207,41 +189,7 @@ class MiniCPMV(Family):
         if self.wraps_slices:
             yield names["slice_end"]
 
-    def _slices(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Columns and rows: of about as many slices as its pixels need, the grid whose shape is nearest to its own."""
-        wanted = min(math.ceil(width_px * height_px / self.scale_px**2), self.max_slices)
-        if wanted <= 1:
-            return 1, 1
-        shape, best, best_error = math.log(width_px / height_px), (1, 1), math.inf
-        for count in (wanted - 1, wanted, wanted + 1):
-            if count == 1 or count > self.max_slices:
-                continue
-            for columns in range(1, count + 1):
-                error = abs(shape - math.log(columns / (count // columns)))
-                if count % columns == 0 and error < best_error:
-                    best, best_error = (columns, count // columns), error
-        return best
-
-    def _sides(self, height_px: float, width_px: float, *, grows: bool) -> tuple[int, int]:
-        """Height and width of a picture of about this shape, multiples of a patch.
-
-        It has as many pixels as a slice if it has more, or `grows`.
-        """
-        if grows or width_px * height_px > self.scale_px**2:
-            ratio = width_px / height_px
-            height_px = int(self.scale_px / math.sqrt(ratio))
-            width_px = int(height_px * ratio)
-        return _multiple(height_px, self.token_px), _multiple(width_px, self.token_px)
-
 
 def _middles(total: int, wanted: int) -> tuple[int, ...]:
     share = total / wanted
     return tuple(int(number * share + share / 2) for number in range(wanted))
-
-
-def _multiple(length: float, unit: int) -> int:
-    return max(round(length / unit) * unit, unit)
-
-
-def _refined(length: int, parts: int) -> int:
-    return _multiple(length, parts)

@@ -29,6 +29,7 @@ class Family(ABC):
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
         that take parts.
     template_options: variables of the chat template besides the messages.
+    canvas_markers: of `canvas_positions`, where the spans of expansions are those of canvases.
     """
 
     placeholders: Mapping[Modality, str]
@@ -39,6 +40,7 @@ class Family(ABC):
     fixed_tokens: bool = False
     joins_parts: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)
+    canvas_markers: tuple[int, ...] = ()
 
     @abstractmethod
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:

@@ -16,12 +16,13 @@ from typing import TypeAlias
 import numpy as np
 
 from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, Run
+from framesieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
 from framesieve.services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
 from framesieve.services.preprocessing.video.resize import View
 
 # The expansion of a media item: its spans, and the family's own text between them, control tokens included. A number is
 # the id of a vector that generation stores, which no text spells.
-Expansion: TypeAlias = tuple[str | int | MediaSpan, ...]
+Expansion: TypeAlias = tuple[str | int | MediaSpan | CanvasSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class MediaTokens:
 
     item: int
     pad_id: int
-    span: MediaSpan
+    span: MediaSpan | CanvasSpan
 
     @property
     def size(self) -> int:
@@ -56,19 +57,28 @@ class Layout:
     runs: tuple[tuple[Run, ...], ...]
 
 
-def lay_out(pieces: Sequence[Int32Array | MediaTokens]) -> Layout:
-    """Joins text ids (int32 [n]) and grids into the full, unpruned prompt. Items must appear in order."""
+def lay_out(pieces: Sequence[Int32Array | MediaTokens], canvas_markers: Sequence[int] = ()) -> Layout:
+    """Joins text ids (int32 [n]) and grids into the full, unpruned prompt. Items must appear in order.
+
+    canvas_markers: of `canvas_positions`, where the grids are spans of canvases.
+    """
     ids: list[Int32Array] = []
     spans: list[TextSpan | MediaSpan] = []
+    pictures: list[tuple[int, CanvasSpan]] = []
     runs: dict[int, list[Run]] = {}
     offset = 0
     for piece in pieces:
         if isinstance(piece, MediaTokens):
             ids.append(np.full(piece.size, piece.pad_id, np.int32))
-            spans.append(piece.span)
+            if isinstance(piece.span, CanvasSpan):
+                pictures.append((offset, piece.span))
+            else:
+                spans.append(piece.span)
             runs.setdefault(piece.item, []).append(Run(offset, piece.size))
         else:
             ids.append(piece)
             spans.append(TextSpan(piece.size))
         offset += piece.size
-    return Layout(np.concatenate(ids), positions_of(spans), tuple(map(tuple, runs.values())))
+    input_ids = np.concatenate(ids)
+    positions = canvas_positions(input_ids, pictures, canvas_markers) if pictures else positions_of(spans)
+    return Layout(input_ids, positions, tuple(map(tuple, runs.values())))

@@ -22,6 +22,7 @@ from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Int32Array, Modality
+from framesieve.services.preprocessing.prompt.canvas import CanvasSpan
 from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
 from framesieve.services.preprocessing.prompt.plain_text import PlainText
 from framesieve.services.preprocessing.prompt.positions import MediaSpan
@@ -195,7 +196,7 @@ class ChatTokens:
     def _tokenise(
         self,
         pieces: Sequence[str],
-        spans: Sequence[tuple[int, int | MediaSpan]],
+        spans: Sequence[tuple[int, int | MediaSpan | CanvasSpan]],
         check_cancelled: Callable[[], None],
     ) -> list[Int32Array | MediaTokens]:
         """pieces: text, control token, text, …"""

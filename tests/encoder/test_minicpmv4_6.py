@@ -1,0 +1,114 @@
+"""The tower of MiniCPM-V 4.6 and 4.7 against transformers', and images whose slices have more tokens than the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.vision_utils import get_vision_nearest_position_ids
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from framesieve.services.encoder.families import load_tower
+from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from tests import minicpmv4_6 as oracle
+from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.families import QWEN3_5, write_minicpmv4_6
+from tests.generation.checkpoints import changed
+
+CPU = torch.device("cpu")
+DEEP = pytest.mark.deep
+DEEP_KINDS = [("minicpmv4_7", "16x"), ("minicpmv4_6", "4x")]
+# Heights and widths in tokens; equal neighbours are attended to together.
+SIDES = [(2, 3), (1, 1), (1, 4), (2, 3), (2, 3), (4, 2)]
+
+
+def pictures(token_px: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 255, (1, rows * token_px, columns * token_px, 3), dtype=torch.uint8, generator=random)
+        for rows, columns in SIDES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mode"), [("minicpmv4_6", "16x"), *(pytest.param(*kind, marks=DEEP) for kind in DEEP_KINDS)]
+)
+def test_pictures_become_the_tokens_of_transformers(model_type: str, mode: str, tmp_path: Path) -> None:
+    model = oracle.write(tmp_path, 1, QWEN3_5["text"], model_type, mode)
+    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
+    shown = pictures(tower.patches.token_px)
+    theirs = oracle.features(model, [each[0] for each in shown])
+    for ours, expected, (rows, columns) in zip(tower.encode(shown), theirs, SIDES, strict=True):
+        assert ours.shape == (1, rows * columns, QWEN3_5["text"]["hidden_size"])
+        torch.testing.assert_close(ours[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["16x", pytest.param("4x", marks=DEEP)])
+def test_graphs_replay_what_the_tower_computes(mode: str, tmp_path: Path) -> None:
+    write_minicpmv4_6(tmp_path, 1, mode=mode)
+    tower, recorder = load_packed(tmp_path), Recorder()
+    graphed = with_graphs(tower, 160, recorder)
+    recorder.replayed.clear()
+    shown = pictures(tower.patches.token_px)
+    for ours, theirs in zip(graphed.encode(shown), tower.encode(shown), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+    assert recorder.replayed
+
+
+def test_patches_are_placed_in_cells_as_by_transformers() -> None:
+    for side in (oracle.CELLS, 70):
+        for length in range(1, 600):
+            expected = get_vision_nearest_position_ids(torch.tensor([[length, 3]]), side).tolist()
+            layout = lay_out([Side(length, 3)], TowerShape(1, cell_side=side, cells_by_quotient=True))
+            assert layout.cells is not None
+            assert layout.cells.tolist() == expected
+
+
+def multiplications(patches: int) -> int:
+    """Of a picture of so many patches, by the formulas of its layers."""
+    hidden, wide, layers = (oracle.VISION[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    layer, first = 4 * hidden**2 + 2 * hidden * wide, oracle.MERGED_AFTER + 1
+    windows, tokens = patches // 4, patches // 16
+    count = patches * (hidden * 3 * oracle.PATCH_PX**2 + first * layer + 4 * hidden**2)
+    count += windows * ((4 * hidden) * (4 * wide) + (4 * wide) * hidden + (layers - first) * layer)
+    count += tokens * ((4 * hidden) ** 2 + 4 * hidden * QWEN3_5["text"]["hidden_size"])
+    return count + 2 * hidden * (first * patches**2 + 4 * patches + (layers - first) * windows**2)
+
+
+def test_layers_after_the_windows_cost_a_quarter(tmp_path: Path) -> None:
+    write_minicpmv4_6(tmp_path, 1)
+    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
+    assert tower.cost((1, 112, 168, 3)) == multiplications(8 * 12)
+
+
+def an_image(frames: FrameShape, tokens: int) -> MediaPlan:
+    return MediaPlan(Modality.IMAGE, Grid(1, 1, tokens), (Run(1, tokens),), frames, None, (), bytes(32))
+
+
+def test_frames_that_do_not_make_their_grid_are_refused(tmp_path: Path) -> None:
+    write_minicpmv4_6(tmp_path, 1)
+    arrange = load_tower(Checkpoint(tmp_path), "float32", CPU).arrangement
+    sliced = FrameShape(3, (56, 112), tile_px=(112, 112), tile_columns=2)
+    assert [arrange(an_image(sliced, 10)).tokens_before(index) for index in range(4)] == [0, 2, 6, 10]
+    for wrong in (an_image(sliced, 9), an_image(replace(sliced, tile_px=(112, 100)), 10)):
+        with pytest.raises(ValueError, match=r"are not|no multiples of a token"):
+            arrange(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"insert_layer_id": 4}, "insert_layer_id 4 is none of the tower's 4 layers"),
+        ({"downsample_mode": "8x"}, "downsample_mode '8x' is not supported"),
+    ],
+)
+def test_towers_that_merge_otherwise_are_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
+    folder = changed(write_minicpmv4_6(tmp_path / "written", 1), tmp_path / "changed", **changes)
+    with pytest.raises(StartupError, match=named):
+        load_tower(Checkpoint(folder), "float32", CPU)
