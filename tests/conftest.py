@@ -49,6 +49,8 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DEEP_FAMILIES = (
     "internvl",
+    "internvl_qwen3",
+    "internvl_qwen3_moe",
     "llava_next_video",
     "llava_onevision",
     "llava_pixtral",

@@ -480,15 +480,35 @@ INTERNVL: dict[str, Any] = {
 }
 
 
-def _write_internvl(folder: Path, seed: int) -> Path:
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# The language models of 2.5 and 3, and those of 3.5. A head's size is its own in Qwen3.
+INTERNVL_TEXT: Mapping[str, Mapping[str, Any]] = {
+    "internvl": {"model_type": "qwen2"},
+    "internvl_qwen3": {"model_type": "qwen3", "head_dim": 24},
+    "internvl_qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 48,
+        **EXPERTS,
+    },
+}
+# That of transformers' class, which the published 3.5 have, in proportion: 48 of 56 pixels as 384 of 448, and CLIP's mean.
+INTERNVL_3_5_VIDEO = {
+    "size": {"height": 48, "width": 48},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def _write_internvl(folder: Path, seed: int, name: str) -> Path:
     tokenizer = make_tokenizer(TINY)
     tokenizer.add_tokens(["<img>", "</img>", "<IMG_CONTEXT>", "<video>"], special_tokens=True)
     for marked, token in (("image", "<IMG_CONTEXT>"), ("video", "<video>")):
         template = tokenizer.chat_template
         tokenizer.chat_template = template.replace(f"<|vision_start|><|{marked}_pad|><|vision_end|>", token)
     ids = tokenizer.get_vocab()
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": rope, "vocab_size": len(tokenizer)}
+    text = {**LLAVA_TEXT, **INTERNVL_TEXT[name], "rope_parameters": _ROPE, "vocab_size": len(tokenizer)}
     config = InternVLConfig(
         text_config=text, image_token_id=ids["<IMG_CONTEXT>"], tie_word_embeddings=False, **INTERNVL
     )
@@ -505,7 +525,8 @@ def _write_internvl(folder: Path, seed: int) -> Path:
     }
     image = {**settings, "max_patches": 6, "image_processor_type": "GotOcr2ImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
-    video = {**settings, "video_processor_type": "InternVLVideoProcessor"}
+    own = {} if name == "internvl" else INTERNVL_3_5_VIDEO
+    video = {**settings, **own, "video_processor_type": "InternVLVideoProcessor"}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     return folder
 
@@ -561,19 +582,23 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         )
         for name, settings in LLAVA.items()
     },
-    "internvl": FamilyUnderTest(
-        write=_write_internvl,
-        model=InternVLForConditionalGeneration,
-        patch_px=14,
-        merge=2,
-        temporal_patch=1,
-        hidden=64,
-        levels=0,
-        slices_stand_alone=True,
-        text_prefix="language_model.model.",
-        lm_head="language_model.lm_head.weight",
-        linear=True,
-    ),
+    **{
+        name: FamilyUnderTest(
+            write=partial(_write_internvl, name=name),
+            model=InternVLForConditionalGeneration,
+            patch_px=14,
+            merge=2,
+            temporal_patch=1,
+            hidden=64,
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="language_model.model.",
+            lm_head="language_model.lm_head.weight",
+            linear=True,
+            model_type="internvl",
+        )
+        for name in INTERNVL_TEXT
+    },
     "llava_next_video": FamilyUnderTest(
         write=_write_next_video,
         model=LlavaNextVideoForConditionalGeneration,

@@ -80,18 +80,21 @@ def with_output_layer(
 ) -> LanguageModel:
     """The language model of a text model that has its weights, with its output layer read from the checkpoint.
 
-    config: of the whole model. style: transformers' tensor-parallel style of the output layer.
+    config: of the whole model. style: transformers' tensor-parallel style of the output layer. A config may say that the
+    output layer is the embedding where the checkpoint has another one, which is then used, as in transformers: configs
+    of InternVL say nothing, and transformers' default is that it is.
     Raises StartupError for missing weights.
     """
     sizes, weight = config.text_config, text.embed_tokens.weight
     with torch.device("meta"):
         lm_head: Any = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
     shards = {} if group is None else _shard_output_layer(lm_head, style, group)
-    if config.tie_word_embeddings:
-        lm_head.weight = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
+    prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
+    weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
+    tied = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
+    if config.tie_word_embeddings and (not weights or torch.equal(weights["weight"], tied)):
+        lm_head.weight = tied
     else:
-        prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
-        weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
         fill(lm_head, weights, prefix)
     return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
 
