@@ -48,6 +48,8 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DEEP_FAMILIES = (
+    "glm4v",
+    "glm4v_moe",
     "internvl",
     "internvl_qwen3",
     "internvl_qwen3_moe",

@@ -15,6 +15,12 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     LlavaConfig,
@@ -272,6 +278,98 @@ def _write_qwen(
     return folder
 
 
+# Half of each head is rotated.
+GLM: dict[str, dict[str, Any]] = {
+    "text": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        },
+    },
+    "vision": {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 14,
+        "image_size": 70,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+    },
+}
+# Two groups of experts, one of which is chosen first; a dense layer before those with experts.
+GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+_GLM_CLASSES: Mapping[str, tuple[Any, Any, str]] = {
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration, "Glm4v"),
+    "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration, "Glm46V"),
+    "glm4v_moe": (Glm4vMoeConfig, Glm4vMoeForConditionalGeneration, "Glm4v"),
+}
+GLM_TOKENS = {each: [f"<|begin_of_{each}|>", f"<|{each}|>", f"<|end_of_{each}|>"] for each in ("image", "video")}
+
+
+def _write_glm(folder: Path, seed: int, name: str) -> Path:
+    """With the names and processors of published checkpoints, whose template begins with two control tokens."""
+    tokenizer, (config_class, model_class, processors) = make_tokenizer(TINY), _GLM_CLASSES[name]
+    tokenizer.add_tokens(["[gMASK]", "<sop>", *GLM_TOKENS["image"], *GLM_TOKENS["video"]], special_tokens=True)
+    template = f"[gMASK]<sop>{tokenizer.chat_template}"
+    for kind, tokens in GLM_TOKENS.items():
+        template = template.replace(f"<|vision_start|><|{kind}_pad|><|vision_end|>", "".join(tokens))
+    tokenizer.chat_template = template
+    ids = tokenizer.get_vocab()
+    experts = GLM_EXPERTS if name == "glm4v_moe" else {}
+    config = config_class(
+        text_config={**GLM["text"], **experts, "vocab_size": len(tokenizer)},
+        vision_config=GLM["vision"],
+        **{f"{kind}_token_id": ids[f"<|{kind}|>"] for kind in GLM_TOKENS},
+        **{f"{kind}_start_token_id": ids[f"<|begin_of_{kind}|>"] for kind in GLM_TOKENS},
+        **{f"{kind}_end_token_id": ids[f"<|end_of_{kind}|>"] for kind in GLM_TOKENS},
+        tie_word_embeddings=False,
+    )
+    model = model_class(config)
+    randomise(model, 0.1, seed)
+    for each in model.modules():
+        if hasattr(each, "e_score_correction_bias"):
+            each.e_score_correction_bias = torch.linspace(-0.1, 0.1, len(each.e_score_correction_bias))
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor = {
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "processor_class": f"{processors}Processor",
+    }
+    images = {"size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 168 * 168}}
+    videos = {"size": {"shortest_edge": 4 * 56 * 56, "longest_edge": 16 * 112 * 112}, "fps": 2, "num_frames": 16}
+    image = {**processor, **images, "image_processor_type": f"{processors}ImageProcessor"}
+    video = {**processor, **videos, "max_duration": 300, "video_processor_type": f"{processors}VideoProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
+
+
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 14}
 # The tower, the text model, and how features are selected, of each kind of LLaVA.
 LLAVA: Mapping[str, Mapping[str, Any]] = {
@@ -493,7 +591,7 @@ INTERNVL_TEXT: Mapping[str, Mapping[str, Any]] = {
         **EXPERTS,
     },
 }
-# That of transformers' class, which the published 3.5 have, in proportion: 48 of 56 pixels as 384 of 448, and CLIP's mean.
+# The defaults of transformers' class, which the published 3.5 have: CLIP's mean, and 384 of 448 pixels, here 48 of 56.
 INTERNVL_3_5_VIDEO = {
     "size": {"height": 48, "width": 48},
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -599,6 +697,20 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         )
         for name in INTERNVL_TEXT
     },
+    **{
+        name: FamilyUnderTest(
+            write=partial(_write_glm, name=name),
+            model=model,
+            patch_px=14,
+            merge=2,
+            temporal_patch=2,
+            hidden=64,
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="model.language_model.",
+        )
+        for name, (_, model, _) in _GLM_CLASSES.items()
+    },
     "llava_next_video": FamilyUnderTest(
         write=_write_next_video,
         model=LlavaNextVideoForConditionalGeneration,
@@ -656,7 +768,7 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
 }
 
 
-QWEN = sorted(name for name, family in FAMILIES.items() if not family.linear)
+QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
 
 
 def load_reference(name: str, folder: Path) -> Any:

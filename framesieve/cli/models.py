@@ -37,6 +37,9 @@ MODEL_FAMILIES = (
     ModelFamily("qwen2_5_vl", "Qwen2.5-VL", _BOTH, _PRUNING, "M-RoPE, time in seconds"),
     ModelFamily("qwen3_vl", "Qwen3-VL", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("qwen3_vl_moe", "Qwen3-VL, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("glm4v", "GLM-4.1V, GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("glm46v", "GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("glm4v_moe", "GLM-4.5V, GLM-4.6V, mixtures of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily(
         "llava",
         "LLaVA 1.5, Pixtral, and others in LLaVA's layout: CLIP, SigLIP or Pixtral with Llama, Mistral or Qwen2",
@@ -56,7 +59,7 @@ MODEL_FAMILIES = (
     ModelFamily(
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),
-    ModelFamily("internvl", "InternVL 2.5, 3 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
+    ModelFamily("internvl", "InternVL 2.5, 3, 3.5 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
 )

@@ -30,7 +30,7 @@ from tests.vision import kept_embeds, patches_of
 MOST_TOKENS = 160
 
 
-@pytest.fixture(scope="session", params=QWEN)
+@pytest.fixture(scope="session", params=[*QWEN, "glm4v"])
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

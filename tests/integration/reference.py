@@ -64,8 +64,9 @@ async def model_inputs(
         shown = [frames[index] for index in range(len(shapes))]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **_images(shown, shapes, folder, config)}
     types = torch.zeros_like(ids)
-    types[ids == config.image_token_id] = 1
-    types[ids == config.video_token_id] = 2
+    for item in plan.media:
+        for run in item.runs:
+            types[0, run.offset : run.end] = 1 if item.modality is Modality.IMAGE else 2
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
     for modality, pixels, grids in (
         (Modality.IMAGE, "pixel_values", "image_grid_thw"),

@@ -6,6 +6,7 @@ import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families import (
+    glm4v,
     internvl,
     llava,
     llava_next_video,
@@ -20,6 +21,9 @@ from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.tower import Tower
 
 FAMILIES = {
+    "glm4v": glm4v.load,
+    "glm4v_moe": glm4v.load,
+    "glm46v": glm4v.load,
     "internvl": internvl.load,
     "llava": llava.load,
     "llava_next_video": llava_next_video.load,

@@ -10,6 +10,9 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.families import (
+    glm4v,
+    glm4v_moe,
+    glm46v,
     internvl,
     llava,
     llava_next_video,
@@ -26,6 +29,9 @@ from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES: Mapping[str, TextFamily] = {
+    "glm4v": glm4v.FAMILY,
+    "glm4v_moe": glm4v_moe.FAMILY,
+    "glm46v": glm46v.FAMILY,
     "internvl": internvl.FAMILY,
     "llava": llava.FAMILY,
     "llava_next_video": llava_next_video.FAMILY,

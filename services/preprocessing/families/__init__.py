@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.preprocessing.families import glm46v
 from framesieve.services.preprocessing.families.internvl import InternVL
 from framesieve.services.preprocessing.families.llava import Llava
 from framesieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
@@ -16,6 +17,9 @@ from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
 from framesieve.services.preprocessing.layouts.family import Family
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "glm4v": glm46v.load,
+    "glm4v_moe": glm46v.load,
+    "glm46v": glm46v.load,
     "internvl": InternVL.from_checkpoint,
     "llava": Llava.from_checkpoint,
     "llava_next_video": LlavaNextVideo.from_checkpoint,
