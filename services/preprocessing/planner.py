@@ -299,6 +299,7 @@ class Planner:
                 tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)),
                 item.file,
                 self._family.fixed_tokens,
+                self._family.timed_by_first,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

@@ -67,6 +67,8 @@ async def model_inputs(
     for item in plan.media:
         for run in item.runs:
             types[0, run.offset : run.end] = 1 if item.modality is Modality.IMAGE else 2
+    if config.model_type.startswith("glm"):
+        return _slices_as_images(plan, frames, ids, types.clamp(max=1), folder, family)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
     for modality, pixels, grids in (
         (Modality.IMAGE, "pixel_values", "image_grid_thw"),
@@ -88,6 +90,29 @@ async def model_inputs(
     if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
     return inputs
+
+
+def _slices_as_images(
+    plan: PromptPlan,
+    frames: Mapping[int, bytearray],
+    ids: Tensor,
+    types: Tensor,
+    folder: Path,
+    family: FamilyUnderTest,
+) -> dict[str, Tensor]:
+    """GLM's slices are images to its model, whose transformers takes no prompt with images and videos."""
+    patches, sides = [], []
+    for index, item in enumerate(plan.media):
+        shown = np.frombuffer(frames[index], np.uint8).reshape(item.frames.count, *item.frames.size_px, 3)
+        patches.append(patches_of(shown, folder, family))
+        sides += [(1, item.grid.h * family.merge, item.grid.w * family.merge)] * item.grid.t
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": types,
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor(sides),
+    }
 
 
 def _tiled(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, config: Any) -> dict[str, Tensor]:

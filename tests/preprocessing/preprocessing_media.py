@@ -197,16 +197,12 @@ def transformers_processor(family: str, merge: int, temporal_patch: int) -> Any:
     return processor
 
 
-def transformers_image_size(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, family: str
-) -> tuple[int, int]:
+def transformers_image_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int, family: str) -> Any:
     """The size of the family's image processor. Raises ValueError."""
     if not family.startswith("glm"):
-        size: tuple[int, int] = transformers_smart_resize(height, width, factor, min_pixels, max_pixels)
-        return size
+        return transformers_smart_resize(height, width, factor, min_pixels, max_pixels)
     module, name, _ = _PROCESSORS[family]
-    size = _compiled(module, name)["smart_resize"](2, height, width, 2, factor, min_pixels, max_pixels)
-    return size
+    return _compiled(module, name)["smart_resize"](2, height, width, 2, factor, min_pixels, max_pixels)
 
 
 def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Any:
