@@ -137,7 +137,7 @@ class MediaPlan:
     timestamps_s: presentation time of each frame; empty for an image.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
-    timed_by_first: whether the time of a slice in the text is that of its first frame, and not the middle of its frames.
+    timed_by_first: whether the time of a slice in the text is that of its first frame, else the middle of its frames.
     """
 
     modality: Modality
