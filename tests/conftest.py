@@ -63,6 +63,7 @@ DEEP_FAMILIES = (
     "minicpmv_4_5",
     "mistral3",
     "qwen2_vl",
+    "video_llama_3",
 )
 FAMILY_PARAMS = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP_FAMILIES)]
 

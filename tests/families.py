@@ -42,6 +42,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    VideoLlama3Config,
+    VideoLlama3ForConditionalGeneration,
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
@@ -629,6 +631,36 @@ def _write_internvl(folder: Path, seed: int, name: str) -> Path:
     return folder
 
 
+def _write_video_llama_3(folder: Path, seed: int) -> Path:
+    tokenizer = make_tokenizer(TINY)
+    ids = tokenizer.get_vocab()
+    for kind in ("image", "video"):
+        marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+        tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<|{kind}_pad|>")
+    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": _ROPE, "vocab_size": len(tokenizer)}
+    config = VideoLlama3Config(
+        text_config=text,
+        vision_config=TOWER,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        tie_word_embeddings=False,
+    )
+    model = VideoLlama3ForConditionalGeneration(config)
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 14, "temporal_patch_size": 1}
+    image = {**settings, "merge_size": 1, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
+    video = {**settings, "merge_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 56 * 56}}
+    image["image_processor_type"] = "VideoLlama3ImageProcessor"
+    video |= {"video_processor_type": "VideoLlama3VideoProcessor", "use_token_compression": False}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
+
+
 def _write_minicpm(folder: Path, seed: int, version: str) -> Path:
     minicpm.write(folder, seed, version)
     return folder
@@ -762,6 +794,18 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         levels=0,
         slices_stand_alone=False,
         text_prefix="model.",
+    ),
+    "video_llama_3": FamilyUnderTest(
+        write=_write_video_llama_3,
+        model=VideoLlama3ForConditionalGeneration,
+        patch_px=14,
+        merge=2,
+        temporal_patch=1,
+        hidden=64,
+        levels=0,
+        slices_stand_alone=True,
+        text_prefix="model.language_model.",
+        linear=True,
     ),
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),

@@ -104,7 +104,10 @@ async def test_llava_answers_questions_about_images_as_transformers_generate(
 
 TILED = [
     "llava_onevision",
-    *(pytest.param(name, marks=pytest.mark.deep) for name in ("internvl", "internvl_qwen3_moe", "llava_next_video")),
+    *(
+        pytest.param(name, marks=pytest.mark.deep)
+        for name in ("internvl", "internvl_qwen3_moe", "llava_next_video", "video_llama_3")
+    ),
 ]
 TILED_MIXES: dict[str, tuple[Part, ...]] = {
     "a small image": (Image(data=media.picture(31, 30)),),

@@ -29,6 +29,7 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlama3Processor
 
 BLOCK_PX = 16
 BITS = 12
@@ -152,6 +153,7 @@ _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "glm4v": ("glm4v", "Glm4vVideoProcessor", Glm4vProcessor),
     "glm46v": ("glm46v", "Glm46VVideoProcessor", Glm46VProcessor),
+    "video_llama_3": ("video_llama_3", "VideoLlama3VideoProcessor", VideoLlama3Processor),
 }
 
 
@@ -231,6 +233,8 @@ def transformers_video_size(
     of_glm = family.startswith("glm")
     video = torch.empty(1, frames + (frames % 2 if of_glm else 0), 3, height, width, device="meta")
     size = _Size(shortest_edge=low, longest_edge=high)
-    cap = {} if of_glm else {"cap_pixels_per_frame": max_tokens is not None}
-    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, **cap)
+    if of_glm or family == "video_llama_3":
+        resized: tuple[int, int] = processor.resize(video, size, None, factor=factor, temporal_factor=2)
+    else:
+        resized = processor.resize(video, size, None, factor, 2, max_tokens is not None)
     return resized

@@ -16,6 +16,7 @@ from framesieve.services.encoder.families import (
     qwen2_5_vl,
     qwen2_vl,
     qwen3_vl,
+    video_llama_3,
 )
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.tower import Tower
@@ -34,6 +35,7 @@ FAMILIES = {
     "qwen2_5_vl": qwen2_5_vl.load,
     "qwen3_vl": qwen3_vl.load,
     "qwen3_vl_moe": qwen3_vl.load,
+    "video_llama_3": video_llama_3.load,
 }
 
 

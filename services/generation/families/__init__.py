@@ -22,6 +22,7 @@ from framesieve.services.generation.families import (
     qwen2_5_vl,
     qwen2_vl,
     qwen3_vl,
+    video_llama_3,
 )
 from framesieve.services.generation.loading import TextFamily, load
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -42,6 +43,7 @@ FAMILIES: Mapping[str, TextFamily] = {
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl.MOE_FAMILY,
+    "video_llama_3": video_llama_3.FAMILY,
 }
 
 

@@ -14,6 +14,7 @@ from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
 from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
 from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
+from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
 from framesieve.services.preprocessing.layouts.family import Family
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,
     "qwen3_vl_moe": Qwen3VL.from_checkpoint,
+    "video_llama_3": VideoLlama3.from_checkpoint,
 }
 
 

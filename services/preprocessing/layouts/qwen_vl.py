@@ -72,8 +72,8 @@ class QwenVL(Family):
         fields: dict[str, Any] = {
             "placeholders": PLACEHOLDERS,
             "token_px": patch * merge,
-            "image_budget": _budget(image, patch * merge, defaults.image_size, old_names=True),
-            "video_budget": _budget(video, patch * merge, defaults.size, defaults.old_names),
+            "image_budget": budget_of(image, patch * merge, defaults.image_size, old_names=True),
+            "video_budget": budget_of(video, patch * merge, defaults.size, defaults.old_names),
             "max_video_tokens": int(video.get("max_video_tokens") or defaults.max_tokens)
             if video.get("cap_pixels_per_frame")
             else None,
@@ -111,7 +111,8 @@ def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
     return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
 
 
-def _budget(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+def budget_of(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+    """The budget in a processor's settings, or in `defaults`. old_names: min_pixels and max_pixels override the size."""
     size = settings.get("size") or defaults
     old = settings if old_names else {}
     return PixelBudget(
