@@ -257,7 +257,7 @@ def test_video_llama_3_makes_a_token_of_each_patch_of_an_image_and_of_four_of_a_
         sides, merges = torch.tensor([[len(shown), 4, 6]]), torch.tensor([merge])
         (theirs,) = model.get_image_features(patches, sides, merges, return_dict=True).pooler_output
         torch.testing.assert_close(encoded(tower, plan, shown)[0], theirs, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="sides of .* are no multiples of 28"):
+    with pytest.raises(ValueError, match=r"sides of .* are no multiples of 28"):
         tower.arrangement(replace(video, frames=FrameShape(3, (42, 84))))
 
 

@@ -112,7 +112,7 @@ def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
 
 
 def budget_of(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
-    """The budget in a processor's settings, or in `defaults`. old_names: min_pixels and max_pixels override the size."""
+    """The budget in a processor's settings or in `defaults`. old_names: min_pixels and max_pixels override the size."""
     size = settings.get("size") or defaults
     old = settings if old_names else {}
     return PixelBudget(
