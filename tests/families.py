@@ -593,6 +593,8 @@ INTERNVL_TEXT: Mapping[str, Mapping[str, Any]] = {
         **EXPERTS,
     },
 }
+# Of the large sizes.
+_INTERNVIT_6B = {"use_qk_norm": True, "norm_type": "rms_norm"}
 # The defaults of transformers' class, which the published 3.5 have: CLIP's mean, and 384 of 448 pixels, here 48 of 56.
 INTERNVL_3_5_VIDEO = {
     "size": {"height": 48, "width": 48},
@@ -609,8 +611,12 @@ def _write_internvl(folder: Path, seed: int, name: str) -> Path:
         tokenizer.chat_template = template.replace(f"<|vision_start|><|{marked}_pad|><|vision_end|>", token)
     ids = tokenizer.get_vocab()
     text = {**LLAVA_TEXT, **INTERNVL_TEXT[name], "rope_parameters": _ROPE, "vocab_size": len(tokenizer)}
+    vision = {**INTERNVL["vision_config"], **(_INTERNVIT_6B if name == "internvl_qwen3" else {})}
     config = InternVLConfig(
-        text_config=text, image_token_id=ids["<IMG_CONTEXT>"], tie_word_embeddings=False, **INTERNVL
+        text_config=text,
+        image_token_id=ids["<IMG_CONTEXT>"],
+        tie_word_embeddings=False,
+        **{**INTERNVL, "vision_config": vision},
     )
     model = InternVLForConditionalGeneration(config)
     randomise(model, 0.1, seed)
