@@ -198,9 +198,13 @@ def test_a_config_that_one_family_does_not_support_is_a_startup_error(
         load(changed(checkpoints(name), tmp_path / "other", **fields))
 
 
-def test_bfloat16_runs_with_float32_logits(family_checkpoint: Path) -> None:
+def test_bfloat16_runs_with_float32_logits(family: str, family_checkpoint: Path) -> None:
+    """Beside weights that transformers keeps in float32: GLM-4.5V's choice of experts is ruined by rounding."""
     model = load(family_checkpoint, torch.bfloat16)
-    assert {parameter.dtype for parameter in model.text.parameters()} == {torch.bfloat16}
+    kept = tuple(FAMILIES[family].model._keep_in_fp32_modules_strict or ())
+    for name, weight in model.text.state_dict().items():
+        if "rotary" not in name and weight.is_floating_point():
+            assert weight.dtype == (torch.float32 if name.endswith(kept) else torch.bfloat16), name
     engine = TinyEngine(model)
     engine.ask("a", [PROMPT], SamplingParams(2))
     engine.drain()

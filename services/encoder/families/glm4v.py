@@ -28,7 +28,7 @@ from framesieve.services.encoder.tower.vision_model import make_tower, vision_co
 class _Embeddings(Glm4vVisionEmbeddings):
     """Takes the table's entries and their weights for each patch in place of the sides of slices."""
 
-    def forward(self, rows: Tensor, _: Tensor, mixed: tuple[Tensor, Tensor], *__: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, rows: Tensor, _: Tensor, mixed: tuple[Tensor, Tensor], *__: Tensor) -> Tensor:
         entries, weights = mixed
         table = self.position_embedding.weight.float()
         return rows + F.embedding_bag(entries, table, per_sample_weights=weights, mode="sum").to(rows.dtype)
