@@ -15,7 +15,7 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeTextModel, 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.families.glm4v import TEXT_PREFIXES
+from framesieve.services.generation.families.glm4v import TEXT_PREFIXES, with_plan
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
@@ -28,7 +28,7 @@ def _config(checkpoint: Checkpoint) -> Any:
     config = checkpoint.config_as(Glm46VConfig)
     if (text := config.text_config.model_type) not in _TEXT_CLASSES:
         raise StartupError(f"text_config.model_type {text!r} is not supported, only {', '.join(_TEXT_CLASSES)}")
-    return config
+    return with_plan(config) if text == "glm4v_text" else config
 
 
 FAMILY = TextFamily(
