@@ -107,14 +107,15 @@ def test_experts_load_as_transformers_writes_them_and_with_swapped_axes_as_publi
         assert answer(load(folder)) == answer_of_transformers("qwen3_vl_moe", folder)
 
 
+@pytest.mark.parametrize("family", ["internvl_qwen3_moe", "glm4v_moe"])
 def test_experts_load_one_by_one_as_published_beside_an_output_layer_that_the_config_does_not_tell_of(
-    checkpoints: Callable[[str], Path], tmp_path: Path
+    family: str, checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Of InternVL 3.5, whose config leaves out tie_word_embeddings: true, by the default of transformers' class."""
-    folder = changed(checkpoints("internvl_qwen3_moe"), tmp_path / "other", tie_word_embeddings=True)
+    folder = changed(checkpoints(family), tmp_path / "other", tie_word_embeddings=True)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        assert "language_model.model.layers.1.mlp.experts.3.up_proj.weight" in file.keys()  # noqa: SIM118
-    assert answer(load(folder)) == answer_of_transformers("internvl_qwen3_moe", folder)
+        assert f"{FAMILIES[family].text_prefix}layers.1.mlp.experts.3.up_proj.weight" in file.keys()  # noqa: SIM118
+    assert answer(load(folder)) == answer_of_transformers(family, folder)
 
 
 def test_a_missing_expert_is_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
