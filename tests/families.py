@@ -15,6 +15,12 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     LlavaConfig,
@@ -36,6 +42,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    VideoLlama3Config,
+    VideoLlama3ForConditionalGeneration,
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
@@ -273,6 +281,98 @@ def _write_qwen(
     return folder
 
 
+# Half of each head is rotated.
+GLM: dict[str, dict[str, Any]] = {
+    "text": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        },
+    },
+    "vision": {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 14,
+        "image_size": 70,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+    },
+}
+# Two groups of experts, one of which is chosen first; a dense layer before those with experts.
+GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+_GLM_CLASSES: Mapping[str, tuple[Any, Any, str]] = {
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration, "Glm4v"),
+    "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration, "Glm46V"),
+    "glm4v_moe": (Glm4vMoeConfig, Glm4vMoeForConditionalGeneration, "Glm4v"),
+}
+GLM_TOKENS = {each: [f"<|begin_of_{each}|>", f"<|{each}|>", f"<|end_of_{each}|>"] for each in ("image", "video")}
+
+
+def _write_glm(folder: Path, seed: int, name: str) -> Path:
+    """With the names and processors of published checkpoints, whose template begins with two control tokens."""
+    tokenizer, (config_class, model_class, processors) = make_tokenizer(TINY), _GLM_CLASSES[name]
+    tokenizer.add_tokens(["[gMASK]", "<sop>", *GLM_TOKENS["image"], *GLM_TOKENS["video"]], special_tokens=True)
+    template = f"[gMASK]<sop>{tokenizer.chat_template}"
+    for kind, tokens in GLM_TOKENS.items():
+        template = template.replace(f"<|vision_start|><|{kind}_pad|><|vision_end|>", "".join(tokens))
+    tokenizer.chat_template = template
+    ids = tokenizer.get_vocab()
+    experts = GLM_EXPERTS if name == "glm4v_moe" else {}
+    config = config_class(
+        text_config={**GLM["text"], **experts, "vocab_size": len(tokenizer)},
+        vision_config=GLM["vision"],
+        **{f"{kind}_token_id": ids[f"<|{kind}|>"] for kind in GLM_TOKENS},
+        **{f"{kind}_start_token_id": ids[f"<|begin_of_{kind}|>"] for kind in GLM_TOKENS},
+        **{f"{kind}_end_token_id": ids[f"<|end_of_{kind}|>"] for kind in GLM_TOKENS},
+        tie_word_embeddings=False,
+    )
+    model = model_class(config)
+    randomise(model, 0.1, seed)
+    for each in model.modules():
+        if hasattr(each, "e_score_correction_bias"):
+            each.e_score_correction_bias = torch.linspace(-0.1, 0.1, len(each.e_score_correction_bias))
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor = {
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "processor_class": f"{processors}Processor",
+    }
+    images = {"size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 168 * 168}}
+    videos = {"size": {"shortest_edge": 4 * 56 * 56, "longest_edge": 16 * 112 * 112}, "fps": 2, "num_frames": 16}
+    image = {**processor, **images, "image_processor_type": f"{processors}ImageProcessor"}
+    video = {**processor, **videos, "max_duration": 300, "video_processor_type": f"{processors}VideoProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
+
+
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 14}
 # The tower, the text model, and how features are selected, of each kind of LLaVA.
 LLAVA: Mapping[str, Mapping[str, Any]] = {
@@ -481,17 +581,43 @@ INTERNVL: dict[str, Any] = {
 }
 
 
-def _write_internvl(folder: Path, seed: int) -> Path:
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# The language models of 2.5 and 3, and those of 3.5. A head's size is its own in Qwen3.
+INTERNVL_TEXT: Mapping[str, Mapping[str, Any]] = {
+    "internvl": {"model_type": "qwen2"},
+    "internvl_qwen3": {"model_type": "qwen3", "head_dim": 24},
+    "internvl_qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 48,
+        **EXPERTS,
+    },
+}
+# Of the large sizes.
+_INTERNVIT_6B = {"use_qk_norm": True, "norm_type": "rms_norm"}
+# The defaults of transformers' class, which the published 3.5 have: CLIP's mean, and 384 of 448 pixels, here 48 of 56.
+INTERNVL_3_5_VIDEO = {
+    "size": {"height": 48, "width": 48},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def _write_internvl(folder: Path, seed: int, name: str) -> Path:
     tokenizer = make_tokenizer(TINY)
     tokenizer.add_tokens(["<img>", "</img>", "<IMG_CONTEXT>", "<video>"], special_tokens=True)
     for marked, token in (("image", "<IMG_CONTEXT>"), ("video", "<video>")):
         template = tokenizer.chat_template
         tokenizer.chat_template = template.replace(f"<|vision_start|><|{marked}_pad|><|vision_end|>", token)
     ids = tokenizer.get_vocab()
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": rope, "vocab_size": len(tokenizer)}
+    text = {**LLAVA_TEXT, **INTERNVL_TEXT[name], "rope_parameters": _ROPE, "vocab_size": len(tokenizer)}
+    vision = {**INTERNVL["vision_config"], **(_INTERNVIT_6B if name == "internvl_qwen3" else {})}
     config = InternVLConfig(
-        text_config=text, image_token_id=ids["<IMG_CONTEXT>"], tie_word_embeddings=False, **INTERNVL
+        text_config=text,
+        image_token_id=ids["<IMG_CONTEXT>"],
+        tie_word_embeddings=False,
+        **{**INTERNVL, "vision_config": vision},
     )
     model = InternVLForConditionalGeneration(config)
     randomise(model, 0.1, seed)
@@ -506,7 +632,38 @@ def _write_internvl(folder: Path, seed: int) -> Path:
     }
     image = {**settings, "max_patches": 6, "image_processor_type": "GotOcr2ImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(image))
-    video = {**settings, "video_processor_type": "InternVLVideoProcessor"}
+    own = {} if name == "internvl" else INTERNVL_3_5_VIDEO
+    video = {**settings, **own, "video_processor_type": "InternVLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return folder
+
+
+def _write_video_llama_3(folder: Path, seed: int) -> Path:
+    tokenizer = make_tokenizer(TINY)
+    ids = tokenizer.get_vocab()
+    for kind in ("image", "video"):
+        marked = f"<|vision_start|><|{kind}_pad|><|vision_end|>"
+        tokenizer.chat_template = tokenizer.chat_template.replace(marked, f"<|{kind}_pad|>")
+    text = {**LLAVA_TEXT, "model_type": "qwen2", "rope_parameters": _ROPE, "vocab_size": len(tokenizer)}
+    config = VideoLlama3Config(
+        text_config=text,
+        vision_config=TOWER,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        tie_word_embeddings=False,
+    )
+    model = VideoLlama3ForConditionalGeneration(config)
+    randomise(model, 0.1, seed)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 14, "temporal_patch_size": 1}
+    image = {**settings, "merge_size": 1, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
+    video = {**settings, "merge_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 8 * 56 * 56}}
+    image["image_processor_type"] = "VideoLlama3ImageProcessor"
+    video |= {"video_processor_type": "VideoLlama3VideoProcessor", "use_token_compression": False}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     return folder
 
@@ -579,19 +736,37 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         )
         for name, settings in LLAVA.items()
     },
-    "internvl": FamilyUnderTest(
-        write=_write_internvl,
-        model=InternVLForConditionalGeneration,
-        patch_px=14,
-        merge=2,
-        temporal_patch=1,
-        hidden=64,
-        levels=0,
-        slices_stand_alone=True,
-        text_prefix="language_model.model.",
-        lm_head="language_model.lm_head.weight",
-        linear=True,
-    ),
+    **{
+        name: FamilyUnderTest(
+            write=partial(_write_internvl, name=name),
+            model=InternVLForConditionalGeneration,
+            patch_px=14,
+            merge=2,
+            temporal_patch=1,
+            hidden=64,
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="language_model.model.",
+            lm_head="language_model.lm_head.weight",
+            linear=True,
+            model_type="internvl",
+        )
+        for name in INTERNVL_TEXT
+    },
+    **{
+        name: FamilyUnderTest(
+            write=partial(_write_glm, name=name),
+            model=model,
+            patch_px=14,
+            merge=2,
+            temporal_patch=2,
+            hidden=64,
+            levels=0,
+            slices_stand_alone=True,
+            text_prefix="model.language_model.",
+        )
+        for name, (_, model, _) in _GLM_CLASSES.items()
+    },
     "llava_next_video": FamilyUnderTest(
         write=_write_next_video,
         model=LlavaNextVideoForConditionalGeneration,
@@ -646,6 +821,18 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     ),
     "qwen3_5": FamilyUnderTest(write_qwen3_5, Qwen3_5ForConditionalGeneration, **_QWEN3_5),
     "qwen3_5_moe": FamilyUnderTest(write_qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, **_QWEN3_5),
+    "video_llama_3": FamilyUnderTest(
+        write=_write_video_llama_3,
+        model=VideoLlama3ForConditionalGeneration,
+        patch_px=14,
+        merge=2,
+        temporal_patch=1,
+        hidden=64,
+        levels=0,
+        slices_stand_alone=True,
+        text_prefix="model.language_model.",
+        linear=True,
+    ),
     "qwen3_vl": FamilyUnderTest(_write_qwen3_vl, Qwen3VLForConditionalGeneration, **_QWEN3),
     "qwen3_vl_moe": FamilyUnderTest(write_qwen3_vl_moe, Qwen3VLMoeForConditionalGeneration, **_QWEN3),
 }

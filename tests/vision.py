@@ -49,6 +49,10 @@ def kept_embeds(
     owners = [token for token in kept for _ in inner]
     places = [(token // columns * merge + y, token % columns * merge + x) for token in kept for y, x in inner]
     hidden = tower.patch_embed(patches.view(rows * columns, len(inner), -1)[list(kept)].flatten(0, 1))
+    if hasattr(tower, "post_conv_layernorm"):
+        sides = torch.tensor([[1, rows * merge, columns * merge]])
+        row, column = torch.tensor(places).T
+        hidden = tower.embeddings(tower.post_conv_layernorm(hidden), [len(hidden)], sides, row, column)
     if hasattr(tower, "pos_embed"):
         hidden = hidden + torch.stack([_position(tower, place, (rows * merge, columns * merge)) for place in places])
     rotary = tower.rotary_pos_emb(hidden, torch.tensor(places))
@@ -69,6 +73,9 @@ def kept_embeds(
         if number in getattr(tower, "deepstack_visual_indexes", []):
             merger = tower.deepstack_merger_list[tower.deepstack_visual_indexes.index(number)]
             levels.append(merger(hidden))
+    if hasattr(tower, "downsample"):
+        squares = tower.post_layernorm(hidden).view(-1, merge, merge, hidden.shape[-1]).permute(0, 3, 1, 2)
+        hidden = tower.downsample(squares).flatten(1)
     return torch.stack([tower.merger(hidden), *levels])
 
 

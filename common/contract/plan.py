@@ -137,6 +137,7 @@ class MediaPlan:
     timestamps_s: presentation time of each frame; empty for an image.
     content_hash: 32 bytes; they differ if the pixels, their times or the given embeddings could differ.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
+    timed_by_first: whether the time of a slice in the text is that of its first frame, else the middle of its frames.
     """
 
     modality: Modality
@@ -148,6 +149,7 @@ class MediaPlan:
     content_hash: bytes
     file: FileFacts = FileFacts()
     fixed_tokens: bool = False
+    timed_by_first: bool = False
 
     def __post_init__(self) -> None:
         held = sum(run.length for run in self.runs)

@@ -278,6 +278,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         group_frames=frames.group_frames,
         tile_columns=frames.tile_columns,
         fixed_tokens=item.fixed_tokens,
+        timed_by_first=item.timed_by_first,
     )
 
 
@@ -312,6 +313,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
             message.missing_frames, message.dropped_frames, (message.source_height_px, message.source_width_px)
         ),
         fixed_tokens=message.fixed_tokens,
+        timed_by_first=message.timed_by_first,
     )
 
 

@@ -39,6 +39,9 @@ MODEL_FAMILIES = (
     ModelFamily("qwen3_vl_moe", "Qwen3-VL, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("qwen3_5", "Qwen3.5, 3.6, 3.8", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("qwen3_5_moe", "Qwen3.5, 3.6, 3.8, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("glm4v", "GLM-4.1V, GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("glm46v", "GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("glm4v_moe", "GLM-4.5V, GLM-4.6V, mixtures of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily(
         "llava",
         "LLaVA 1.5, Pixtral, and others in LLaVA's layout: CLIP, SigLIP or Pixtral with Llama, Mistral or Qwen2",
@@ -60,7 +63,8 @@ MODEL_FAMILIES = (
     ModelFamily(
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),
-    ModelFamily("internvl", "InternVL 2.5, 3 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
+    ModelFamily("internvl", "InternVL 2.5, 3, 3.5 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
+    ModelFamily("video_llama_3", "VideoLLaMA 3 (-HF)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
 )

@@ -144,13 +144,13 @@ async def responses(call: Any, prompt: Any, select: Any) -> AsyncIterator[Any]:
 def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
     """Seconds per slice, or the time of each slice where every slice has its own run of tokens after a timestamp.
 
-    A slice's time is the midpoint of its first and last frame. An image has neither.
+    A slice's time is that of its first frame, or the midpoint of its first and last one. An image has neither.
     """
     if item.modality is Modality.IMAGE or len(item.runs) != item.grid.t:
         return item.seconds_per_grid, ()
     step, times = item.slice_frames, item.timestamps_s
     slices = (times[first : first + step] for first in range(0, len(times), step))
-    return None, tuple((each[0] + each[-1]) / 2 for each in slices)
+    return None, tuple(each[0] if item.timed_by_first else (each[0] + each[-1]) / 2 for each in slices)
 
 
 def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Applied) -> Encoded:

@@ -196,7 +196,7 @@ class Planner:
     def _embeds(self, request: MediaRequest, image_index: int) -> _Item:
         embeds = request.location
         assert isinstance(embeds, Embeds)
-        base = embeds.time_base(self._family.frame_bounds.temporal_patch)
+        base = embeds.time_base(self._family.frame_bounds.temporal_patch, of_first=self._family.timed_by_first)
         content = (b"embeds", embeds.digest, str(embeds.grid).encode(), _packed(base))
         if embeds.modality is Modality.IMAGE:
             expansion = self._family.embedded_image(embeds.grid, embeds.tile_columns, image_index)
@@ -247,7 +247,9 @@ class Planner:
         frame_s = sampled.seconds_per_grid / bounds.temporal_patch
         group = bounds.group_frames(frames, frame_s * sampled.frames) if bounds.group_frames else 0
         slice_frames = group or bounds.temporal_patch
-        base = TimeBase.of_frames(slice_frames * frame_s, sampled.timestamps_s, slice_frames)
+        base = TimeBase.of_frames(
+            slice_frames * frame_s, sampled.timestamps_s, slice_frames, of_first=self._family.timed_by_first
+        )
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
@@ -297,6 +299,7 @@ class Planner:
                 tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)),
                 item.file,
                 self._family.fixed_tokens,
+                self._family.timed_by_first,
             )
             for item, runs in zip(items, layout.runs, strict=True)
         )

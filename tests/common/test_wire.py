@@ -54,6 +54,7 @@ def sliced_image(offset: int) -> MediaPlan:
         timestamps_s=(),
         content_hash=bytes(range(32)),
         fixed_tokens=True,
+        timed_by_first=True,
     )
 
 

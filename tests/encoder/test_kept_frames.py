@@ -31,7 +31,7 @@ from tests.vision import kept_embeds, patches_of
 MOST_TOKENS = 160
 
 
-@pytest.fixture(scope="session", params=QWEN_PARAMS)
+@pytest.fixture(scope="session", params=[*QWEN_PARAMS, "glm4v"])
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

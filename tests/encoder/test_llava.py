@@ -20,6 +20,7 @@ from transformers import (
     LlavaNextVideoForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
     Mistral3ForConditionalGeneration,
+    VideoLlama3ForConditionalGeneration,
 )
 
 from framesieve.common.anyres import AnyRes
@@ -36,8 +37,9 @@ from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.upstream.plan_check import PlanCheck
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
+from tests.families import FAMILIES, INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
 from tests.generation.checkpoints import changed
+from tests.vision import patches_of
 
 CPU = torch.device("cpu")
 # Outputs of a tower of three layers: 0 is its embedding.
@@ -220,11 +222,14 @@ def test_frames_of_a_video_are_pooled_as_in_transformers(checkpoints: Callable[[
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layer", [-1, -2, 2])
+@pytest.mark.parametrize(
+    ("name", "layer"), [("internvl", -1), ("internvl", -2), ("internvl", 2), ("internvl_qwen3", -1)]
+)
 def test_internvl_shuffles_patches_to_tokens_as_in_transformers(
-    checkpoints: Callable[[str], Path], tmp_path: Path, layer: int
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str, layer: int
 ) -> None:
-    folder = changed(checkpoints("internvl"), tmp_path / "other", vision_feature_layer=layer)
+    """Of 3.5 the published video processor has another size and mean, which are not used."""
+    folder = changed(checkpoints(name), tmp_path / "other", vision_feature_layer=layer)
     tower = load_tower(Checkpoint(folder), "float32", CPU)
     random = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 255, (5, INTERNVL_PX, INTERNVL_PX, 3), dtype=torch.uint8, generator=random)
@@ -234,6 +239,26 @@ def test_internvl_shuffles_patches_to_tokens_as_in_transformers(
         torch.testing.assert_close(encoded(tower, plan, frames)[0], theirs, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="5 frames have 4 tokens each"):
         tower.arrangement(plan_of_image(frames, 0, 0, 5 * 4 + 1))
+
+
+@torch.no_grad()
+def test_video_llama_3_makes_a_token_of_each_patch_of_an_image_and_of_four_of_a_video(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    folder, shape = checkpoints("video_llama_3"), FAMILIES["video_llama_3"]
+    tower = load_tower(Checkpoint(folder), "float32", CPU)
+    random = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 255, (3, 56, 84, 3), dtype=torch.uint8, generator=random)
+    model = VideoLlama3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").model.eval()
+    video = replace(plan_of_video(frames, Grid(3, 2, 3)), runs=(Run(0, 18),))
+    picture = replace(plan_of_image(frames[:1], 56, 84, 24), grid=Grid(1, 4, 6))
+    for plan, shown, merge in ((video, frames, 2), (picture, frames[:1], 1)):
+        patches = patches_of(shown.numpy(), folder, replace(shape, merge=merge))
+        sides, merges = torch.tensor([[len(shown), 4, 6]]), torch.tensor([merge])
+        (theirs,) = model.get_image_features(patches, sides, merges, return_dict=True).pooler_output
+        torch.testing.assert_close(encoded(tower, plan, shown)[0], theirs, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match=r"sides of .* are no multiples of 28"):
+        tower.arrangement(replace(video, frames=FrameShape(3, (42, 84))))
 
 
 def encoded(tower: Tower, plan: MediaPlan, frames: Tensor) -> Tensor:

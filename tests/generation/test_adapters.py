@@ -62,7 +62,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-DEEP = ("llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
+DEEP = ("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
 FAMILY_PARAMS = ["llava_onevision", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 

@@ -16,9 +16,9 @@ from tests.law import Question, answer, assert_law, item, question, text
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
 
-# Deep in the tests of all mixes: one-dimensional positions with text between slices, stored vectors between rows, and
-# the grids of Qwen2-VL.
-OTHERS = ("internvl", "llava_onevision", "qwen2_vl")
+# Deep in the tests of all mixes: heads of which a half is rotated in pairs, one-dimensional positions with text between
+# slices, stored vectors between rows, and the grids of Qwen2-VL.
+OTHERS = ("glm4v", "internvl", "llava_onevision", "qwen2_vl")
 LAW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
@@ -117,7 +117,7 @@ def assert_law_at_every_cut(models: Models) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.deep) for each in ("qwen2_5_vl", "qwen3_vl_moe"))],
+    ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.deep) for each in ("glm4v", "qwen2_5_vl", "qwen3_vl_moe"))],
     scope="module",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code

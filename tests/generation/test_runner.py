@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from demo.checkpoint import TINY, write_checkpoint
@@ -106,6 +107,24 @@ def test_experts_load_as_transformers_writes_them_and_with_swapped_axes_as_publi
         assert answer(load(folder)) == answer_of_transformers("qwen3_vl_moe", folder)
 
 
+@pytest.mark.parametrize("family", ["internvl_qwen3_moe", "glm4v_moe"])
+def test_experts_load_one_by_one_as_published_beside_an_output_layer_that_the_config_does_not_tell_of(
+    family: str, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of InternVL 3.5, whose config leaves out tie_word_embeddings: true, by the default of transformers' class."""
+    folder = changed(checkpoints(family), tmp_path / "other", tie_word_embeddings=True)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert f"{FAMILIES[family].text_prefix}layers.1.mlp.experts.3.up_proj.weight" in file.keys()  # noqa: SIM118
+    assert answer(load(folder)) == answer_of_transformers(family, folder)
+
+
+def test_a_missing_expert_is_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    name = "language_model.model.layers.1.mlp.experts.2.up_proj.weight"
+    folder = changed(checkpoints("internvl_qwen3_moe"), tmp_path / "other", lambda weights: weights.pop(name))
+    with pytest.raises(StartupError, match=re.escape(f"missing weights ['{name}']")):
+        load(folder)
+
+
 def test_weights_that_differ_from_the_config_are_named(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
     prefix = FAMILIES[family].text_prefix
     norm, query = f"{prefix}norm.weight", f"{prefix}layers.1.self_attn.q_proj.weight"
@@ -170,6 +189,8 @@ def test_an_unsupported_text_config_is_a_startup_error(
         ),
         ("mistral3", {"text_config": {"sliding_window": 4096}}, "text_config.sliding_window: sliding window"),
         ("llava", {"vision_feature_select_strategy": "class"}, "'vision_feature_select_strategy' .* got class"),
+        # Of one size of InternVL 3.5: its attention has sinks and sliding windows.
+        ("internvl", {"text_config": {"model_type": "gpt_oss"}}, "'gpt_oss' is not supported, only llama, mistral"),
     ],
 )
 def test_a_config_that_one_family_does_not_support_is_a_startup_error(
@@ -179,9 +200,13 @@ def test_a_config_that_one_family_does_not_support_is_a_startup_error(
         load(changed(checkpoints(name), tmp_path / "other", **fields))
 
 
-def test_bfloat16_runs_with_float32_logits(family_checkpoint: Path) -> None:
+def test_bfloat16_runs_with_float32_logits(family: str, family_checkpoint: Path) -> None:
+    """Beside weights that transformers keeps in float32: GLM-4.5V's choice of experts is ruined by rounding."""
     model = load(family_checkpoint, torch.bfloat16)
-    assert {parameter.dtype for parameter in model.text.parameters()} == {torch.bfloat16}
+    kept = tuple(FAMILIES[family].model._keep_in_fp32_modules_strict or ())
+    for name, weight in model.text.state_dict().items():
+        if "rotary" not in name and weight.is_floating_point():
+            assert weight.dtype == (torch.float32 if name.endswith(kept) else torch.bfloat16), name
     engine = TinyEngine(model)
     engine.ask("a", [PROMPT], SamplingParams(2))
     engine.drain()

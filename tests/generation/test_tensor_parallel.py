@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
@@ -35,7 +35,7 @@ from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 CPU = torch.device("cpu")
-DEEP = ("llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_5_moe", "qwen3_vl")
+DEEP = ("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_5_moe", "qwen3_vl")
 FAMILY_PARAMS = [
     "llava_onevision",
     "qwen2_5_vl",
@@ -133,7 +133,7 @@ def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(share
     for name, each in half.text.named_parameters():
         sharded = "_proj" in name and not name.endswith("o_proj.bias")
         stored = half.stored * half.hidden_size if name == "embed_tokens.weight" else 0
-        whole = written[prefix + name.replace(".layer.", ".")].numel() + stored
+        whole = stored + sum(written[each].numel() for each in names_in(written, prefix + name.replace(".layer.", ".")))
         assert each.numel() * (2 if sharded else 1) == whole, name
     assert len(half.lm_head.weight) == -(-len(written[FAMILIES[family].lm_head]) // 2)  # type: ignore[union-attr, arg-type]
     attention: Any = half.text.layers[1].self_attn  # type: ignore[union-attr, index]
@@ -147,6 +147,14 @@ def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(share
             # A view would keep the whole matrix in memory.
             assert addition.up.untyped_storage().nbytes() == 4 * addition.up.numel()
             assert addition.down.untyped_storage().nbytes() == 4 * addition.down.numel()
+
+
+def names_in(written: Mapping[str, Tensor], name: str) -> list[str]:
+    """The names of a weight in the file: of stacked experts those of each."""
+    experts, _, matrix = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj")}.get(matrix, (matrix,))
+    found = [each for each in written if each.startswith(f"{experts}.") and each.split(".")[-2] in kinds]
+    return [name] if name in written else found
 
 
 def test_experts_stored_with_swapped_axes_are_sharded_alike(workers: WorkerRanks, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,18 @@ async def model_inputs(
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)
+    if config.model_type == "video_llama_3":
+        return _merging(plan, frames, ids, folder, family)
     if family.linear:
         shapes = [(*item.frames.size_px, 3) for item in plan.media]
         shown = [frames[index] for index in range(len(shapes))]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **_images(shown, shapes, folder, config)}
     types = torch.zeros_like(ids)
-    types[ids == config.image_token_id] = 1
-    types[ids == config.video_token_id] = 2
+    for item in plan.media:
+        for run in item.runs:
+            types[0, run.offset : run.end] = 1 if item.modality is Modality.IMAGE else 2
+    if config.model_type.startswith("glm"):
+        return _slices_as_images(plan, frames, ids, types.clamp(max=1), folder, family)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
     for modality, pixels, grids in (
         (Modality.IMAGE, "pixel_values", "image_grid_thw"),
@@ -87,6 +93,54 @@ async def model_inputs(
     if steps and config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor(steps)
     return inputs
+
+
+def _merging(
+    plan: PromptPlan, frames: Mapping[int, bytearray], ids: Tensor, folder: Path, family: FamilyUnderTest
+) -> dict[str, Tensor]:
+    """What VideoLLaMA 3's processor makes: patches of images are not merged."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for modality, pixels, kind, merge in (
+        (Modality.IMAGE, "pixel_values", "image", 1),
+        (Modality.VIDEO, "pixel_values_videos", "video", family.merge),
+    ):
+        items = [(frames[index], item) for index, item in enumerate(plan.media) if item.modality is modality]
+        if items:
+            shapes = [(item.frames.count, *item.frames.size_px, 3) for _, item in items]
+            inputs[pixels] = torch.cat(
+                [
+                    patches_of(np.frombuffer(data, np.uint8).reshape(shape), folder, replace(family, merge=merge))
+                    for (data, _), shape in zip(items, shapes, strict=True)
+                ]
+            )
+            inputs[f"{kind}_grid_thw"] = torch.tensor(
+                [(item.grid.t, item.grid.h * merge, item.grid.w * merge) for _, item in items]
+            )
+            inputs[f"{kind}_merge_sizes"] = torch.tensor([merge] * len(items))
+    return inputs
+
+
+def _slices_as_images(
+    plan: PromptPlan,
+    frames: Mapping[int, bytearray],
+    ids: Tensor,
+    types: Tensor,
+    folder: Path,
+    family: FamilyUnderTest,
+) -> dict[str, Tensor]:
+    """GLM's slices are images to its model, whose transformers takes no prompt with images and videos."""
+    patches, sides = [], []
+    for index, item in enumerate(plan.media):
+        shown = np.frombuffer(frames[index], np.uint8).reshape(item.frames.count, *item.frames.size_px, 3)
+        patches.append(patches_of(shown, folder, family))
+        sides += [(1, item.grid.h * family.merge, item.grid.w * family.merge)] * item.grid.t
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": types,
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor(sides),
+    }
 
 
 def _tiled(plan: PromptPlan, frames: Mapping[int, bytearray], folder: Path, config: Any) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_a
 QUESTION = "What moves?"
 GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
 # The others differ from these in a tower or a text model, which tests of the encoder and of generation cover.
-DEEP = ("qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe")
+DEEP = ("glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe")
 FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_5", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 
@@ -104,7 +104,10 @@ async def test_llava_answers_questions_about_images_as_transformers_generate(
 
 TILED = [
     "llava_onevision",
-    *(pytest.param(name, marks=pytest.mark.deep) for name in ("internvl", "llava_next_video")),
+    *(
+        pytest.param(name, marks=pytest.mark.deep)
+        for name in ("internvl", "internvl_qwen3_moe", "llava_next_video", "video_llama_3")
+    ),
 ]
 TILED_MIXES: dict[str, tuple[Part, ...]] = {
     "a small image": (Image(data=media.picture(31, 30)),),
@@ -133,7 +136,8 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
             inputs = await model_inputs(
                 addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config
             )
-            pad_id = reference.config.image_token_id if name == "internvl" else reference.config.video_token_id
+            of_images = reference.config.model_type == "internvl"
+            pad_id = reference.config.image_token_id if of_images else reference.config.video_token_id
             with pytest.raises(
                 InvalidRequest, match="got 'pixel_change': the vision tower of this model reads whole"
             ) as e:

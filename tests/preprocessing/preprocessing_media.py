@@ -24,9 +24,12 @@ import torch
 import transformers
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlama3Processor
 
 BLOCK_PX = 16
 BITS = 12
@@ -150,6 +153,9 @@ _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
     "qwen3_5_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
+    "glm4v": ("glm4v", "Glm4vVideoProcessor", Glm4vProcessor),
+    "glm46v": ("glm46v", "Glm46VVideoProcessor", Glm46VProcessor),
+    "video_llama_3": ("video_llama_3", "VideoLlama3VideoProcessor", VideoLlama3Processor),
 }
 
 
@@ -187,13 +193,24 @@ def transformers_processor(family: str, merge: int, temporal_patch: int) -> Any:
     processor = object.__new__(_PROCESSORS[family][2])
     processor.image_processor = SimpleNamespace(merge_size=merge)
     processor.video_processor = SimpleNamespace(merge_size=merge, temporal_patch_size=temporal_patch)
-    processor.image_token, processor.video_token = "<|image_pad|>", "<|video_pad|>"
+    of_glm = family.startswith("glm")
+    processor.image_token, processor.video_token = (
+        ("<|image|>", "<|video|>") if of_glm else ("<|image_pad|>", "<|video_pad|>")
+    )
     processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
     return processor
 
 
+def transformers_image_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int, family: str) -> Any:
+    """The size of the family's image processor. Raises ValueError."""
+    if not family.startswith("glm"):
+        return transformers_smart_resize(height, width, factor, min_pixels, max_pixels)
+    module, name, _ = _PROCESSORS[family]
+    return _compiled(module, name)["smart_resize"](2, height, width, 2, factor, min_pixels, max_pixels)
+
+
 def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Any:
-    """The size of Qwen2-VL's image processor, which every family uses."""
+    """The size of Qwen2-VL's image processor, which every family of Qwen uses."""
     smart_resize = _compiled("qwen2_vl", "Qwen2VLVideoProcessor")["smart_resize"]
     return smart_resize(height, width, factor, min_pixels, max_pixels)
 
@@ -201,11 +218,12 @@ def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: 
 def transformers_indices(
     frames: int, rate: float, fps: float, min_frames: int, max_frames: int, family: str = "qwen2_5_vl"
 ) -> list[int]:
-    """The result of the family's `sample_frames`."""
+    """The result of the family's `sample_frames`; of GLM without the frame that it repeats to make them even."""
     processor = transformers_video_processor(family)
     processor.num_frames, processor.min_frames, processor.max_frames = None, min_frames, max_frames
-    indices: list[int] = processor.sample_frames(SimpleNamespace(total_num_frames=frames, fps=rate), fps=fps).tolist()
-    return indices
+    metadata = SimpleNamespace(total_num_frames=frames, fps=rate, duration=frames / rate)
+    indices: list[int] = processor.sample_frames(metadata, fps=fps).tolist()
+    return list(dict.fromkeys(indices)) if family.startswith("glm") else indices
 
 
 def transformers_video_size(
@@ -214,7 +232,11 @@ def transformers_video_size(
     """The size of the family's `resize`, with cap_pixels_per_frame if max_tokens is set. Raises ValueError."""
     processor = transformers_video_processor(family)
     processor.max_video_tokens = max_tokens
-    video = torch.empty(1, frames, 3, height, width, device="meta")
+    of_glm = family.startswith("glm")
+    video = torch.empty(1, frames + (frames % 2 if of_glm else 0), 3, height, width, device="meta")
     size = _Size(shortest_edge=low, longest_edge=high)
-    resized: tuple[int, int] = processor.resize(video, size, None, factor, 2, max_tokens is not None)
+    if of_glm or family == "video_llama_3":
+        resized: tuple[int, int] = processor.resize(video, size, None, factor=factor, temporal_factor=2)
+    else:
+        resized = processor.resize(video, size, None, factor, 2, max_tokens is not None)
     return resized

@@ -6,6 +6,7 @@ import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families import (
+    glm4v,
     internvl,
     llava,
     llava_next_video,
@@ -17,11 +18,15 @@ from framesieve.services.encoder.families import (
     qwen2_vl,
     qwen3_5,
     qwen3_vl,
+    video_llama_3,
 )
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.tower import Tower
 
 FAMILIES = {
+    "glm4v": glm4v.load,
+    "glm4v_moe": glm4v.load,
+    "glm46v": glm4v.load,
     "internvl": internvl.load,
     "llava": llava.load,
     "llava_next_video": llava_next_video.load,
@@ -36,6 +41,7 @@ FAMILIES = {
     "qwen3_5_moe": qwen3_5.load,
     "qwen3_vl": qwen3_vl.load,
     "qwen3_vl_moe": qwen3_vl.load,
+    "video_llama_3": video_llama_3.load,
 }
 
 

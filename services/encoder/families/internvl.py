@@ -5,6 +5,7 @@ Source: `InternVLModel` of transformers 5.24; InternVL 2.5, arXiv 2412.05271.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         if len(set(sides := getattr(vision, name))) > 1:
             raise StartupError(f"vision_config.{name} {list(sides)} is not supported, only squares")
     merge = round(1 / config.downsample_ratio)
-    tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)
+    video = _video_settings(checkpoint, vision.image_size[0])
+    tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge, video=video)
 
     def arrange(plan: MediaPlan) -> Arrangement:
         height, width = plan.frames.size_px
@@ -64,3 +66,13 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         return Arrangement(tokens)
 
     return replace(tower, arrange=arrange)
+
+
+def _video_settings(checkpoint: Checkpoint, side_px: int) -> Mapping[str, Any]:
+    """The video processor's settings, or those of images where its size is not the tower's.
+
+    Published checkpoints of InternVL 3.5 have the defaults of transformers' class in that file, 384 pixels and CLIP's
+    mean. transformers fails at frames of that size; the models were trained with videos in the size and mean of images.
+    """
+    image, video = checkpoint.processor("image"), checkpoint.processor("video")
+    return video if set((video.get("size") or {}).values()) == {side_px} else image

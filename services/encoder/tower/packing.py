@@ -70,7 +70,8 @@ class TowerShape:
     """Sizes of a tower from which its layouts follow.
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
-    table_side: side of the square table from which position embeddings are interpolated; 0 without a table.
+    table_side: side of the square table from which position embeddings are interpolated; 0 without a table. cubic:
+        bicubic, laid over a slice cell on cell; else linear, corner on corner.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
@@ -83,6 +84,7 @@ class TowerShape:
     merge: int
     window_side: int = 0
     table_side: int = 0
+    cubic: bool = False
     lead: int = 0
     dropped: int = 0
     fixed: Side | None = None
@@ -107,8 +109,9 @@ class PackedLayout(Generic[A]):
 
     positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (F + 1,), ends of frames
     in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
-    ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, 4), table
-    entries whose weighted sum is a patch's position embedding; interpolation_weights: float32 (P, 4). token_rows: int64
+    ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, E), the E
+    table entries whose weighted sum is a patch's position embedding, 4 or 16; interpolation_weights: float32 (P, E).
+    token_rows: int64
     (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of slices in queries.
     cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's frame. slice_ends: int32
     (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
@@ -256,11 +259,13 @@ class _Frame:
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
         if shape.table_side:
+            along = _cubic_axis if shape.cubic else _axis
             (row_indices, row_weights), (column_indices, column_weights) = (
-                _axis(self.positions[:, axis], side[axis], shape.table_side) for axis in (0, 1)
+                along(self.positions[:, axis], side[axis], shape.table_side) for axis in (0, 1)
             )
-            self.indices = (row_indices[:, :, None] * shape.table_side + column_indices[:, None]).reshape(-1, 4)
-            self.weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(-1, 4)
+            entries = row_indices[:, :, None] * shape.table_side + column_indices[:, None]
+            self.indices = entries.reshape(len(entries), -1)
+            self.weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(self.indices.shape)
         if shape.cell_side:
             places, lengths = self.positions, side
             if shape.cells_in_a_row:
@@ -299,6 +304,25 @@ def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
     offsets = np.arange(2)
     weights = 1 - np.abs(at[:, None] - below[:, None] - offsets.astype(np.float32))
     return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
+
+
+def _cubic_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
+    """The four table entries nearest to each place of an axis, and their weights: cubic, cell on cell.
+
+    Entries outside the table are those at its border. Computed in float32, as `torch.nn.functional.grid_sample` does:
+    Keys' convolution with a = −3/4.
+    """
+    half = np.float32(0.5)
+    scaled = (places.astype(np.float32) + half) / np.float32(length) * np.float32(2) - np.float32(1)
+    at = ((scaled + np.float32(1)) * np.float32(table_side) - np.float32(1)) * half
+    below = np.floor(at)
+    offsets = np.arange(-1, 3)
+    x = np.abs((at - below)[:, None] - offsets.astype(np.float32))
+    a = np.float32(-0.75)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    weights = np.where(x <= 1, near, far).astype(np.float32)
+    return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), weights
 
 
 def _cells(length: int, shape: TowerShape) -> Array:

@@ -87,13 +87,13 @@ class Normalisation:
     std: tuple[float, ...]
 
 
-def read_normalisation(checkpoint: Checkpoint) -> Normalisation:
-    """The normalisation of the checkpoint's processors.
+def read_normalisation(checkpoint: Checkpoint, video: Mapping[str, Any] | None = None) -> Normalisation:
+    """The normalisation of the checkpoint's processors. video: settings of videos, where they are not the checkpoint's.
 
     Raises StartupError if there is no processor config, or if images and videos are normalised differently.
     """
     image = checkpoint.processor("image")
-    video = checkpoint.processor("video") or image
+    video = video or checkpoint.processor("video") or image
     if not video:
         raise StartupError(
             f"{checkpoint.folder} has neither preprocessor_config.json nor processor_config.json: how pixels are "

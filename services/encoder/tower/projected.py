@@ -55,11 +55,12 @@ def load_projected(
     projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
     merge: int = 1,
     arrange: Callable[[nn.Module], Callable[[MediaPlan], Arrangement]] | None = None,
+    video: Mapping[str, Any] | None = None,
 ) -> Tower:
     """A tower, a selection of its layers and a projector. config: of the whole model.
 
     projector: makes it of the config. merge: patches per side of a token, which the projector merges. arrange: makes
-    `Tower.arrange` of the projector, which the tower then leaves out.
+    `Tower.arrange` of the projector, which the tower then leaves out. video: see `read_normalisation`.
     Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable.
     """
     vision = config.vision_config
@@ -85,7 +86,7 @@ def load_projected(
     heads, hidden = vision.num_attention_heads, vision.hidden_size
     attend = find_attention(attention, device, runs_in, heads, hidden // heads) or attend_by_length
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    model.embed_with(read_normalisation(checkpoint), weights, runs_in)
+    model.embed_with(read_normalisation(checkpoint, video), weights, runs_in)
     sizes = _sizes(model)
     layers = model.layers
     pack_linears(model.eval().requires_grad_(False).to(device))

@@ -32,9 +32,9 @@ def saturate(model: Any) -> None:
         model.blocks[index] = _SaturatingBlock(block)
         block.attn.qkv.register_forward_hook(_clamp_queries_and_keys)
     for module in model.modules():
-        if isinstance(module, nn.Linear | FoldedPatchEmbed):
+        if isinstance(module, nn.Linear | nn.Conv2d | FoldedPatchEmbed):
             module.register_forward_hook(_clamp_output)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | nn.Conv2d):
             module.register_forward_pre_hook(_clamp_input)
 
 

@@ -25,6 +25,8 @@ from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_w
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")
 PATCH_EMBED = "patch_embed.proj."
+# Modules that multiply each of their inputs by all of their weights. The only convolution merges patches to tokens.
+_PRODUCTS = (nn.Linear, nn.Conv2d)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
@@ -43,7 +45,7 @@ def make_tower(
     model_class: Any,
     rotary_class: Any,
     shape: TowerShape,
-    keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Tensor | int | None]],
+    keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Any]],
     hidden: int,
     embed_dim: int,
     dtype: str,
@@ -88,7 +90,7 @@ def make_tower(
 
     def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
         # Without grid_thw, from which the model would compute the layout on the device.
-        return levels(model(patches, grid_thw=None, **keywords(layout), **extra))
+        return levels(model(patches, **{"grid_thw": None, **keywords(layout), **extra}))
 
     return Tower(
         forward=ModelForward(compute, shape, device, varlen, model.blocks),
@@ -105,7 +107,7 @@ def make_tower(
 def _sizes(model: Any, hidden: int, shape: TowerShape, windowed_layers: int) -> TowerSizes:
     """Matrices in blocks, and the patch embedding, apply to every patch; the others to merged tokens."""
     in_blocks, elsewhere = (
-        sum(each.weight.numel() for name, each in model.named_modules() if isinstance(each, nn.Linear) and where(name))
+        sum(each.weight.numel() for name, each in model.named_modules() if isinstance(each, _PRODUCTS) and where(name))
         for where in (lambda name: name.startswith("blocks."), lambda name: not name.startswith("blocks."))
     )
     return TowerSizes(

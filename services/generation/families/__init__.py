@@ -10,6 +10,9 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.families import (
+    glm4v,
+    glm4v_moe,
+    glm46v,
     internvl,
     llava,
     llava_next_video,
@@ -21,6 +24,7 @@ from framesieve.services.generation.families import (
     qwen2_vl,
     qwen3_5,
     qwen3_vl,
+    video_llama_3,
 )
 from framesieve.services.generation.loading import TextFamily, load
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -28,6 +32,9 @@ from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES: Mapping[str, TextFamily] = {
+    "glm4v": glm4v.FAMILY,
+    "glm4v_moe": glm4v_moe.FAMILY,
+    "glm46v": glm46v.FAMILY,
     "internvl": internvl.FAMILY,
     "llava": llava.FAMILY,
     "llava_next_video": llava_next_video.FAMILY,
@@ -42,6 +49,7 @@ FAMILIES: Mapping[str, TextFamily] = {
     "qwen3_5_moe": qwen3_5.MOE_FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl.MOE_FAMILY,
+    "video_llama_3": video_llama_3.FAMILY,
 }
 
 

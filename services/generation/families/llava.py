@@ -1,4 +1,5 @@
-"""Language models of LLaVA 1.5 and of models in its layout: Llama, Mistral or Qwen2, with one-dimensional positions.
+"""Language models of LLaVA 1.5 and of models in its layout: Llama, Mistral, Qwen2 or Qwen3, with one-dimensional
+positions.
 
 Source: `LlavaForConditionalGeneration` of transformers 5.24; weight names of llava-hf/llava-1.5-7b-hf.
 """
@@ -12,6 +13,8 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralModel, MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRotaryEmbedding
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
@@ -24,6 +27,8 @@ _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
     "llama": (LlamaModel, LlamaRotaryEmbedding),
     "mistral": (MistralModel, MistralRotaryEmbedding),
     "qwen2": (Qwen2Model, Qwen2RotaryEmbedding),
+    "qwen3": (Qwen3Model, Qwen3RotaryEmbedding),
+    "qwen3_moe": (Qwen3MoeModel, Qwen3MoeRotaryEmbedding),
 }
 
 _DYNAMIC = "dynamic"

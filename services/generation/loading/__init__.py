@@ -14,7 +14,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
 from framesieve.services.generation.loading.quantised import is_quantised, load_quantised
-from framesieve.services.generation.loading.text_model import make_text, shard_text, with_output_layer
+from framesieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
@@ -89,7 +89,7 @@ def _load(
         if not in_fp8:
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
     shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
-    weights = read_weights(checkpoint, prefix, dtype, device, shards, in_fp8)
+    weights = read_weights(checkpoint, prefix, dtype, device, shards, in_float32(text, dtype) | in_fp8)
     family.change(text, weights)
     for name in shards.keys() & weights.keys():  # those that only the change has made
         if text.get_parameter(name).shape != weights[name].shape == shards[name].shape:

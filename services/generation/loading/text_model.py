@@ -67,6 +67,15 @@ def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torc
     return text
 
 
+def in_float32(text: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of weights that transformers keeps in float32 beside others in `dtype`, by name.
+
+    Such as those that choose experts.
+    """
+    kept = tuple(f".{name}" for name in text._keep_in_fp32_modules_strict or ())
+    return {name: torch.float32 for name in text.state_dict() if dtype.itemsize == 2 and name.endswith(kept)}
+
+
 def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -> dict[str, Shard]:
     """Shards a text model on the meta device and returns this rank's parts for `read_weights`; {} without a group.
 
@@ -83,18 +92,21 @@ def with_output_layer(
 ) -> LanguageModel:
     """The language model of a text model that has its weights, with its output layer read from the checkpoint.
 
-    config: of the whole model. style: transformers' tensor-parallel style of the output layer.
+    config: of the whole model. style: transformers' tensor-parallel style of the output layer. As in transformers, an
+    output layer that the checkpoint has is used even if the config says that it is the embedding: configs of InternVL
+    say nothing, and that is the default of transformers' class.
     Raises StartupError for missing weights.
     """
     sizes, weight = config.text_config, text.embed_tokens.weight
     with torch.device("meta"):
         lm_head: Any = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
     shards = {} if group is None else _shard_output_layer(lm_head, style, group)
-    if config.tie_word_embeddings:
-        lm_head.weight = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
+    prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
+    weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
+    tied = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
+    if config.tie_word_embeddings and (not weights or torch.equal(weights["weight"], tied)):
+        lm_head.weight = tied
     else:
-        prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
-        weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
         fill(lm_head, weights, prefix)
     return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
 
@@ -109,7 +121,8 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
         # Its short frequencies, which it has, are right for every position; its forward would choose by the largest
         # one of the whole batch.
         text.rotary_emb.rope_type = "default"
-    if hasattr(sizes, "num_experts") and waits(text.embed_tokens.weight):
+    has_experts = hasattr(sizes, "num_experts") or hasattr(sizes, "num_local_experts")
+    if has_experts and waits(text.embed_tokens.weight):
         text.config._experts_implementation = EXPERTS
     states = number_layers(text)
     attention = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +17,8 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.parallel.sharding import Shard
 
 _CPU = torch.device("cpu")
+# A matrix of one expert of a layer, as checkpoints of mixtures store them; transformers 5 stacks those of all experts.
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def stored_weights(checkpoint: Checkpoint, prefix: str, device: torch.device = _CPU) -> Iterator[tuple[str, str, Any]]:
@@ -41,17 +45,59 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """The weights whose names start with `prefix`, by the rest of their names. Of those in `shards`, this rank's part.
 
-    dtypes: of those that are not read in `dtype`.
+    dtypes: of those that are not read in `dtype`. Matrices of single experts are stacked, as transformers' classes have
+    them: gate_up_proj [experts, 2 · I, D] and down_proj [experts, D, I].
     Raises StartupError if the shape of a sharded weight is not the one that the config says.
     """
     weights: dict[str, Tensor] = {}
+    experts = _Experts(checkpoint, prefix)
     for full, name, file in stored_weights(checkpoint, prefix, device):
-        try:
-            own = shards[name].of(file.get_slice(full)) if name in shards else file.get_tensor(full)
-        except ValueError as error:
-            raise StartupError(f"config.json expects {full} {error}") from error
-        weights[name] = own.to(dtypes.get(name, dtype))
+        if found := _OF_EXPERT.fullmatch(name):
+            for stacked, whole in experts.add(found, file.get_tensor(full).to(dtype)):
+                weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
+        else:
+            stored = file.get_slice(full) if name in shards else file.get_tensor(full)
+            weights[name] = _own(name, stored, shards, full).to(dtypes.get(name, dtype))
     return weights
+
+
+def _own(name: str, whole: Any, shards: Mapping[str, Shard], full: str) -> Tensor:
+    """whole: a tensor, or a slice of safetensors of a weight in `shards`."""
+    try:
+        own: Tensor = shards[name].of(whole) if name in shards else whole
+    except ValueError as error:
+        raise StartupError(f"config.json expects {full} {error}") from error
+    return own
+
+
+class _Experts:
+    """Stacks the matrices of experts, a layer as soon as its last one was read: files have them in any order."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self._prefix = prefix
+        names = (name for _, name, _ in stored_weights(checkpoint, prefix))
+        self._missing = Counter(found[1] for name in names if (found := _OF_EXPERT.fullmatch(name)))
+        self._read: dict[str, dict[tuple[str, int], Tensor]] = {}
+
+    def add(self, found: re.Match[str], matrix: Tensor) -> list[tuple[str, Tensor]]:
+        """The stacked weights of a layer by their names once it is complete; until then none."""
+        layer, number, kind = found[1], int(found[2]), found[3]
+        read = self._read.setdefault(layer, {})
+        read[kind, number] = matrix
+        self._missing[layer] -= 1
+        if self._missing[layer]:
+            return []
+        del self._read[layer]
+        numbers = range(1 + max(number for _, number in read))
+        try:
+            gate_and_up = [torch.cat([read.pop(("gate_proj", each)), read.pop(("up_proj", each))]) for each in numbers]
+            return [
+                (f"{layer}.gate_up_proj", torch.stack(gate_and_up)),
+                (f"{layer}.down_proj", torch.stack([read.pop(("down_proj", each)) for each in numbers])),
+            ]
+        except KeyError as error:
+            kind, number = error.args[0]
+            raise StartupError(f"missing weights ['{self._prefix}{layer}.{number}.{kind}.weight']") from error
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:

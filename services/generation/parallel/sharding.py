@@ -1,6 +1,7 @@
 """Shards a model's weights among ranks, by transformers' own tensor-parallel plans and layers.
 
     colwise   a rank has some rows of the weight       q, k, v: its heads; gate and up; the output layer's vocabulary
+    packed    a rank has some rows of each half        gate and up as one
     rowwise   a rank has some columns of the weight    o and down, followed by an all-reduce
 
 transformers keeps sharded weights as DTensors and unwraps them in each call of a layer. Here they are plain tensors
@@ -26,6 +27,8 @@ from framesieve.services.generation.parallel.group import Group
 # Styles of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers' inputs,
 # since every rank keeps the whole state.
 _GATHERED = ("colwise_gather_output", "colwise_rep")
+# transformers' style of a weight whose halves are the gate and up.
+PACKED = "packed_colwise"
 # torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8
 
@@ -96,6 +99,8 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
     for name, layer in module.named_modules():
         if plan.get(name) in _GATHERED:
             layer.output_is_whole = True
+        if plan.get(name) == PACKED and isinstance(layer, nn.Linear):
+            layer.packed = True  # type: ignore[assignment]  # for `adapter_files`
     shards = {}
     for name, parameter in list(module.named_parameters()):
         if isinstance(parameter, DTensor):

@@ -238,7 +238,10 @@ def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
         return addition
     if columns < layer.in_features:
         return LowRank(part(addition.down, 1, group), addition.up, group.total)
-    return replace(addition, up=part(addition.up, 0, group)) if rows < layer.out_features else addition
+    if rows == layer.out_features:
+        return addition
+    halves = addition.up.chunk(2) if getattr(layer, "packed", False) else (addition.up,)
+    return replace(addition, up=torch.cat([part(each, 0, group) for each in halves]))
 
 
 def _digest(folder: AdapterFolder) -> bytes:

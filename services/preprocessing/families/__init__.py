@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.preprocessing.families import glm46v
 from framesieve.services.preprocessing.families.internvl import InternVL
 from framesieve.services.preprocessing.families.llava import Llava
 from framesieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
@@ -15,9 +16,13 @@ from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
 from framesieve.services.preprocessing.families.qwen3_5 import Qwen35
 from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
+from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
 from framesieve.services.preprocessing.layouts.family import Family
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "glm4v": glm46v.load,
+    "glm4v_moe": glm46v.load,
+    "glm46v": glm46v.load,
     "internvl": InternVL.from_checkpoint,
     "llava": Llava.from_checkpoint,
     "llava_next_video": LlavaNextVideo.from_checkpoint,
@@ -32,6 +37,7 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "qwen3_5_moe": Qwen35.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,
     "qwen3_vl_moe": Qwen3VL.from_checkpoint,
+    "video_llama_3": VideoLlama3.from_checkpoint,
 }
 
 

@@ -3,8 +3,10 @@
     an image    <img>, 16 × 16 tokens of each tile, row by row, and of the whole where there are several, </img>
     a video     Frame1: <img>, 16 × 16 tokens, </img>, newline, Frame2: …
 
-Positions are one-dimensional. Frames are stretched. The processor does not sample frames unless it is asked: here a
-video has one a second, at most 32, each from the middle of its share, as the processor's own sampling has them.
+Positions are one-dimensional. Frames are stretched to the tower's size. The video processor's own size is not read:
+that of InternVL 3.5's published checkpoints is one of which the tower makes too few tokens, and transformers fails. Nor
+does that processor sample frames unless it is asked: here a video has one a second, at most 32, each from the middle of
+its share, as the processor's own sampling has them.
 Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.24; InternVL 2.5,
 arXiv 2412.05271.
 """
@@ -47,9 +49,8 @@ class InternVL(Family):
         vision, names = config.get("vision_config") or {}, checkpoint.read_json("tokenizer_config.json")
         check_processors(checkpoint)
         side_px, patch_px = _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
-        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
-            if set((settings.get("size") or {}).values()) != {side_px}:
-                raise StartupError(f"the {name} processor's size is {settings.get('size')}, vision_config's {side_px}")
+        if set((image.get("size") or {}).values()) != {side_px}:
+            raise StartupError(f"the image processor's size is {image.get('size')}, vision_config's {side_px}")
         if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
         context = str(names.get("context_image_token", "<IMG_CONTEXT>"))

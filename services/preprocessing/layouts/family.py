@@ -24,6 +24,7 @@ class Family(ABC):
     pad: the token of each of an item's tokens; None: its placeholder.
     token_px: side in pixels of the square that becomes one token; sides of resized frames are multiples of it.
     frame_bounds: the checkpoint's defaults for sampling frames.
+    timed_by_first: whether the time of a slice is that of its first frame, and not the middle of its frames'.
     embed_levels: tensors that each media token has besides its embedding.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
@@ -36,6 +37,7 @@ class Family(ABC):
     pad: str | None = None
     token_px: int
     frame_bounds: FrameBounds
+    timed_by_first: bool = False
     embed_levels: int = 0
     fixed_tokens: bool = False
     joins_parts: str | None = None

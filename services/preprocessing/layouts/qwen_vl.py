@@ -1,4 +1,4 @@
-"""The common parts of Qwen's vision-language families: processor settings, sampling bounds, image sizes and grids.
+"""The common parts of Qwen's and GLM's vision-language families: processor settings, sampling bounds, sizes and grids.
 
 Each family adds how it samples and sizes videos, and the expansion of its placeholders.
 Source: `Qwen2VLImageProcessor` of transformers 5.24, which all of them use, and the files where it reads settings.
@@ -7,7 +7,7 @@ Source: `Qwen2VLImageProcessor` of transformers 5.24, which all of them use, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from framesieve.common.checkpoint import Checkpoint
@@ -29,14 +29,17 @@ _FPS, _MIN_FRAMES, _MAX_FRAMES = 2, 4, 768
 class VideoDefaults:
     """Defaults of a family's own classes for settings that the checkpoint leaves out.
 
-    patch_px: of the model. size: of the video processor, in pixels. max_tokens: limit for cap_pixels_per_frame.
-    old_names: whether min_pixels and max_pixels override the size.
+    patch_px: of the model. size, image_size: of the video and the image processor, in pixels. max_tokens: limit for
+    cap_pixels_per_frame. old_names: whether min_pixels and max_pixels override the size. only: supported values of
+    settings that the family does not read.
     """
 
     patch_px: int
     size: Mapping[str, int]
     max_tokens: int
     old_names: bool
+    image_size: Mapping[str, int] = field(default_factory=lambda: _IMAGE_SIZE)
+    only: Mapping[str, object] = field(default_factory=lambda: {"num_frames": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +55,36 @@ class QwenVL(Family):
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, defaults: VideoDefaults, **own: Any) -> Self:
-        """Reads the settings. own: fields of the subclass. Raises StartupError for unsupported or conflicting ones."""
+        """Reads the settings. own: fields of the subclass, and those that are not read as by default.
+
+        Raises StartupError for unsupported or conflicting ones.
+        """
         vision = checkpoint.config.get("vision_config", {})
         patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
         temporal = int(vision.get("temporal_patch_size", 2))
         image = checkpoint.processor("image")
         video = checkpoint.processor("video") or image
-        check_processors(checkpoint, num_frames=None)
+        check_processors(checkpoint, **defaults.only)
         for name, settings in (("image", image), ("video", video)):
             for key, value in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
                 if settings.get(key, value) != value:
                     raise StartupError(f"the {name} processor's {key} is {settings[key]}, the model's is {value}")
-        return cls(
-            placeholders=PLACEHOLDERS,
-            token_px=patch * merge,
-            image_budget=_budget(image, patch * merge, _IMAGE_SIZE, old_names=True),
-            video_budget=_budget(video, patch * merge, defaults.size, defaults.old_names),
-            max_video_tokens=int(video.get("max_video_tokens") or defaults.max_tokens)
+        fields: dict[str, Any] = {
+            "placeholders": PLACEHOLDERS,
+            "token_px": patch * merge,
+            "image_budget": budget_of(image, patch * merge, defaults.image_size, old_names=True),
+            "video_budget": budget_of(video, patch * merge, defaults.size, defaults.old_names),
+            "max_video_tokens": int(video.get("max_video_tokens") or defaults.max_tokens)
             if video.get("cap_pixels_per_frame")
             else None,
-            frame_bounds=FrameBounds(
+            "frame_bounds": FrameBounds(
                 fps=float(video.get("fps") or _FPS),
                 min_frames=int(video.get("min_frames") or _MIN_FRAMES),
                 max_frames=int(video.get("max_frames") or _MAX_FRAMES),
                 temporal_patch=temporal,
             ),
-            **own,
-        )
+        }
+        return cls(**{**fields, **own})
 
     def image_size(self, height_px: int, width_px: int, wish: FrameSampling) -> SizePx:
         """Height and width of an image after resizing. Raises MediaRejected."""
@@ -105,7 +111,8 @@ def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
     return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
 
 
-def _budget(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+def budget_of(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+    """The budget in a processor's settings or in `defaults`. old_names: min_pixels and max_pixels override the size."""
     size = settings.get("size") or defaults
     old = settings if old_names else {}
     return PixelBudget(

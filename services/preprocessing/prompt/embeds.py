@@ -56,10 +56,10 @@ class Embeds:
         else:
             _check_times(self.timestamps_s, self.grid.t)
 
-    def time_base(self, slice_frames: int) -> TimeBase | None:
-        """The time base of a video; None for an image. slice_frames: frames in a temporal slice."""
+    def time_base(self, slice_frames: int, *, of_first: bool = False) -> TimeBase | None:
+        """The time base of a video; None for an image. slice_frames, of_first: see `TimeBase.of_frames`."""
         if self.seconds_per_grid is not None:
-            return TimeBase.of_step(self.seconds_per_grid, self.grid.t, slice_frames)
+            return TimeBase.of_step(self.seconds_per_grid, self.grid.t, slice_frames, of_first=of_first)
         return TimeBase.of_slices(self.timestamps_s) if self.timestamps_s else None
 
 

@@ -1,6 +1,7 @@
 """The time base of a video's temporal slices: the time of each slice, and the exact mean step between slices.
 
-A family uses one of the two. It knows neither pixels nor families.
+A family uses one of the two. A slice's time is the middle between its first and its last frame; GLM's is its first
+frame's. It knows neither pixels nor families.
 Source: the time base of Qwen2.5-VL, arXiv 2502.13923; `Qwen3VLProcessor._calculate_timestamps` of transformers 5.24.
 """
 
@@ -24,16 +25,21 @@ class TimeBase:
     slices_s: tuple[float, ...]
 
     @classmethod
-    def of_frames(cls, seconds_per_grid: Fraction, frames_s: Sequence[float], slice_frames: int) -> TimeBase:
-        """The time of a slice, the last of which may be short, is the mean of those of its first and last frames."""
+    def of_frames(
+        cls, seconds_per_grid: Fraction, frames_s: Sequence[float], slice_frames: int, *, of_first: bool = False
+    ) -> TimeBase:
+        """The time of a slice, the last of which may be short, is the mean of those of its first and last frames.
+
+        of_first: it is that of its first frame.
+        """
         slices = (frames_s[first : first + slice_frames] for first in range(0, len(frames_s), slice_frames))
-        return cls(seconds_per_grid, tuple((each[0] + each[-1]) / 2 for each in slices))
+        return cls(seconds_per_grid, tuple(each[0] if of_first else (each[0] + each[-1]) / 2 for each in slices))
 
     @classmethod
-    def of_step(cls, seconds_per_grid: Fraction, slices: int, slice_frames: int) -> TimeBase:
+    def of_step(cls, seconds_per_grid: Fraction, slices: int, slice_frames: int, *, of_first: bool = False) -> TimeBase:
         """Assumes evenly spaced frames from the video's start, `slice_frames` in each `seconds_per_grid`."""
         frames_s = [float(frame * seconds_per_grid / slice_frames) for frame in range(slices * slice_frames)]
-        return cls.of_frames(seconds_per_grid, frames_s, slice_frames)
+        return cls.of_frames(seconds_per_grid, frames_s, slice_frames, of_first=of_first)
 
     @classmethod
     def of_slices(cls, slices_s: Sequence[float]) -> TimeBase:

@@ -1,0 +1,145 @@
+"""VideoLLaMA 3's tower: SigLIP with rotary positions over pictures of any size, and a projector.
+
+    image       a token for each patch: features ─▶ projector
+    video       a token for each four: features of each frame ─▶ their means ─▶ projector
+
+So the tower gives features, and the projector runs for each slice.
+Source: `VideoLlama3Model` of transformers 5.24, whose `pixel_unshuffle` halves the sides by bilinear interpolation,
+which are means of four; arXiv 2501.13106.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import VideoLlama3Config
+from transformers.models.video_llama_3.modeling_video_llama_3 import (
+    VideoLlama3Projector,
+    VideoLlama3VisionModel,
+    VideoLlama3VisionRotaryEmbedding,
+)
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import MediaPlan, Modality
+from framesieve.services.compute.packed_linear import pack_linears
+from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.tiles import check_plan
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+
+_TOWER, _PROJECTOR = "vision_model.", "projector."
+_PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
+# Patches per side of a token of a video.
+_MERGE = 2
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
+    config: Any = checkpoint.config_as(VideoLlama3Config)
+    vision = config.vision_config
+    vision._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = _VideoLlama3(config)
+    stored = {
+        part + name: each
+        for part in (_TOWER, _PROJECTOR)
+        for name, each in find_weights(checkpoint, (f"model.{part}", part)).items()
+    }
+    runs_in = choose_dtype(stored, dtype, device)
+    if runs_in == torch.float16:
+        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
+    weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
+    fill(model, weights, runs_in)
+    heads = vision.num_attention_heads
+    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
+    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
+    patch_embed = FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in)
+    model.embed_with(patch_embed, VideoLlama3VisionRotaryEmbedding(vision))
+    sizes, layers = _sizes(model), tuple(model.vision_model.encoder.layers)
+    pack_linears(model.eval().requires_grad_(False).to(device))
+
+    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        features: Tensor = model(patches, layout, attend=attend)
+        return features[None]
+
+    patch_px = int(vision.patch_size)
+    return Tower(
+        forward=ModelForward(compute, TowerShape(1), device, attend is not attend_by_length, layers),
+        patches=PatchShape(patch_px, 1, 1),
+        embed_dim=config.text_config.hidden_size,
+        embed_levels=0,
+        dtype=runs_in,
+        device=device,
+        sizes=sizes,
+        features=vision.hidden_size,
+        arrange=partial(_arranged, project=model.projector, patch_px=patch_px),
+    )
+
+
+class _VideoLlama3(nn.Module):
+    """vision_model, projector: transformers'."""
+
+    patch_embed: FoldedPatchEmbed
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.vision_model: Any = VideoLlama3VisionModel(config.vision_config)
+        self.projector = VideoLlama3Projector(config)
+
+    def embed_with(self, patch_embed: FoldedPatchEmbed, rotary: nn.Module) -> None:
+        """Replaces the embedding by one of uint8 patches, once the model has its weights.
+
+        rotary: made off the meta device, as its frequencies are computed, not stored.
+        """
+        self.patch_embed = patch_embed
+        self.vision_model.rotary_pos_emb = rotary
+        del self.vision_model.embeddings
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], **attend: Any) -> Tensor:
+        """Features (P, hidden) of patches uint8 (P, values)."""
+        rows = self.patch_embed(patches)
+        turned = self.vision_model.rotary_pos_emb(rows, layout.positions)
+        for layer in self.vision_model.encoder.layers:
+            rows = layer(rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, position_embeddings=turned, **attend)
+        features: Tensor = self.vision_model.post_layernorm(rows)
+        return features
+
+
+def _arranged(plan: MediaPlan, project: Callable[[Tensor], Tensor], patch_px: int) -> Arrangement:
+    """`Tower.arrange` of a checkpoint."""
+    sides = plan.frames.size_px
+    merge = _MERGE if plan.modality is Modality.VIDEO else 1
+    if any(side % (merge * patch_px) for side in sides):
+        raise ValueError(f"sides of {sides} are no multiples of {merge * patch_px}")
+    rows, columns = (side // patch_px for side in sides)
+    tokens = (rows // merge, columns // merge)
+    check_plan(plan, (plan.frames.count, *tokens), plan.frames.count)
+    if merge == 1:
+        return Arrangement(rows * columns, of_slice=project)
+    return Arrangement(tokens[0] * tokens[1], of_slice=partial(_means, side=(rows, columns), project=project))
+
+
+def _means(features: Tensor, side: tuple[int, int], project: Callable[[Tensor], Tensor]) -> Tensor:
+    """Features (1, rows · columns, hidden) of a frame of this side to its tokens (1, n, D)."""
+    grid = features.unflatten(1, side).permute(0, 3, 1, 2)
+    return project(F.avg_pool2d(grid, _MERGE).flatten(2).transpose(1, 2))
+
+
+def _sizes(model: _VideoLlama3) -> TowerSizes:
+    in_layers, projector = (
+        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
+        for part in (model.vision_model.encoder, model.projector)
+    )
+    hidden = model.patch_embed.weight.shape[0]
+    return TowerSizes(
+        hidden, in_layers + model.patch_embed.weight.numel(), projector, len(model.vision_model.encoder.layers)
+    )
