@@ -19,7 +19,7 @@ from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference
 from tests.integration.collector import Collector, collecting
-from tests.integration.fleet import Fleet, Service, exported, metric_in, until
+from tests.integration.fleet import TIMED, Fleet, Service, exported, metric_in, until
 from tests.integration.load import is_answered_soon
 from tests.scripted import write_scripted
 
@@ -48,6 +48,24 @@ def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
             yield stack
         finally:
             stack.end_at_once()
+
+
+@contextmanager
+def another_generation(stack: LocalStack, model: Path, folder: Path, *flags: str) -> Iterator[Service]:
+    """Generation with other flags, behind the preprocessing and the encoder of a stack. folder: of its log."""
+    service = Service("generation", model, folder, (*flags, *upstream_of(stack)))
+    service.start()
+    try:
+        service.ready()
+        yield service
+    finally:
+        service.close()
+
+
+def upstream_of(stack: LocalStack) -> Iterator[str]:
+    """The flags of a service that calls the preprocessing and the encoder of a stack."""
+    for name in ("preprocessing", "encoder"):
+        yield from (f"--{name}", stack.addresses[name])
 
 
 @pytest.fixture(scope="session")
@@ -131,26 +149,28 @@ async def fleet_client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
 def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
     """Slow on purpose: a large tower that encodes one slice at a time, and prompts prefilled in small chunks.
 
-    The second replica of each service has a short grace period to drain in.
+    The second replica of each service has a short grace period to drain in. All print the names of slow callbacks.
     """
     folder = tmp_path_factory.mktemp("fleet")
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "full_attention_blocks": (5,)}
     model = write_checkpoint(folder / "model", replace(TINY, **sizes), seed=1)  # type: ignore[arg-type]
 
     def two(name: str, *flags: str) -> tuple[Service, Service]:
-        second = (*flags, "--drain-s", str(SHORT_DRAIN_S))
-        return Service(name, model, folder, flags), Service(name, model, folder, second)
+        return one(name, *flags), one(name, *flags, "--drain-s", str(SHORT_DRAIN_S))
+
+    def one(name: str, *flags: str) -> Service:
+        return Service(name, model, folder, flags, program=TIMED.format(name=name))
 
     def addresses(services: tuple[Service, Service]) -> str:
         return ",".join(each.address for each in services)
 
-    domains = ("--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
-    preprocessing = two("preprocessing", "--decode-workers", "2", "--fetch-ports", str(fetch_port), *domains)
+    fetching = ("--fetch-ports", str(fetch_port), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
+    preprocessing = two("preprocessing", "--decode-workers", "2", "--media-root", str(folder), *fetching)
     upstream: tuple[str, ...] = ("--preprocessing", addresses(preprocessing), "--threads", "1")
     encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-tokens", "16384")
-    generation = Service("generation", model, folder, (*upstream, *flags))
+    generation = one("generation", *upstream, *flags)
     made = Fleet(preprocessing, encoder, generation, fetch_port)
     try:
         yield made

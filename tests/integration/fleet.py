@@ -30,6 +30,26 @@ HELD = {
     "encoder": ("cache_waiters", "buffer_used_bytes", "buffer_waiting", "queue_slices"),
     "generation": ("engine_requests", "kv_blocks_used", "media_buffer_used_bytes"),
 }
+# A callback of an event loop is slow from here on, in processor time. A quiet machine needs at most 3 ms for one.
+SLOW_MS = 10.0
+# Runs a service, which prints the name of each slow callback.
+TIMED = f"""
+import asyncio.events, re, runpy, time
+
+run = asyncio.events.Handle._run
+
+def timed(handle):
+    began = time.thread_time()
+    run(handle)
+    spent_ms = (time.thread_time() - began) * 1e3
+    if spent_ms > {SLOW_MS}:
+        task = getattr(handle._callback, "__self__", None)
+        work = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback
+        print("SLOW", getattr(work, "__qualname__", re.sub(" at 0x\\\\w+", "", repr(work))), flush=True)
+
+asyncio.events.Handle._run = timed
+runpy.run_module("framesieve.services.{{name}}", run_name="__main__", alter_sys=True)
+"""
 
 
 def children(process: int) -> set[int]:

@@ -6,8 +6,6 @@ import asyncio
 import io
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -26,7 +24,6 @@ import pytest
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
-from framesieve.common.process import free_port
 from tests import media
 from tests.fuzz.http import fuzz
 from tests.integration.conftest import OTHER_NAME, SERVED_NAME
@@ -443,25 +440,6 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack:
             assert "Retry-After" in refused.headers
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert leaving.process.wait(20) == 0
-
-
-def test_serve_prints_the_address_of_its_gateway_first(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    port = free_port()
-    sockets = [f"--{name}listen=unix:{tmp_path}/{name}socket" for name in ("preprocessing-", "encoder-", "")]
-    command = [sys.executable, "-m", "framesieve", "serve", "--model", str(tiny_checkpoint), "--metrics-port", "0"]
-    command += [*sockets, "--http-listen", f"127.0.0.1:{port}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            told = next(line for line in process.stderr if "framesieve listens at" in line)
-            assert f"http://127.0.0.1:{port} " in told
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=question("Why?"), timeout=60)
-            assert answer.status_code == 200
-            process.send_signal(signal.SIGTERM)
-            process.stderr.read()
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
 
 
 def test_callers_need_a_token_where_one_is_asked_for(stack: LocalStack, tmp_path: Path) -> None:

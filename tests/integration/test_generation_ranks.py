@@ -18,6 +18,7 @@ from framesieve.client.prompt import Video
 from framesieve.common.contract.errors import Unavailable
 from framesieve.common.process import ExitStatus
 from tests import media
+from tests.integration.conftest import upstream_of
 from tests.integration.fleet import Service, runs, until
 from tests.integration.load import endless
 
@@ -39,8 +40,7 @@ Start = Callable[..., Service]
 @pytest.fixture
 def start(stack: LocalStack, adapted: Iterable[Path], tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts generation with two ranks behind the preprocessing and the encoder of the stack."""
-    upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
-    flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
+    flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream_of(stack))
     flags += ("--adapters", ",".join(f"{folder.name}={folder}" for folder in adapted))
     started: list[Service] = []
 

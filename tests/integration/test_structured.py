@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from framesieve.client.answer import FinishReason
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from tests import media
-from tests.integration.conftest import running
-from tests.integration.fleet import exported, metric_in
+from tests.integration.conftest import another_generation
+from tests.integration.fleet import Service
 from tests.integration.gateway import gateway, question
 
 CLIP = media.clip(8, fps=4)
@@ -47,18 +47,12 @@ ASKED = [*SCHEMAS.items(), *((f"long list, {place}", SCHEMAS["long list"]) for p
 SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
 
 
-@pytest.fixture(scope="module")
-def drafting(tiny_checkpoint: Path) -> Iterator[LocalStack]:
-    """Generation with draft tokens, and room for two answers: others are preempted."""
-    flags = {"generation": ["--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64"]}
-    with running(tiny_checkpoint, flags=flags) as stack:
-        yield stack
-
-
 @pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(stack.address) as connected:
-        yield connected
+def drafting(stack: LocalStack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
+    """Generation with draft tokens, and room for two answers: others are preempted."""
+    flags = ("--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64")
+    with another_generation(stack, tiny_checkpoint, tmp_path, *flags) as service:
+        yield service
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -82,7 +76,7 @@ async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: F
 
 
 async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
-    client: FramesieveClient, drafting: LocalStack
+    client: FramesieveClient, drafting: Service
 ) -> None:
     async with FramesieveClient(drafting.address) as other:
 
@@ -104,7 +98,7 @@ async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
         assert await all_of(client) == alone
         assert await all_of(other) == alone
     for name in ("preemptions", "accepted_draft_tokens"):
-        assert metric_in(exported(drafting.metrics_ports["generation"]), f"framesieve_generation_{name}_total") > 0
+        assert drafting.metric(f"framesieve_generation_{name}_total") > 0
 
 
 @pytest.mark.parametrize(

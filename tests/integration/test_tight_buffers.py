@@ -31,7 +31,7 @@ VIDEOS = 3
 ITEM_TOKENS = 4 * 4 * 4
 EMBED_BYTES = 4
 ITEM_BYTES = ITEM_TOKENS * TINY.hidden * EMBED_BYTES
-CROWD = 200
+CROWD = 100
 PLACES = 48
 
 
@@ -68,7 +68,7 @@ async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: Fra
     assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
 
 
-async def test_two_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
+async def test_a_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
     """Of up to three videos each. A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
 
@@ -101,7 +101,7 @@ async def test_an_answer_completes_while_all_services_drain(tight: LocalStack) -
     """The last test of the stack."""
     async with FramesieveClient(tight.address) as client:
         clip = Video(data=media.clip())
-        stream = client.stream(clip, "What moves?", max_new_tokens=900, stop=["\x00"], timeout_s=60)
+        stream = client.stream(clip, "What moves?", max_new_tokens=400, stop=["\x00"], timeout_s=60)
         async for event in stream:
             if isinstance(event, Delta):
                 break
