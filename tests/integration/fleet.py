@@ -108,7 +108,10 @@ class Service:
             *self.flags,
         ]
         with (self.folder / f"{self.name}-{self.metrics_port}.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
+            environment = {**os.environ, "KMP_SETTINGS": "1"}
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment
+            )
 
     def ready(self) -> None:
         """Returns once the service answers SERVING. Fails with its log if it ends or takes too long."""

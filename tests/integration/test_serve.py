@@ -1,4 +1,4 @@
-"""`framesieve serve` with real services: the name that it serves a repository under, the examples, its end by SIGKILL."""
+"""`framesieve serve` with real services: a repository under its name, the examples, and its end by SIGKILL."""
 
 from __future__ import annotations
 
