@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -29,6 +30,13 @@ from framesieve.common import process
 
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")
+# By default structlog prints all variables of each frame of a traceback, which for a model takes seconds.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 # One worker runs all tests that share services, or a second one would start them again. In integration/ they share the
 # stack, but for these.
