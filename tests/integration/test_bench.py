@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from framesieve.__main__ import app
 from framesieve.cli.launcher import LocalStack
 from tests import media
 from tests.integration.gateway import gateway
 
-COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()"]
-
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.stderr
     return done.stdout
 
 
@@ -93,20 +93,21 @@ def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(
     (sharegpt.parent / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     workload = sharegpt.parent / "noise.jsonl"
     workload.write_text(json.dumps({"video": "noise.mp4", "question": "?"}))
-    asked = [*COMMAND, "bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
+    asked = ["bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
     with gateway(stack.address, tmp_path) as door:
-        done = subprocess.run([*asked, "--base-url", f"{door.url}/v1"], capture_output=True, text=True)
+        done = CliRunner().invoke(app, [*asked, "--base-url", f"{door.url}/v1"])
     (error,) = json.loads(done.stdout)["by_pruning"][0]["failures"]
     assert (error["status"], error["reason"], error["count"]) == ("HTTP 400", "MEDIA_REJECTED", 2)
-    gone = subprocess.run([*asked, "--base-url", door.url], capture_output=True, text=True)
+    gone = CliRunner().invoke(app, [*asked, "--base-url", door.url])
     told = json.loads(gone.stdout)["error"]
-    assert (gone.returncode, told["reason"]) == (1, "UNAVAILABLE")
+    assert (gone.exit_code, told["reason"]) == (1, "UNAVAILABLE")
     assert told["message"].startswith(f"no server answers at {door.url}")
 
 
 @pytest.mark.deep
 def test_bench_can_start_the_services_itself() -> None:
-    report = run("bench", "--start", "--requests", "4", "--warmup", "0")
+    command = [sys.executable, "-m", "framesieve", "bench", "--start", "--requests", "4", "--warmup", "0"]
+    report = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150, check=True).stdout
     assert "three services started for this run, with the embedded model" in report
     assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]
 

@@ -9,8 +9,6 @@ import asyncio
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +17,10 @@ from typing import Any, TypeAlias
 import httpx
 import PIL.Image
 import pytest
+from typer.testing import CliRunner
 
 from framesieve import FramesieveClient, Grid, Image, Pruning, Video
+from framesieve.__main__ import app
 from framesieve.cli.launcher import LocalStack
 from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
@@ -95,9 +95,9 @@ async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
 def by_command(asked: Automatic, data: bytes, pruning: Mapping[str, float], folder: Path) -> Counts:
     (folder / "clip.png").write_bytes(data)
     flags = [f"--pruning-{name}={value}" for name, value in pruning.items()]
-    command = [sys.executable, "-m", "framesieve", "ask", str(folder / "clip.png"), "What moves?", *flags]
-    command += ["--server", asked.address, "--max-new-tokens", "1", "--json"]
-    (item,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["usage"]["media"]
+    command = ["ask", str(folder / "clip.png"), "What moves?", *flags, "--server", asked.address]
+    answer = CliRunner().invoke(app, [*command, "--max-new-tokens", "1", "--json"])
+    (item,) = json.loads(answer.stdout)["usage"]["media"]
     return Grid(**item["grid"]), item["num_kept"], item["pruning_rate"]
 
 
@@ -149,7 +149,7 @@ def test_a_threshold_keeps_what_changed_and_usage_says_the_rate_that_came_of_it(
         (STILL, AUTO_THRESHOLD, False),
         (BUSY, AUTO_THRESHOLD, True),
         (BUSY, ABOVE_ANY_CHANGE, False),
-    )[1 if door == "the command" else 0 :]:
+    ):
         grid, num_kept, rate = DOORS[door](automatic, data, {"rate": 0.25, "threshold": threshold}, tmp_path)
         assert grid.slice_tokens < at_most(grid, 0.25) < grid.tokens
         assert num_kept == (at_most(grid, 0.25) if changed else grid.slice_tokens)
