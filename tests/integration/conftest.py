@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.common.process import free_port
 from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference
 from tests.integration.collector import Collector, collecting
-from tests.integration.fleet import TIMED, Fleet, Service, exported, metric_in, until
+from tests.integration.fleet import TIMED, Fleet, Service, Stack, exported, metric_in, running, started, until
 from tests.integration.load import is_answered_soon
 from tests.scripted import write_scripted
 
@@ -41,28 +40,14 @@ def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
-    """A stack that is killed at the end instead of drained."""
-    with LocalStack(model, **options) as stack:
-        try:
-            yield stack
-        finally:
-            stack.end_at_once()
-
-
-@contextmanager
-def another_generation(stack: LocalStack, model: Path, folder: Path, *flags: str) -> Iterator[Service]:
+def another_generation(stack: Stack, model: Path, folder: Path, *flags: str) -> Iterator[Service]:
     """Generation with other flags, behind the preprocessing and the encoder of a stack. folder: of its log."""
     service = Service("generation", model, folder, (*flags, *upstream_of(stack)))
-    service.start()
-    try:
-        service.ready()
+    with started(service):
         yield service
-    finally:
-        service.close()
 
 
-def upstream_of(stack: LocalStack) -> Iterator[str]:
+def upstream_of(stack: Stack) -> Iterator[str]:
     """The flags of a service that calls the preprocessing and the encoder of a stack."""
     for name in ("preprocessing", "encoder"):
         yield from (f"--{name}", stack.addresses[name])
@@ -82,7 +67,7 @@ def adapted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def stack(
     tiny_checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
-) -> Iterator[LocalStack]:
+) -> Iterator[Stack]:
     """The three services with two adapters and small limits of decoding and fetching. Tests leave them idle.
 
     They send their spans to the collector. One worker decodes. Of loopback, only the name localhost may be fetched
@@ -104,14 +89,14 @@ def stack(
 
 
 @pytest.fixture(scope="session")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The three services with a model that calls two tools, whatever it is asked."""
     with running(write_scripted(tmp_path_factory.mktemp("scripted"))) as stack:
         yield stack
 
 
 @pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
+async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
     async with FramesieveClient(stack.address) as connected:
         yield connected
 
@@ -179,11 +164,11 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
             each.close()
 
 
-def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
+def metric(stack: Stack, service: str, name: str, **labels: str) -> float:
     """`metric_in` of a service of the stack."""
     return metric_in(exported(stack.metrics_ports[service]), name, **labels)
 
 
-async def idle(stack: LocalStack) -> None:
+async def idle(stack: Stack) -> None:
     """Returns once no request runs. A request is counted as ended only after its caller has the answer."""
     await until(lambda: not any(metric(stack, each, "framesieve_requests_running") for each in stack.metrics_ports))

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from framesieve.__main__ import app
-from framesieve.cli.launcher import LocalStack
 from tests import media
+from tests.integration.fleet import Stack
 from tests.integration.gateway import gateway
 
 
@@ -23,7 +23,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(stack: LocalStack, tmp_path: Path) -> None:
+def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(media.clip())
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "photo.png").write_bytes(media.picture(112, 112))
@@ -73,7 +73,7 @@ def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHAREGPT_LOAD = ["--request-rate", "20", "--requests", "6", "--warmup", "0", "--max-new-tokens", "4", "--ignore-eos"]
 
 
-def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: LocalStack, sharegpt: Path) -> None:
+def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: Stack, sharegpt: Path) -> None:
     asked = ["--workload", str(sharegpt), "--pruning-rate", "0", "--pruning-rate", "0.5", *SHAREGPT_LOAD, "--json"]
     with gateway(stack.address, sharegpt.parent) as door:
         http = json.loads(run("bench", "--base-url", door.url, *asked))["by_pruning"]
@@ -88,7 +88,7 @@ def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: LocalSt
 
 
 def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(
-    stack: LocalStack, sharegpt: Path, tmp_path: Path
+    stack: Stack, sharegpt: Path, tmp_path: Path
 ) -> None:
     (sharegpt.parent / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     workload = sharegpt.parent / "noise.jsonl"
@@ -112,7 +112,7 @@ def test_bench_can_start_the_services_itself() -> None:
     assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]
 
 
-def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: LocalStack) -> None:
+def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: Stack) -> None:
     metrics = [word for port in stack.metrics_ports.values() for word in ("--metrics", f"127.0.0.1:{port}")]
     load = ["--clients", "2", "--requests", "8", "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
     (measured,) = json.loads(run("bench", "--server", stack.address, *metrics, *load, "--json"))["by_pruning"]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Image, Message, Part, Pruning, Text, Video
@@ -22,7 +21,7 @@ from tests import media
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
 from tests.integration.before_tower import answered, asking, encoded, expect
-from tests.integration.conftest import running
+from tests.integration.fleet import Stack, running
 from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_answer, model_inputs
 
 QUESTION = "What moves?"
@@ -45,7 +44,7 @@ class Served:
 def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> Iterator[Served]:
     family: str = request.param
     if family == "qwen2_5_vl":
-        stack: LocalStack = request.getfixturevalue("stack")
+        stack: Stack = request.getfixturevalue("stack")
         yield Served(family, request.getfixturevalue("tiny_checkpoint"), stack.addresses)
         return
     with running(checkpoints(family)) as stack:
@@ -160,7 +159,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
 
 
 async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
-    stack: LocalStack, tiny_checkpoint: Path, adapted: dict[Path, Any]
+    stack: Stack, tiny_checkpoint: Path, adapted: dict[Path, Any]
 ) -> None:
     parts, reference = BRIEF_MIXES["a video before an image"], load_reference("qwen2_5_vl", tiny_checkpoint)
     family, preprocessing = FAMILIES["qwen2_5_vl"], stack.addresses["preprocessing"]
@@ -194,7 +193,7 @@ MIXES: dict[str, tuple[tuple[Message, ...], tuple[Part, ...]]] = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(stack: LocalStack, mix: str) -> None:
+async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(stack: Stack, mix: str) -> None:
     history, parts = MIXES[mix]
     options: Any = {"history": history, "pruning_rate": 0.75, "max_new_tokens": 3, "timeout_s": 60}
     async with FramesieveClient(stack.address) as client:
@@ -210,7 +209,7 @@ async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(stack: LocalStack
 
 
 async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_of_the_request(
-    stack: LocalStack,
+    stack: Stack,
 ) -> None:
     prunings = (None, Pruning(0.5, "random"), Pruning(0.95, "evs"), Pruning(0.95, "vidcom2"), Pruning(0.95, "none"))
     videos = [Video(data=SHORT, pruning=pruning) for pruning in prunings]

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import re
 
-from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.cli.launcher import SERVICES
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
 from tests import media
 from tests.integration.conftest import idle, metric
+from tests.integration.fleet import Stack
 
 
-def moved_bytes(stack: LocalStack) -> tuple[float, float, int, int]:
+def moved_bytes(stack: Stack) -> tuple[float, float, int, int]:
     """Frames and embeddings, with plans and progress, and how much of each was handed over, by the log."""
     sent = (
         metric(stack, service, "framesieve_message_bytes_total", method=method, direction="sent")
@@ -26,9 +27,7 @@ def moved_bytes(stack: LocalStack) -> tuple[float, float, int, int]:
     return *sent, *handed_over  # type: ignore[return-value]
 
 
-async def test_frames_and_embeddings_are_handed_over_and_count_as_sent(
-    stack: LocalStack, client: FramesieveClient
-) -> None:
+async def test_frames_and_embeddings_are_handed_over_and_count_as_sent(stack: Stack, client: FramesieveClient) -> None:
     before = await asyncio.to_thread(moved_bytes, stack)
     for content, rate in (
         (Video(data=media.clip(32, seed=900)), 0.5),

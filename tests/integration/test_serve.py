@@ -28,11 +28,11 @@ QUESTION = QUESTIONS[0]
 
 @dataclass(frozen=True)
 class Serving:
-    """The command. addresses: of preprocessing, the encoder, generation and the gateway. told: its line about them."""
+    """The command. addresses: of preprocessing, the encoder, generation and the gateway. printed: until they serve."""
 
     process: subprocess.Popen[str]
     addresses: list[str]
-    told: str
+    printed: list[str]
 
     @property
     def url(self) -> str:
@@ -61,22 +61,30 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     command = [sys.executable, "-m", "framesieve", "serve", "--model", REPOSITORY, "--metrics-port", "0"]
     command += [f"{flag}={address}" for flag, address in zip(flags, addresses, strict=True)]
     command += ["--encoder-compile=off", "--generation-compile=off"]
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "KMP_SETTINGS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
             assert process.stderr is not None
-            told = next(line for line in process.stderr if "framesieve listens at" in line)
-            yield Serving(process, addresses, told)
+            printed = [process.stderr.readline()]
+            while printed[-1] and "framesieve listens at" not in printed[-1]:
+                printed.append(process.stderr.readline())
+            yield Serving(process, addresses, printed)
         finally:
             process.kill()
 
 
 def test_a_repository_is_served_under_its_name_at_the_address_that_is_printed(serving: Serving) -> None:
-    assert f"http://{serving.addresses[-1]} " in serving.told
+    assert f"http://{serving.addresses[-1]} " in serving.printed[-1]
     assert [each["id"] for each in httpx.get(f"{serving.url}/models").json()["data"]] == [REPOSITORY]
     body = {"model": REPOSITORY, "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1}
     answer = httpx.post(f"{serving.url}/chat/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()["model"]) == (200, REPOSITORY)
+
+
+@pytest.mark.skipif(not Path(sys.prefix, "lib", "libiomp5.so").exists(), reason="Intel's OpenMP has no wheel here")
+def test_the_encoder_and_generation_compute_with_the_openmp_of_intel(serving: Serving) -> None:
+    """The runtime prints its settings when it is first used."""
+    assert sum("KMP_BLOCKTIME=1" in line for line in serving.printed) == 2
 
 
 def test_the_examples_print_what_they_promise(serving: Serving, tmp_path: Path) -> None:

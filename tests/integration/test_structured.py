@@ -13,13 +13,12 @@ import openai
 import pytest
 
 from framesieve import FramesieveClient, Video
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import FinishReason
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.integration.conftest import another_generation
-from tests.integration.fleet import Service
+from tests.integration.fleet import Service, Stack
 from tests.integration.gateway import gateway, question
 
 CLIP = media.clip(8, fps=4)
@@ -48,7 +47,7 @@ SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
 
 
 @pytest.fixture
-def drafting(stack: LocalStack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
+def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
     """Generation with draft tokens, and room for two answers: others are preempted."""
     flags = ("--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64")
     with another_generation(stack, tiny_checkpoint, tmp_path, *flags) as service:
@@ -128,7 +127,7 @@ async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
         await client.ask(None, "Why?", **options)
 
 
-def test_openai_clients_get_documents(stack: LocalStack, tmp_path: Path) -> None:
+def test_openai_clients_get_documents(stack: Stack, tmp_path: Path) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
     body = question("Why?", response_format=schema) | {"max_tokens": 400}
     with gateway(stack.address, tmp_path) as door, openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:

@@ -21,11 +21,10 @@ from typer.testing import CliRunner
 
 from framesieve import FramesieveClient, Grid, Image, Pruning, Video
 from framesieve.__main__ import app
-from framesieve.cli.launcher import LocalStack
 from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
 from tests.integration.conftest import another_generation
-from tests.integration.fleet import Service
+from tests.integration.fleet import Service, Stack
 from tests.integration.gateway import data_url, gateway, image, question, video
 
 SIDE_PX, FRAMES = 112, 8
@@ -62,9 +61,7 @@ class Automatic:
 
 
 @pytest.fixture(scope="module")
-def automatic(
-    stack: LocalStack, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Automatic]:
+def automatic(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Automatic]:
     folder = tmp_path_factory.mktemp("automatic")
     flags = ("--kv-cache-tokens", "2048", "--pruning-rate", str(RATE), "--pruning-threshold", str(AUTO_THRESHOLD))
     with (
