@@ -19,6 +19,7 @@ from tests.adapters import write_adapter
 from tests.families import load_reference
 from tests.integration.collector import Collector, collecting
 from tests.integration.fleet import TIMED, Fleet, Service, Stack, exported, metric_in, running, started, until
+from tests.integration.gateway import Gateway, gateway
 from tests.integration.load import is_answered_soon
 from tests.scripted import write_scripted
 
@@ -99,6 +100,13 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
     async with FramesieveClient(stack.address) as connected:
         yield connected
+
+
+@pytest.fixture(scope="session")
+def plain_gateway(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway before the stack, without settings."""
+    with gateway(stack.address, tmp_path_factory.mktemp("gateway")) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

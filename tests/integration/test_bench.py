@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from framesieve.__main__ import app
+from framesieve.common.process import free_port
 from tests import media
 from tests.integration.fleet import Stack
-from tests.integration.gateway import gateway
+from tests.integration.gateway import Gateway
 
 
 def run(*arguments: str) -> str:
@@ -73,10 +74,11 @@ def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHAREGPT_LOAD = ["--request-rate", "20", "--requests", "6", "--warmup", "0", "--max-new-tokens", "4", "--ignore-eos"]
 
 
-def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: Stack, sharegpt: Path) -> None:
+def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(
+    stack: Stack, plain_gateway: Gateway, sharegpt: Path
+) -> None:
     asked = ["--workload", str(sharegpt), "--pruning-rate", "0", "--pruning-rate", "0.5", *SHAREGPT_LOAD, "--json"]
-    with gateway(stack.address, sharegpt.parent) as door:
-        http = json.loads(run("bench", "--base-url", door.url, *asked))["by_pruning"]
+    http = json.loads(run("bench", "--base-url", plain_gateway.url, *asked))["by_pruning"]
     grpc = json.loads(run("bench", "--server", stack.address, *asked))["by_pruning"]
     for name in ("answered", "prompt_tokens_full", "prompt_tokens", "completion_tokens", "retained"):
         assert [each[name] for each in http] == [each[name] for each in grpc]
@@ -88,20 +90,20 @@ def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: Stack, 
 
 
 def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(
-    stack: Stack, sharegpt: Path, tmp_path: Path
+    plain_gateway: Gateway, sharegpt: Path
 ) -> None:
     (sharegpt.parent / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     workload = sharegpt.parent / "noise.jsonl"
     workload.write_text(json.dumps({"video": "noise.mp4", "question": "?"}))
     asked = ["bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
-    with gateway(stack.address, tmp_path) as door:
-        done = CliRunner().invoke(app, [*asked, "--base-url", f"{door.url}/v1"])
+    done = CliRunner().invoke(app, [*asked, "--base-url", f"{plain_gateway.url}/v1"])
     (error,) = json.loads(done.stdout)["by_pruning"][0]["failures"]
     assert (error["status"], error["reason"], error["count"]) == ("HTTP 400", "MEDIA_REJECTED", 2)
-    gone = CliRunner().invoke(app, [*asked, "--base-url", door.url])
+    nobody = f"http://127.0.0.1:{free_port()}"
+    gone = CliRunner().invoke(app, [*asked, "--base-url", nobody])
     told = json.loads(gone.stdout)["error"]
     assert (gone.exit_code, told["reason"]) == (1, "UNAVAILABLE")
-    assert told["message"].startswith(f"no server answers at {door.url}")
+    assert told["message"].startswith(f"no server answers at {nobody}")
 
 
 @pytest.mark.deep

@@ -18,7 +18,7 @@ from framesieve.client.prompt import Image, Video
 from framesieve.common.contract import errors
 from tests import media
 from tests.integration.fleet import Service, Stack, started
-from tests.integration.gateway import gateway
+from tests.integration.gateway import Gateway
 from tests.integration.prometheus import Prometheus, left, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
@@ -36,16 +36,13 @@ def replica(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def watching(
-    prometheus: str, stack: Stack, replica: Service, tmp_path_factory: pytest.TempPathFactory
+    prometheus: str, stack: Stack, plain_gateway: Gateway, replica: Service, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
     ports["preprocessing"].append(replica.metrics_port)
     folder = tmp_path_factory.mktemp("prometheus")
-    with (
-        gateway(stack.address, folder) as door,
-        scraping(prometheus, folder, {**ports, "gateway": [door.port]}) as scraped,
-    ):
+    with scraping(prometheus, folder, {**ports, "gateway": [plain_gateway.port]}) as scraped:
         assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 2)
         asyncio.run(ask_everything(stack.address))
         yield scraped

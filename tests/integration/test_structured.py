@@ -19,7 +19,7 @@ from framesieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack
-from tests.integration.gateway import gateway, question
+from tests.integration.gateway import Gateway, question
 
 CLIP = media.clip(8, fps=4)
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -127,10 +127,10 @@ async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
         await client.ask(None, "Why?", **options)
 
 
-def test_openai_clients_get_documents(stack: Stack, tmp_path: Path) -> None:
+def test_openai_clients_get_documents(plain_gateway: Gateway) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
     body = question("Why?", response_format=schema) | {"max_tokens": 400}
-    with gateway(stack.address, tmp_path) as door, openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:
+    with openai.OpenAI(base_url=f"{plain_gateway.url}/v1", api_key="unused") as asked:
         model = asked.models.list().data[0].id
         answer = asked.chat.completions.create(model=model, **body)
         jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMAS["nested"])
