@@ -1,4 +1,4 @@
-"""Services as real processes, started once a session: one stack of the launcher, and a fleet that tests may kill."""
+"""Services as real processes, started once a session: one stack, and a fleet that tests may kill."""
 
 from __future__ import annotations
 
