@@ -104,8 +104,8 @@ class Service:
 
     def start(self) -> None:
         """Starts the process and returns at once; see `ready`."""
-        flags = ("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port))
-        flags = (*flags, *self.flags)
+        own = ("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port))
+        flags = (*own, *self.flags)
         if self.name != "preprocessing":
             self.process = Forked(self.name, flags, self._log, self.program)
             return
