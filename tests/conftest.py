@@ -71,7 +71,7 @@ def pytest_configure() -> None:
     process._places = count(worker * share + random.randrange(share // 2))
 
 
-class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+class FileScheduling(LoadScopeScheduling):
     """Gives a worker all tests of a file, or of files that share services, so that their fixtures are made once.
 
     xdist's own `--dist loadgroup` has no effect with pytest 9.2, which ignores the node ids that it sets.

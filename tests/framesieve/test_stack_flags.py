@@ -67,7 +67,7 @@ def test_flags_of_no_service_and_broken_files_are_refused(
         service_flags(tmp_path / "stack.toml", extra)
 
 
-def test_a_wrong_value_ends_settings_with_2_and_names_the_flag() -> None:
+def test_a_wrong_value_ends_settings_with_2_and_names_the_flag(capfd: pytest.CaptureFixture[str]) -> None:
     result = settings("--generation-dtype", "float8")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("STARTUP: --dtype: ")
+    assert capfd.readouterr().err.startswith("STARTUP: --dtype: ")
