@@ -142,7 +142,7 @@ def write_checkpoint(folder: Path, shape: Shape = DEMO, seed: int = 0, dtype: to
     tokenizer = make_tokenizer(shape)
     model = Qwen2_5_VLForConditionalGeneration(make_config(shape, tokenizer))
     randomise(model, shape.init_range, seed)
-    model.to(dtype=dtype)  # type: ignore[call-arg]  # transformers' wrapper loses the signature
+    model.to(dtype=dtype)
     save_checkpoint(folder, model, tokenizer, shape)
     return folder
 

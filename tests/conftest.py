@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -29,18 +30,18 @@ from framesieve.common import process
 
 settings.register_profile("framesieve", deadline=None, derandomize=True)
 settings.load_profile("framesieve")
+# By default structlog prints all variables of each frame of a traceback, which for a model takes seconds.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
-# Integration tests of these files share services: one worker runs them, or it would start the services a second time.
-SHARED = {
-    "fleet": ("encoder_ranks", "killed", "leaving", "signals"),
-    "stack": (
-        *("answers", "bench", "families", "gateway", "generation_ranks", "hostile_input", "kubernetes_autoscaling"),
-        *("gateway_fields", "gateway_tools", "logs_and_traces", "metrics", "monitoring", "page", "responses"),
-        *("slow_callers", "tools", "urls", "workers"),
-    ),
-}
-GROUPS = {f"tests/integration/test_{name}.py": group for group, names in SHARED.items() for name in names}
-GROUPS |= {f"tests/deploy/test_{name}.py": "deploy" for name in ("alerts", "kubernetes", "kubernetes_network")}
+# One worker runs all tests that share services, or a second one would start them again. In integration/ they share the
+# stack, but for these.
+FLEET = ("encoder_ranks", "equal_slices", "event_loop", "killed", "leaving", "signals")
+OWN = ("affinity", "fuzz_rpc", "guarded", "minicpmv", "prefill_during_encoding", "serve", "tight_buffers")
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
 
@@ -78,15 +79,20 @@ def pytest_configure() -> None:
     process._places = count(worker * share + random.randrange(share // 2))
 
 
-class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+class FileScheduling(LoadScopeScheduling):
     """Gives a worker all tests of a file, or of files that share services, so that their fixtures are made once.
 
     xdist's own `--dist loadgroup` has no effect with pytest 9.2, which ignores the node ids that it sets.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.split("::")[0]
-        return GROUPS.get(path, path)
+        path = Path(nodeid.split("::")[0])
+        folder, name = path.parent.name, path.stem.removeprefix("test_")
+        if folder == "deploy":
+            return folder
+        if folder != "integration" or name in OWN:
+            return str(path)
+        return "fleet" if name in FLEET else "stack"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,9 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from socket import create_server
+from types import ModuleType
 
 import pytest
 
+import framesieve.services.encoder.__main__ as encoder
+import framesieve.services.generation.__main__ as generation
+import framesieve.services.preprocessing.__main__ as preprocessing
+from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus
 
 
@@ -22,25 +27,29 @@ def used_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("service", "flags", "told"),
     [
-        ("preprocessing", "--listen 127.0.0.1:99999", "--listen 127.0.0.1:99999.* port"),
-        ("preprocessing", "--listen 0.0.0.0", "--listen 0.0.0.0.* port"),
-        ("preprocessing", "--listen :50063", "--listen :50063.* host"),
-        ("preprocessing", "--listen 192.0.2.7:50063", "--listen 192.0.2.7:50063.* assign"),
-        ("preprocessing", "--listen unix:/nowhere.socket --metrics-port USED", "--metrics-port USED.* in use"),
-        # These two would load a model first, and say so in the log.
-        ("encoder", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"),
-        pytest.param(
-            *("generation", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"), marks=pytest.mark.deep
+        (preprocessing, "--listen 0.0.0.0", "--listen 0.0.0.0.* port"),
+        (preprocessing, "--listen :50063", "--listen :50063.* host"),
+        (preprocessing, "--listen 192.0.2.7:50063", "--listen 192.0.2.7:50063.* assign"),
+        (preprocessing, "--listen unix:/nowhere.socket --metrics-port USED", "--metrics-port USED.* in use"),
+        *(
+            (each, "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use")
+            for each in (preprocessing, encoder, generation)
         ),
-        ("preprocessing", "--listen 127.0.0.1:USED", "--listen 127.0.0.1:USED.* in use"),
     ],
 )
-def test_a_service_refuses_an_address_it_cannot_have_at_once_in_one_line_about_its_flag(
-    service: str, flags: str, told: str, used_port: int
+async def test_a_service_refuses_an_address_it_cannot_have_before_it_looks_for_its_model(
+    service: ModuleType, flags: str, told: str, used_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", f"framesieve.services.{service}", "--metrics-port=0"]
-    command += flags.replace("USED", str(used_port)).split()
+    argv = ["service", "--model", "/nowhere", "--metrics-port=0", *flags.replace("USED", str(used_port)).split()]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(service, "configure_logging", lambda *_: None)
+    with pytest.raises(StartupError, match=told.replace("USED", str(used_port))):
+        await service.main()
+
+
+def test_a_malformed_address_ends_a_service_with_2_in_one_line() -> None:
+    command = [sys.executable, "-m", "framesieve.services.preprocessing", "--listen=127.0.0.1:99999"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == ExitStatus.CANNOT_START
     (line,) = (ended.stdout + ended.stderr).splitlines()
-    assert re.search(told.replace("USED", str(used_port)), line)
+    assert re.search(r"--listen 127\.0\.0\.1:99999.* port", line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -58,16 +57,6 @@ def test_kept_memory_is_reused_without_page_faults() -> None:
         for how in ("keep", "leave")
     )
     assert kept < returned / 10
-
-
-@pytest.mark.skipif(not Path(sys.prefix, "lib", "libiomp5.so").exists(), reason="Intel's OpenMP has no wheel here")
-@pytest.mark.parametrize("service", ["encoder", pytest.param("generation", marks=pytest.mark.deep)])
-def test_torch_in_a_service_computes_with_the_openmp_of_intel(service: str) -> None:
-    """The runtime prints its settings when it first runs a parallel region."""
-    program = f"import framesieve.services.{service}.__main__, torch; torch.set_num_threads(2); torch.ones(10**6).exp()"
-    environment = {**os.environ, "KMP_SETTINGS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert re.search(r"KMP_BLOCKTIME=1\b", done.stdout + done.stderr)
 
 
 LEAVES = """

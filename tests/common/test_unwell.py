@@ -42,6 +42,7 @@ async def running(
     flags = f"--model {checkpoint} --preprocessing unix:{folder}/peer --metrics-port 0 --drain-s 5"
     monkeypatch.setattr(sys, "argv", ["service", "--listen", f"unix:{folder}/service", *flags.split()])
     monkeypatch.setattr(process, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(process, "leave_cores_to_others", lambda: None, raising=False)  # this process keeps its own
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     task = asyncio.create_task(process.main())
     try:

@@ -37,7 +37,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(scope="module", params=BUILDS)
 def manifests(request: pytest.FixtureRequest, deployed: Path) -> list[Manifest]:
     return build(deployed / request.param)
 

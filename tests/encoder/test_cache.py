@@ -22,7 +22,8 @@ from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.items.cache import EmbedsCache, cache_key
-from framesieve.services.encoder.items.cache_entry import CacheEntry, FrameSlice
+from framesieve.services.encoder.items.cache_entry import CacheEntry
+from framesieve.services.encoder.items.decoded_slices import FrameSlice
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.services.encoder.tower.tower import Tower, TowerSizes

@@ -14,7 +14,7 @@ from framesieve.common.contract import errors
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import add_chunk, buffer_for, int32_array, int32_tensor
-from framesieve.services.encoder.items.cache_entry import FrameSlice
+from framesieve.services.encoder.items.decoded_slices import FrameSlice
 from framesieve.services.encoder.tower.patches import KeptFrames
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2

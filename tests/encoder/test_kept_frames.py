@@ -33,6 +33,7 @@ MOST_TOKENS = 160
 
 @pytest.fixture(scope="session", params=[*QWEN_PARAMS, "glm4v"])
 def family(request: pytest.FixtureRequest) -> str:
+    """Qwen3-VL-MoE's tower is Qwen3-VL's."""
     name: str = request.param
     return name
 

@@ -32,7 +32,7 @@ from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.batcher import Batcher
 from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.cache_entry import FrameSlice
+from framesieve.services.encoder.items.decoded_slices import FrameSlice
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.upstream.plan_check import PlanCheck

@@ -34,7 +34,7 @@ if arguments.refuse_to_start:
 if arguments.never_ready:
     time.sleep(60)
 if arguments.slow_start:
-    time.sleep(1)
+    time.sleep(0.5)
 
 from concurrent import futures  # imported here because it is slow
 import grpc

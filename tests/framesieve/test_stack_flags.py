@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from itertools import product
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from framesieve.__main__ import app
 from framesieve.cli.stack_flags import TABLES, service_flags
 from framesieve.common.contract.errors import StartupError
-from tests.framesieve.conftest import COMMAND
 
 
-def settings(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, "settings", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def settings(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["settings", *arguments])
 
 
 def test_settings_prints_every_value_of_services_and_commands_and_where_it_comes_from(
@@ -68,7 +67,7 @@ def test_flags_of_no_service_and_broken_files_are_refused(
         service_flags(tmp_path / "stack.toml", extra)
 
 
-def test_a_wrong_value_ends_settings_with_2_and_names_the_flag() -> None:
+def test_a_wrong_value_ends_settings_with_2_and_names_the_flag(capfd: pytest.CaptureFixture[str]) -> None:
     result = settings("--generation-dtype", "float8")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("STARTUP: --dtype: ")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert capfd.readouterr().err.startswith("STARTUP: --dtype: ")

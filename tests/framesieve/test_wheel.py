@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -59,10 +60,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in files():
         (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "copy" / name, follow_symlinks=False)
-    python = environment(folder / "builder", "build", "pip") / "python"
-    build = [str(python), "-m", "build", "--outdir", str(folder), str(folder / "copy")]
-    subprocess.run(build, cwd=folder, env=ENVIRONMENT, check=True)
-    return next(folder.glob("*.whl"))
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    python = environment(folder / "builder", *requires) / "python"
+
+    def build(what: str, source: Path) -> Path:
+        program = (
+            f"import sys; sys.path.insert(0, 'protos'); from build_backend import *; build_{what}({str(folder)!r})"
+        )
+        subprocess.run([python, "-c", program], cwd=source, env=ENVIRONMENT, check=True)
+        return next(folder.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[what]))
+
+    shutil.unpack_archive(build("sdist", folder / "copy"), folder / "sdist", filter="data")
+    return build("wheel", next((folder / "sdist").iterdir()))
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from framesieve.common.process import free_port
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import speaking
 from tests.fuzz.rpc_cases import SERVICES, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
+from tests.integration.fleet import Service, Stack, started
 
 PATHS = {
     "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
@@ -53,16 +52,16 @@ _FLAGS = {
 class FuzzedStack:
     """The services, channels to them that carry raw bytes, and their health, gauges, memory and logs."""
 
-    def __init__(self, stack: LocalStack, channels: dict[str, grpc.Channel], hidden: Sequence[str]) -> None:
+    def __init__(self, stack: Stack, channels: dict[str, grpc.Channel], hidden: Sequence[str]) -> None:
         self.channels = channels
         self.hidden = hidden
         self._stack = stack
-        self._processes = {name: process.pid for name, process in stack.processes.items()}
 
     def unwell(self) -> str | None:
         """Describes a service that has ended or does not serve, or None."""
-        if ended := self._stack.ended():
-            return f"{ended} has ended:\n{self._stack.log(ended)[-4000:]}"
+        for name, service in self._stack.services.items():
+            if not service.running:
+                return f"{name} has ended:\n{service.log()[-4000:]}"
         for name, channel in self.channels.items():
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -83,7 +82,8 @@ class FuzzedStack:
 
     def resident_bytes(self) -> dict[str, int]:
         """The resident memory of each service."""
-        pages = {name: Path(f"/proc/{pid}/statm").read_text().split()[1] for name, pid in self._processes.items()}
+        services = self._stack.services.items()
+        pages = {name: Path(f"/proc/{each.pid}/statm").read_text().split()[1] for name, each in services}
         return {name: int(resident) * resource.getpagesize() for name, resident in pages.items()}
 
     def bugs(self) -> list[str]:
@@ -98,10 +98,10 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
         (folder / "media").mkdir()
         (folder / "media" / "clip.mp4").write_bytes(clip())
-        endpoints = {name: Endpoint(f"unix:{folder}/{name}", free_port()) for name in SERVICES}
+        addresses = {name: f"unix:{folder}/{name}" for name in SERVICES}
         bent = {name: f"unix:{folder}/bent-{name}" for name in _ANSWERS}
         flags = {
-            "preprocessing": _FLAGS["preprocessing"],
+            "preprocessing": (*_FLAGS["preprocessing"], "--media-root", str(folder / "media")),
             "encoder": (*_FLAGS["encoder"], "--preprocessing", bent["preprocessing"]),
             "generation": (
                 *(*_FLAGS["generation"], "--preprocessing", bent["preprocessing"]),
@@ -109,13 +109,10 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
             ),
         }
         for name, address in bent.items():
-            await opened.enter_async_context(_bending(name, address, endpoints[name].address))
-        local = LocalStack(checkpoint, media_root=folder / "media", endpoints=endpoints, flags=flags, drain_s=5)
-        stack = await opened.enter_async_context(local)
-        opened.callback(stack.end_at_once)
-        channels = {
-            name: opened.enter_context(grpc.insecure_channel(endpoint.address)) for name, endpoint in endpoints.items()
-        }
+            await opened.enter_async_context(_bending(name, address, addresses[name]))
+        stack = Stack({name: Service(name, checkpoint, folder, flags[name], addresses[name]) for name in SERVICES})
+        opened.enter_context(started(*stack.services.values()))
+        channels = {name: opened.enter_context(grpc.insecure_channel(each)) for name, each in addresses.items()}
         hidden = (str(folder), str(checkpoint), str(Path(__file__).parent.parent.parent))
         yield FuzzedStack(stack, channels, hidden)
 

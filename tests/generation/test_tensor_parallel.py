@@ -30,6 +30,7 @@ from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
+from tests.integration.forks import Forked
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
@@ -212,25 +213,26 @@ def ended(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_rank_that_cannot_capture_what_the_others_can_ends_all_and_says_why(
-    tiny_checkpoint: Path, failing: str, where: str
+    tiny_checkpoint: Path, tmp_path: Path, failing: str, where: str
 ) -> None:
     """inside: while the other rank waits for it in a forward."""
-    process = capturing(tiny_checkpoint, failing, where)
-    assert process.returncode == ExitStatus.CANNOT_START
-    assert f"capturing decode steps as graphs failed on rank {failing} alone" in process.stdout
-    assert "lower --max-num-seqs or --gpu-memory-fraction" in process.stdout
+    status, output = capturing(tmp_path / "log", tiny_checkpoint, failing, where)
+    assert status == ExitStatus.CANNOT_START
+    assert f"capturing decode steps as graphs failed on rank {failing} alone" in output
+    assert "lower --max-num-seqs or --gpu-memory-fraction" in output
 
 
 @pytest.mark.deep
-def test_ranks_that_all_fail_to_capture_decode_eagerly(tiny_checkpoint: Path) -> None:
-    process = capturing(tiny_checkpoint, "01", "inside")
-    assert "2 tokens, graphs: False" in process.stdout
-    assert process.returncode == 0
+def test_ranks_that_all_fail_to_capture_decode_eagerly(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    status, output = capturing(tmp_path / "log", tiny_checkpoint, "01", "inside")
+    assert "2 tokens, graphs: False" in output
+    assert status == 0
 
 
-def capturing(checkpoint: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", capturing_rank.MODULE, str(checkpoint), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+def capturing(log: Path, checkpoint: Path, *arguments: str) -> tuple[int, str]:
+    """The exit status of rank 0 and what it prints."""
+    program = f"from {capturing_rank.MODULE} import main; main()"
+    return Forked("rank", (str(checkpoint), *arguments), log, program).wait(100), log.read_text()
 
 
 @pytest.mark.deep

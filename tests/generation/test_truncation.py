@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from framesieve.services.generation.sampling import truncation
@@ -22,25 +23,26 @@ scores_of_a_row = st.lists(st.sampled_from(NOTABLE) | st.floats(-30, 0, width=32
 shares = st.sampled_from([1e-300, 1e-9, 0.1, 0.25, 0.5, 0.9, 0.999999, 1.0])
 
 
-def kept_by_ranking(scores: Sequence[float], top_k: int, top_p: float) -> list[bool]:
+def kept_by_ranking(scores: NDArray[np.float32], top_k: int, top_p: float) -> NDArray[np.bool_]:
     """Top-k keeps what is not below the k-th score; top-p, of those, what is not below the first at which their
     probabilities, added up from the most likely, reach `top_p`."""
-    ranked = np.sort(np.array(scores, np.float32))[::-1]
+    ranked = np.sort(scores)[::-1]
     least = ranked[min(top_k or len(ranked), len(ranked)) - 1]
     if top_p < 1:
         held = torch.from_numpy(ranked[ranked >= least].copy()).exp().double().cumsum(0).numpy()
         least = ranked[: len(held)][held >= top_p * held[-1]][0]
-    return [score >= least for score in np.array(scores, np.float32)]
+    kept: NDArray[np.bool_] = scores >= least
+    return kept
 
 
-def kept(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float], far: bool) -> list[list[bool]]:
+def kept(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float], far: bool) -> NDArray[np.bool_]:
     if not far:
         found = floors(scores, top_ks, top_ps)
     else:
         with DistantDevice() as device:
             found = floors(device.put(scores), top_ks, top_ps)
         found = device.fetch(found)
-    kept: list[list[bool]] = (scores >= found).tolist()
+    kept: NDArray[np.bool_] = (scores >= found).numpy()
     return kept
 
 
@@ -55,12 +57,13 @@ def test_what_is_kept_is_what_a_ranking_keeps(
 ) -> None:
     """ranked: how many tokens are ranked at most, where a large top-k and a CPU begin to search."""
     size = 1 + max(len(scores) for scores, _, _ in rows)
-    padded = [[*scores, *[0.0] * (size - len(scores))] for scores, _, _ in rows]  # with at least one maximum
+    # With at least one maximum.
+    padded = np.array([[*scores, *[0.0] * (size - len(scores))] for scores, _, _ in rows], np.float32)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(truncation, "_RANKED", ranked)
-        found = kept(torch.tensor(padded), [top_k for _, top_k, _ in rows], [top_p for _, _, top_p in rows], far)
-    expected = [kept_by_ranking(scores, *limits) for scores, (_, *limits) in zip(padded, rows, strict=True)]
-    assert found == expected
+        found = kept(torch.from_numpy(padded), [top_k for _, top_k, _ in rows], [top_p for _, _, top_p in rows], far)
+    for one, scores, (_, top_k, top_p) in zip(found, padded, rows, strict=True):
+        assert np.array_equal(one, kept_by_ranking(scores, top_k, top_p))
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -72,5 +75,5 @@ def test_a_large_vocabulary_is_cut_where_a_ranking_cuts_it(far: bool) -> None:
     scores = logits - logits.amax(dim=-1, keepdim=True)
     top_ks, top_ps = [0, 0, 30_000, 0, 5_000, 0], [0.9, 0.95, 0.8, 0.99, 1.0, 0.5]
     found = kept(scores, top_ks, top_ps, far)
-    for row, one in enumerate(found):
-        assert one == kept_by_ranking(scores[row].tolist(), top_ks[row], top_ps[row])
+    for one, row, top_k, top_p in zip(found, scores.numpy(), top_ks, top_ps, strict=True):
+        assert np.array_equal(one, kept_by_ranking(row, top_k, top_p))

@@ -1,4 +1,4 @@
-"""Services as real processes, started once a session: one stack of the launcher, and a fleet that tests may kill."""
+"""Services as real processes, started once a session: one stack, and a fleet that tests may kill."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.common.process import free_port
 from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference
 from tests.integration.collector import Collector, collecting
-from tests.integration.fleet import Fleet, Service, exported, metric_in, until
+from tests.integration.fleet import TIMED, Fleet, Service, Stack, exported, metric_in, running, started, until
+from tests.integration.gateway import Gateway, gateway
 from tests.integration.load import is_answered_soon
 from tests.scripted import write_scripted
 
@@ -41,13 +41,17 @@ def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running(model: Path | None, **options: Any) -> Iterator[LocalStack]:
-    """A stack that is killed at the end instead of drained."""
-    with LocalStack(model, **options) as stack:
-        try:
-            yield stack
-        finally:
-            stack.end_at_once()
+def another_generation(stack: Stack, model: Path, folder: Path, *flags: str) -> Iterator[Service]:
+    """Generation with other flags, behind the preprocessing and the encoder of a stack. folder: of its log."""
+    service = Service("generation", model, folder, (*flags, *upstream_of(stack)))
+    with started(service):
+        yield service
+
+
+def upstream_of(stack: Stack) -> Iterator[str]:
+    """The flags of a service that calls the preprocessing and the encoder of a stack."""
+    for name in ("preprocessing", "encoder"):
+        yield from (f"--{name}", stack.addresses[name])
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +68,7 @@ def adapted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def stack(
     tiny_checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
-) -> Iterator[LocalStack]:
+) -> Iterator[Stack]:
     """The three services with two adapters and small limits of decoding and fetching. Tests leave them idle.
 
     They send their spans to the collector. One worker decodes. Of loopback, only the name localhost may be fetched
@@ -86,16 +90,23 @@ def stack(
 
 
 @pytest.fixture(scope="session")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The three services with a model that calls two tools, whatever it is asked."""
     with running(write_scripted(tmp_path_factory.mktemp("scripted"))) as stack:
         yield stack
 
 
 @pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
+async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
     async with FramesieveClient(stack.address) as connected:
         yield connected
+
+
+@pytest.fixture(scope="session")
+def plain_gateway(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway before the stack, without settings."""
+    with gateway(stack.address, tmp_path_factory.mktemp("gateway")) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
@@ -131,26 +142,28 @@ async def fleet_client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
 def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int) -> Iterator[Fleet]:
     """Slow on purpose: a large tower that encodes one slice at a time, and prompts prefilled in small chunks.
 
-    The second replica of each service has a short grace period to drain in.
+    The second replica of each service has a short grace period to drain in. All print the names of slow callbacks.
     """
     folder = tmp_path_factory.mktemp("fleet")
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "full_attention_blocks": (5,)}
     model = write_checkpoint(folder / "model", replace(TINY, **sizes), seed=1)  # type: ignore[arg-type]
 
     def two(name: str, *flags: str) -> tuple[Service, Service]:
-        second = (*flags, "--drain-s", str(SHORT_DRAIN_S))
-        return Service(name, model, folder, flags), Service(name, model, folder, second)
+        return one(name, *flags), one(name, *flags, "--drain-s", str(SHORT_DRAIN_S))
+
+    def one(name: str, *flags: str) -> Service:
+        return Service(name, model, folder, flags, program=TIMED.format(name=name))
 
     def addresses(services: tuple[Service, Service]) -> str:
         return ",".join(each.address for each in services)
 
-    domains = ("--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
-    preprocessing = two("preprocessing", "--decode-workers", "2", "--fetch-ports", str(fetch_port), *domains)
+    fetching = ("--fetch-ports", str(fetch_port), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
+    preprocessing = two("preprocessing", "--decode-workers", "2", "--media-root", str(folder), *fetching)
     upstream: tuple[str, ...] = ("--preprocessing", addresses(preprocessing), "--threads", "1")
     encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-tokens", "16384")
-    generation = Service("generation", model, folder, (*upstream, *flags))
+    generation = one("generation", *upstream, *flags)
     made = Fleet(preprocessing, encoder, generation, fetch_port)
     try:
         yield made
@@ -159,11 +172,11 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
             each.close()
 
 
-def metric(stack: LocalStack, service: str, name: str, **labels: str) -> float:
+def metric(stack: Stack, service: str, name: str, **labels: str) -> float:
     """`metric_in` of a service of the stack."""
     return metric_in(exported(stack.metrics_ports[service]), name, **labels)
 
 
-async def idle(stack: LocalStack) -> None:
+async def idle(stack: Stack) -> None:
     """Returns once no request runs. A request is counted as ended only after its caller has the answer."""
     await until(lambda: not any(metric(stack, each, "framesieve_requests_running") for each in stack.metrics_ports))

@@ -8,19 +8,22 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
+from framesieve.cli.launcher import SERVICES
 from framesieve.common.process import free_port
 from framesieve.common.security.credentials import NO_CREDENTIALS
 from framesieve.common.serving.probe import is_serving
 from tests.awake import awake
+from tests.integration.forks import Forked
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -30,6 +33,26 @@ HELD = {
     "encoder": ("cache_waiters", "buffer_used_bytes", "buffer_waiting", "queue_slices"),
     "generation": ("engine_requests", "kv_blocks_used", "media_buffer_used_bytes"),
 }
+# A callback of an event loop is slow from here on, in processor time. A quiet machine needs at most 3 ms for one.
+SLOW_MS = 10.0
+# Runs a service, which prints the name of each slow callback.
+TIMED = f"""
+import asyncio.events, re, runpy, time
+
+run = asyncio.events.Handle._run
+
+def timed(handle):
+    began = time.thread_time()
+    run(handle)
+    spent_ms = (time.thread_time() - began) * 1e3
+    if spent_ms > {SLOW_MS}:
+        task = getattr(handle._callback, "__self__", None)
+        work = task.get_coro() if isinstance(task, asyncio.Task) else handle._callback
+        print("SLOW", getattr(work, "__qualname__", re.sub(" at 0x\\\\w+", "", repr(work))), flush=True)
+
+asyncio.events.Handle._run = timed
+runpy.run_module("framesieve.services.{{name}}", run_name="__main__", alter_sys=True)
+"""
 
 
 def children(process: int) -> set[int]:
@@ -64,7 +87,7 @@ class Service:
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     metrics_port: int = field(default_factory=free_port)
     program: str | None = None
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def running(self) -> bool:
@@ -75,19 +98,20 @@ class Service:
         return self._started.pid
 
     @property
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[bytes] | Forked:
         assert self.process is not None
         return self.process
 
     def start(self) -> None:
         """Starts the process and returns at once; see `ready`."""
-        command = [
-            sys.executable,
-            *(("-m", f"framesieve.services.{self.name}") if self.program is None else ("-c", self.program)),
-            *("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port)),
-            *self.flags,
-        ]
-        with (self.folder / f"{self.name}-{self.metrics_port}.log").open("ab") as log:
+        own = ("--model", str(self.model), "--listen", self.address, "--metrics-port", str(self.metrics_port))
+        flags = (*own, *self.flags)
+        if self.name != "preprocessing":
+            self.process = Forked(self.name, flags, self._log, self.program)
+            return
+        code = ("-m", "framesieve.services.preprocessing") if self.program is None else ("-c", self.program)
+        with self._log.open("ab") as log:
+            command = [sys.executable, *code, *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
 
     def ready(self) -> None:
@@ -106,7 +130,11 @@ class Service:
             return False
 
     def log(self) -> str:
-        return (self.folder / f"{self.name}-{self.metrics_port}.log").read_text(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"{self.name}-{self.metrics_port}.log"
 
     def kill(self) -> None:
         """SIGKILL, as if its machine were lost."""
@@ -132,6 +160,60 @@ class Service:
         text = exported(self.metrics_port)
         names = ["framesieve_requests_running", *(f"framesieve_{self.name}_{held}" for held in HELD[self.name])]
         return {name: value for name in names if (value := metric_in(text, name))}
+
+
+@contextmanager
+def started(*services: Service) -> Iterator[None]:
+    """Inside, the services serve; at the end they are killed."""
+    try:
+        for each in services:
+            each.start()
+        for each in services:
+            each.ready()
+        yield
+    finally:
+        for each in services:
+            each.close()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Services that call each other."""
+
+    services: Mapping[str, Service]
+
+    @property
+    def address(self) -> str:
+        """The address of generation, which clients call."""
+        return self.services["generation"].address
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {name: each.address for name, each in self.services.items()}
+
+    @property
+    def metrics_ports(self) -> dict[str, int]:
+        return {name: each.metrics_port for name, each in self.services.items()}
+
+    def log(self, name: str) -> str:
+        """The output of a service so far."""
+        return self.services[name].log()
+
+
+@contextmanager
+def running(
+    model: Path, media_root: Path | None = None, flags: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[Stack]:
+    """The three services, on sockets of a folder of their own. They are killed at the end. flags: by service."""
+    flags, services = flags or {}, dict[str, Service]()
+    with tempfile.TemporaryDirectory(prefix="framesieve-") as folder:
+        for name in SERVICES:
+            own = [flag for other, each in services.items() for flag in (f"--{other}", each.address)]
+            own += ["--media-root", str(media_root)] if media_root and name == "preprocessing" else []
+            own += flags.get(name, ())
+            services[name] = Service(name, model, Path(folder), tuple(own), f"unix:{folder}/{name}.sock")
+        with started(*services.values()):
+            yield Stack(services)
 
 
 @contextmanager

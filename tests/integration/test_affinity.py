@@ -14,7 +14,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 from framesieve.common import channels
 from tests import media
-from tests.integration.fleet import Service
+from tests.integration.fleet import Service, started
 
 CLIPS = 48
 RATE, ANOTHER_RATE = 0.5, 0.75
@@ -31,15 +31,8 @@ runpy.run_module("framesieve.services.generation", run_name="__main__")
 @contextmanager
 def running(services: Sequence[Service]) -> Iterator[str]:
     """Inside, the services run at the address."""
-    try:
-        for each in services:
-            each.start()
-        for each in services:
-            each.ready()
+    with started(*services):
         yield ",".join(each.address for each in services)
-    finally:
-        for each in services:
-            each.close()
 
 
 async def hits(address: str, encoders: Sequence[Service], first_seed: int) -> tuple[float, float]:

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from framesieve.__main__ import app
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer, FinishReason
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Frames, Image, Message, Text, Video
 from tests import media
 from tests.integration.conftest import idle, metric
+from tests.integration.fleet import Stack
 
 QUESTION = "What moves?"
 
@@ -96,7 +96,7 @@ async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: 
 
 
 async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     """In one message and, 1.6 MiB large, in pieces between the services. The second question encodes nothing."""
     options: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5}
@@ -129,7 +129,7 @@ def _frames_of(clip: bytes, file_format: str) -> tuple[bytes, ...]:
 # --- caches -------------------------------------------------------------------------------------------------------
 
 
-async def work_done(stack: LocalStack) -> dict[str, float]:
+async def work_done(stack: Stack) -> dict[str, float]:
     """Decoded frames, items that the encoder was asked for, and look-ups in its cache."""
     await idle(stack)
     return {
@@ -141,7 +141,7 @@ async def work_done(stack: LocalStack) -> dict[str, float]:
 
 @pytest.mark.parametrize("rate", [0.0, 0.75])
 async def test_a_second_question_about_a_clip_decodes_encodes_and_sends_nothing(
-    stack: LocalStack, client: FramesieveClient, rate: float
+    stack: Stack, client: FramesieveClient, rate: float
 ) -> None:
     video, options = Video(data=media.clip(seed=round(100 * rate) + 1)), {"max_new_tokens": 8, "temperature": 0}
     first = await client.ask(video, QUESTION, pruning_rate=rate, **options)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ async def test_a_second_question_about_a_clip_decodes_encodes_and_sends_nothing(
 
 
 async def test_a_question_at_another_rate_takes_embeddings_from_the_cache_of_the_encoder(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     await ask(client, 41, pruning_rate=0.25)
     before = await work_done(stack)
@@ -168,7 +168,7 @@ async def test_a_question_at_another_rate_takes_embeddings_from_the_cache_of_the
 
 
 async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     first = await ask(client, 42)
     before = await work_done(stack)
@@ -181,7 +181,7 @@ async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
 
 @pytest.mark.parametrize("name", ["preprocessing", "encoder"])
 def test_the_address_of_another_service_is_reported_with_the_service_that_listens_there(
-    stack: LocalStack, name: str
+    stack: Stack, name: str
 ) -> None:
     result = CliRunner().invoke(app, ["ask", QUESTION, "--server", stack.addresses[name]])
     assert (result.exit_code, result.stdout) == (1, "")

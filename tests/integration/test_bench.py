@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from framesieve.cli.launcher import LocalStack
+from framesieve.__main__ import app
+from framesieve.common.process import free_port
 from tests import media
-from tests.integration.gateway import gateway
-
-COMMAND = [sys.executable, "-c", "from framesieve.__main__ import app; app()"]
+from tests.integration.fleet import Stack
+from tests.integration.gateway import Gateway
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.stderr
     return done.stdout
 
 
-def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(stack: LocalStack, tmp_path: Path) -> None:
+def test_a_mixed_workload_is_measured_and_only_a_file_that_is_no_video_fails(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(media.clip())
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "photo.png").write_bytes(media.picture(112, 112))
@@ -73,10 +74,11 @@ def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHAREGPT_LOAD = ["--request-rate", "20", "--requests", "6", "--warmup", "0", "--max-new-tokens", "4", "--ignore-eos"]
 
 
-def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: LocalStack, sharegpt: Path) -> None:
+def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(
+    stack: Stack, plain_gateway: Gateway, sharegpt: Path
+) -> None:
     asked = ["--workload", str(sharegpt), "--pruning-rate", "0", "--pruning-rate", "0.5", *SHAREGPT_LOAD, "--json"]
-    with gateway(stack.address, sharegpt.parent) as door:
-        http = json.loads(run("bench", "--base-url", door.url, *asked))["by_pruning"]
+    http = json.loads(run("bench", "--base-url", plain_gateway.url, *asked))["by_pruning"]
     grpc = json.loads(run("bench", "--server", stack.address, *asked))["by_pruning"]
     for name in ("answered", "prompt_tokens_full", "prompt_tokens", "completion_tokens", "retained"):
         assert [each[name] for each in http] == [each[name] for each in grpc]
@@ -88,30 +90,31 @@ def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: LocalSt
 
 
 def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(
-    stack: LocalStack, sharegpt: Path, tmp_path: Path
+    plain_gateway: Gateway, sharegpt: Path
 ) -> None:
     (sharegpt.parent / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     workload = sharegpt.parent / "noise.jsonl"
     workload.write_text(json.dumps({"video": "noise.mp4", "question": "?"}))
-    asked = [*COMMAND, "bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
-    with gateway(stack.address, tmp_path) as door:
-        done = subprocess.run([*asked, "--base-url", f"{door.url}/v1"], capture_output=True, text=True)
+    asked = ["bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
+    done = CliRunner().invoke(app, [*asked, "--base-url", f"{plain_gateway.url}/v1"])
     (error,) = json.loads(done.stdout)["by_pruning"][0]["failures"]
     assert (error["status"], error["reason"], error["count"]) == ("HTTP 400", "MEDIA_REJECTED", 2)
-    gone = subprocess.run([*asked, "--base-url", door.url], capture_output=True, text=True)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    gone = CliRunner().invoke(app, [*asked, "--base-url", nobody])
     told = json.loads(gone.stdout)["error"]
-    assert (gone.returncode, told["reason"]) == (1, "UNAVAILABLE")
-    assert told["message"].startswith(f"no server answers at {door.url}")
+    assert (gone.exit_code, told["reason"]) == (1, "UNAVAILABLE")
+    assert told["message"].startswith(f"no server answers at {nobody}")
 
 
 @pytest.mark.deep
 def test_bench_can_start_the_services_itself() -> None:
-    report = run("bench", "--start", "--requests", "4", "--warmup", "0")
+    command = [sys.executable, "-m", "framesieve", "bench", "--start", "--requests", "4", "--warmup", "0"]
+    report = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150, check=True).stdout
     assert "three services started for this run, with the embedded model" in report
     assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]
 
 
-def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: LocalStack) -> None:
+def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: Stack) -> None:
     metrics = [word for port in stack.metrics_ports.values() for word in ("--metrics", f"127.0.0.1:{port}")]
     load = ["--clients", "2", "--requests", "8", "--warmup", "2", "--max-new-tokens", "8", "--ignore-eos"]
     (measured,) = json.loads(run("bench", "--server", stack.address, *metrics, *load, "--json"))["by_pruning"]

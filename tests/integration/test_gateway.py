@@ -6,8 +6,6 @@ import asyncio
 import io
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -24,13 +22,11 @@ import PIL.Image
 import pytest
 
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
-from framesieve.common.process import free_port
 from tests import media
 from tests.fuzz.http import fuzz
 from tests.integration.conftest import OTHER_NAME, SERVED_NAME
-from tests.integration.fleet import exported, metric_in, until
+from tests.integration.fleet import Stack, exported, metric_in, until
 from tests.integration.gateway import Gateway, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
@@ -45,7 +41,7 @@ GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
 
 @pytest.fixture(scope="module")
-def door(stack: LocalStack, media_root: Path) -> Iterator[Gateway]:
+def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
     (media_root / "uploads").mkdir()
     uploads = ("--upload-root", str(media_root / "uploads"), "--upload-path", "uploads")
     with gateway(stack.address, media_root, *uploads, "--upload-max-bytes", "1000000") as started:
@@ -137,7 +133,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-async def test_every_part_is_answered_as_by_grpc(stack: LocalStack, http: httpx.Client, name: str) -> None:
+async def test_every_part_is_answered_as_by_grpc(stack: Stack, http: httpx.Client, name: str) -> None:
     parts, messages = SAME[name]
     body = question(*parts, logprobs=True)
     got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
@@ -166,7 +162,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 async def test_earlier_turns_a_system_message_and_a_url_are_answered_as_by_grpc(
-    stack: LocalStack, http: httpx.Client, fetch_port: int
+    stack: Stack, http: httpx.Client, fetch_port: int
 ) -> None:
     url = f"http://localhost:{fetch_port}/clip.mp4?signature=1"
     turns = [
@@ -240,7 +236,7 @@ def test_chunks_of_a_stream_are_lines_of_ascii_and_have_no_usage_but_the_last(ht
     assert SPLITTING in text
 
 
-async def test_a_model_is_a_name_of_the_checkpoint_or_an_adapter(stack: LocalStack, http: httpx.Client) -> None:
+async def test_a_model_is_a_name_of_the_checkpoint_or_an_adapter(stack: Stack, http: httpx.Client) -> None:
     async with FramesieveClient(stack.address) as client:
         for name, told, adapter in (
             (SERVED_NAME, SERVED_NAME, None),
@@ -289,7 +285,7 @@ SAME_MEDIA = {
 
 @pytest.mark.parametrize("name", SAME_MEDIA)
 async def test_a_medium_is_the_same_from_every_source(
-    stack: LocalStack, http: httpx.Client, media_root: Path, fetch_port: int, name: str
+    stack: Stack, http: httpx.Client, media_root: Path, fetch_port: int, name: str
 ) -> None:
     """Of wrong names and types, too."""
     data, in_image_url, elsewhere = SAME_MEDIA[name]
@@ -356,7 +352,7 @@ def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_cancels_its_question_within_a_second(
-    stack: LocalStack, door: Gateway, stream: bool
+    stack: Stack, door: Gateway, stream: bool
 ) -> None:
     port = stack.metrics_ports["generation"]
     running = partial(lambda: metric_in(exported(port), RUNNING, method="Generate"))
@@ -423,7 +419,7 @@ def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
     assert {"request_id", "code", "seconds", "received_bytes"} <= ended[-1].keys()
 
 
-def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack: LocalStack, tmp_path: Path) -> None:
+def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack: Stack, tmp_path: Path) -> None:
     # 400 tokens last longer than the refusals, and on a busy machine longer than the default time to drain.
     with (
         gateway(stack.address, tmp_path, "--drain-s", "120") as leaving,
@@ -445,26 +441,7 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack:
         assert leaving.process.wait(20) == 0
 
 
-def test_serve_prints_the_address_of_its_gateway_first(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    port = free_port()
-    sockets = [f"--{name}listen=unix:{tmp_path}/{name}socket" for name in ("preprocessing-", "encoder-", "")]
-    command = [sys.executable, "-m", "framesieve", "serve", "--model", str(tiny_checkpoint), "--metrics-port", "0"]
-    command += [*sockets, "--http-listen", f"127.0.0.1:{port}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            told = next(line for line in process.stderr if "framesieve listens at" in line)
-            assert f"http://127.0.0.1:{port} " in told
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=question("Why?"), timeout=60)
-            assert answer.status_code == 200
-            process.send_signal(signal.SIGTERM)
-            process.stderr.read()
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-
-
-def test_callers_need_a_token_where_one_is_asked_for(stack: LocalStack, tmp_path: Path) -> None:
+def test_callers_need_a_token_where_one_is_asked_for(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("alice 0123456789abcdef\n")
     flags = ("--auth-tokens-file", str(tmp_path / "tokens"), "--max-requests-per-client", "1")
     with gateway(stack.address, tmp_path, *flags) as guarded, guarded.http() as client:

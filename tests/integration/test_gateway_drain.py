@@ -10,9 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.common.process import ExitStatus
-from tests.integration.fleet import metric_in, until
+from tests.integration.fleet import Stack, metric_in, until
 from tests.integration.gateway import gateway, question
 
 ERROR = {
@@ -24,7 +23,7 @@ ERROR = {
 }
 
 
-async def test_a_drain_tells_the_clients_that_it_cuts_off(stack: LocalStack, tmp_path: Path) -> None:
+async def test_a_drain_tells_the_clients_that_it_cuts_off(stack: Stack, tmp_path: Path) -> None:
     path, body = "/v1/chat/completions", question("Why?", max_tokens=1500, ignore_eos=True)
     with gateway(stack.address, tmp_path, "--drain-s", "0.2") as leaving:
         reader, writer = await asyncio.open_connection("127.0.0.1", leaving.port)

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.common.contract.errors import PromptTooLong
 from framesieve.services.gateway.chat.names import FieldNames
 from framesieve.services.gateway.http.errors import in_words
 from tests import media
 from tests.integration.conftest import SERVED_NAME
+from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, data_url, gateway, question, video
 
 CLIP_URL = data_url("video/mp4", media.clip(8, fps=4))
@@ -34,7 +34,7 @@ UNUSED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def door(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def door(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("fields")
     with gateway(stack.address, folder, "--upload-root", str(folder)) as served:
         yield served

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from framesieve.cli.launcher import LocalStack
+from tests.integration.fleet import Stack
 from tests.integration.gateway import gateway, question
 
 
-def test_pages_of_other_origins_need_no_token_for_a_preflight_and_can_read_errors(
-    stack: LocalStack, tmp_path: Path
-) -> None:
+def test_pages_of_other_origins_need_no_token_for_a_preflight_and_can_read_errors(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("alice 0123456789abcdef\n")
     page = {"origin": "https://page.example"}
     alice = {**page, "authorization": "Bearer 0123456789abcdef"}

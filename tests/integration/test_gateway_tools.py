@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from tests import media
+from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, data_url, gateway
 from tests.scripted import LOOK
 
@@ -27,7 +27,7 @@ MEDIA = {"CLIP": data_url("video/mp4", media.clip(8, fps=4)), "PICTURE": data_ur
 
 
 @pytest.fixture(scope="module")
-def door(scripted: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def door(scripted: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with gateway(scripted.address, tmp_path_factory.mktemp("tools")) as served:
         yield served
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 from framesieve.common.contract.errors import Unavailable
 from framesieve.common.process import ExitStatus
 from tests import media
-from tests.integration.fleet import Service, runs, until
+from tests.integration.conftest import upstream_of
+from tests.integration.fleet import Service, Stack, runs, until
 from tests.integration.load import endless
 
 # Runs generation with a timeout of 6 s for each step of its ranks.
@@ -37,10 +37,9 @@ Start = Callable[..., Service]
 
 
 @pytest.fixture
-def start(stack: LocalStack, adapted: Iterable[Path], tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
+def start(stack: Stack, adapted: Iterable[Path], tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts generation with two ranks behind the preprocessing and the encoder of the stack."""
-    upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", stack.addresses[name])]
-    flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream)
+    flags = ("--tensor-parallel", "2", "--threads", "1", "--drain-s", "10", *upstream_of(stack))
     flags += ("--adapters", ",".join(f"{folder.name}={folder}" for folder in adapted))
     started: list[Service] = []
 
@@ -77,7 +76,7 @@ async def fails_a_running_request(service: Service, number: signal.Signals) -> N
 
 @pytest.mark.deep
 async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
-    stack: LocalStack, adapted: Iterable[Path], start: Start
+    stack: Stack, adapted: Iterable[Path], start: Start
 ) -> None:
     clips = [media.clip(16, fps=4, seed=seed) for seed in (50, 51)]
     variants = zip((0.0, 0.75, 0.5), (None, *(folder.name for folder in adapted)), strict=True)

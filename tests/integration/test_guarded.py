@@ -5,6 +5,7 @@ They run the embedded model, which gives the right answers to the questions of t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import ssl
@@ -33,7 +34,8 @@ from framesieve.common.channels import open_channel
 from framesieve.common.contract import errors
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.process import free_port
-from tests.integration.conftest import idle
+from tests import media
+from tests.integration.conftest import idle, metric
 from tests.integration.fleet import until
 from tests.integration.gateway import gateway
 from tests.integration.gateway import question as http_question
@@ -79,20 +81,17 @@ def made_secrets(folder: Path) -> tuple[Path, dict[str, str]]:
     return secrets, tokens
 
 
-def flags_of(service: str, secrets: Path) -> list[str]:
+def flags_of(service: str, secrets: Path, endpoints: Mapping[str, Endpoint]) -> list[str]:
+    """gRPC's names of the addresses do not tell that the services share a host."""
     own = secrets / service
     flags = ["--tls-cert", f"{own}/cert.pem", "--tls-key", f"{own}/key.pem", "--tls-client-ca", f"{own}/ca.pem"]
     flags += ["--auth-tokens-file", f"{own}/tokens"]
     if service != "preprocessing":
         flags += ["--upstream-tls-ca", f"{own}/ca.pem", "--upstream-token-file", f"{own}/token"]
+        flags += ["--preprocessing", f"ipv4:{endpoints['preprocessing'].address}"]
     if service == "generation":
-        flags += [
-            "--no-reflection",
-            "--max-requests-per-client",
-            str(MAX_REQUESTS),
-            "--max-bytes-per-client",
-            str(MAX_BYTES),
-        ]
+        flags += ["--encoder", f"ipv4:{endpoints['encoder'].address}", "--no-reflection"]
+        flags += ["--max-requests-per-client", str(MAX_REQUESTS), "--max-bytes-per-client", str(MAX_BYTES)]
     return flags
 
 
@@ -110,7 +109,7 @@ def environment_of(secrets: Path) -> dict[str, str]:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     secrets, tokens = made_secrets(tmp_path_factory.mktemp("guarded"))
     endpoints = {service: Endpoint(f"127.0.0.1:{free_port()}", free_port()) for service in SERVICES}
-    flags = {service: flags_of(service, secrets) for service in SERVICES}
+    flags = {service: flags_of(service, secrets, endpoints) for service in SERVICES}
     stack = LocalStack(media_root=CLIP.parent, endpoints=endpoints, flags=flags)
     with pytest.MonkeyPatch.context() as environment:
         for name, value in environment_of(secrets).items():
@@ -156,6 +155,26 @@ async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(
     (item,) = answer.usage.media
     assert item.grid.t == 16
     assert item.num_kept == int(item.grid.tokens * (1 - rate))
+
+
+async def test_services_that_do_not_know_that_they_share_a_host_send_frames_and_embeddings_in_messages(
+    guarded: Guarded, alice: FramesieveClient
+) -> None:
+
+    def moved_bytes(service: str, method: str) -> tuple[float, int]:
+        """In all, and how much of it was handed over."""
+        sent = metric(guarded.stack, service, "framesieve_message_bytes_total", method=method, direction="sent")
+        return sent, sum(map(int, re.findall(r'"handed_over_bytes": (\d+)', guarded.stack.log(service))))
+
+    calls = {"preprocessing": "Preprocess", "encoder": "Encode"}
+    before = [await asyncio.to_thread(moved_bytes, *each) for each in calls.items()]
+    await alice.ask(Video(data=media.clip(32, seed=900)), "What moves?", max_new_tokens=1)
+    await idle(guarded.stack)
+    after = [await asyncio.to_thread(moved_bytes, *each) for each in calls.items()]
+    # 16 frames of 112 × 112 pixels, which are 8 · 16 tokens of at least 64 values of float32.
+    for now, then, least in zip(after, before, (3 * 16 * 112**2, 4 * 64 * 8 * 16), strict=True):
+        assert now[0] - then[0] > least
+        assert now[1] == then[1]
 
 
 @pytest.mark.parametrize(("name", "shown"), [("alice", {"token": None}), ("mallory", {}), ("generation", {})])

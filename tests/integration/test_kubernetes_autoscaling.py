@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from framesieve.bench.metrics import read_metrics
-from framesieve.cli.launcher import LocalStack
 from tests.deploy.kustomization import build
+from tests.integration.fleet import Stack
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
@@ -47,7 +47,7 @@ def test_each_autoscaler_scales_its_deployment(scalers: list[Any]) -> None:
 
 
 async def test_every_series_of_an_autoscaler_is_served_by_a_rule_and_exported_by_a_service(
-    scalers: list[Any], rules: list[Any], stack: LocalStack
+    scalers: list[Any], rules: list[Any], stack: Stack
 ) -> None:
     samples: dict[str, set[tuple[str, str]]] = {}
     for each in await read_metrics([f"127.0.0.1:{port}" for port in stack.metrics_ports.values()]):

@@ -12,7 +12,6 @@ import grpc
 import httpx
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Options, Video, user_turn
 from framesieve.common.channels import REQUEST_ID_KEY, open_channel
@@ -20,7 +19,7 @@ from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.integration.collector import Collector, Span
-from tests.integration.fleet import until
+from tests.integration.fleet import Stack, until
 from tests.integration.gateway import gateway
 from tests.integration.gateway import question as http_question
 from tests.preprocessing.media_server import head, ok, serving
@@ -39,7 +38,7 @@ STAGES = {
 
 
 @pytest.fixture
-async def stub(stack: LocalStack) -> AsyncIterator[GenerationServiceStub]:
+async def stub(stack: Stack) -> AsyncIterator[GenerationServiceStub]:
     async with open_channel(stack.address) as channel:
         yield GenerationServiceStub(channel)
 
@@ -60,7 +59,7 @@ def called(request_id: str) -> dict[str, Any]:
     return {"metadata": ((REQUEST_ID_KEY, request_id), trace), "timeout": 60}
 
 
-async def ended(stack: LocalStack, request_id: str) -> dict[str, dict[str, Any]]:
+async def ended(stack: Stack, request_id: str) -> dict[str, dict[str, Any]]:
     """The line that each service logs at the end of a request, once all have."""
 
     def found() -> dict[str, dict[str, Any]]:
@@ -86,7 +85,7 @@ async def spans_of(collector: Collector, request_id: str, stages: dict[str, list
 
 
 async def test_a_question_is_one_line_in_each_log_and_one_trace(
-    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: Stack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     async with serving(ok(media.clip(16, fps=4, seed=81)), port=fetch_port):
         asked = question(secret_url(fetch_port), adapter="large")
@@ -127,7 +126,7 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
 
 
 async def test_the_gateway_is_a_span_above_generation(
-    stack: LocalStack, collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -148,7 +147,7 @@ async def test_the_gateway_is_a_span_above_generation(
 
 
 async def test_cache_hits_leave_out_the_spans_of_the_work_they_save(
-    stack: LocalStack, stub: GenerationServiceStub, collector: Collector
+    stack: Stack, stub: GenerationServiceStub, collector: Collector
 ) -> None:
     video = Video(data=media.clip(16, fps=4, seed=83))
     own = {"preprocessing": ["plan"], "encoder": ["prune"], "generation": STAGES["generation"]}
@@ -166,7 +165,7 @@ async def test_cache_hits_leave_out_the_spans_of_the_work_they_save(
 
 
 async def test_a_refusal_is_a_warning_in_each_log_and_a_failed_span_in_each_service(
-    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: Stack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     async with serving(head(404, "Content-Length: 0"), port=fetch_port):
         with pytest.raises(grpc.aio.AioRpcError):
@@ -181,7 +180,7 @@ async def test_a_refusal_is_a_warning_in_each_log_and_a_failed_span_in_each_serv
 
 
 async def test_neither_logs_nor_traces_contain_prompts_or_urls(
-    stack: LocalStack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
+    stack: Stack, stub: GenerationServiceStub, collector: Collector, fetch_port: int
 ) -> None:
     """Nor do those of the tests above, which ask with the same secret."""
     password = Video(url=f"http://user:{SECRET}@localhost:{fetch_port}/clip.mp4")

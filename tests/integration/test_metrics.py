@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.cli.launcher import SERVICES
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 from tests import media
 from tests.integration.conftest import SERVED_NAME, idle, metric
-from tests.integration.fleet import exported
+from tests.integration.fleet import Stack, exported
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -31,14 +31,14 @@ def families(text: str) -> dict[str, Metric]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_promtool_finds_no_fault(stack: LocalStack, promtool: str, service: str) -> None:
+def test_promtool_finds_no_fault(stack: Stack, promtool: str, service: str) -> None:
     text = exported(stack.metrics_ports[service])
     check = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
     assert (check.returncode, check.stdout, check.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_every_service_names_the_model_as_it_is_served(stack: LocalStack, service: str) -> None:
+def test_every_service_names_the_model_as_it_is_served(stack: Stack, service: str) -> None:
     assert metric(stack, service, "framesieve_model_info", model=SERVED_NAME) == 1
 
 
@@ -69,7 +69,7 @@ def seen(family: Metric, bracketed: set[str]) -> tuple[str, Labels]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_documentation_lists_exactly_the_exported_metrics_and_labels(stack: LocalStack, service: str) -> None:
+def test_the_documentation_lists_exactly_the_exported_metrics_and_labels(stack: Stack, service: str) -> None:
     """Other tests of the stack have sent all kinds of requests: nothing of those may become a label."""
     text = exported(stack.metrics_ports[service])
     assert_documented(service, text)
@@ -90,7 +90,7 @@ def assert_documented(service: str, text: str) -> None:
 
 
 async def test_a_question_is_counted_by_each_service_in_its_stages_and_bytes(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     def counted() -> dict[tuple[str, str], float]:
         """Runs of each stage by service; bytes by direction and method."""

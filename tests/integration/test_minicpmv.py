@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.messages import generate_request
@@ -26,7 +25,8 @@ from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from tests import media, minicpm
-from tests.integration.conftest import idle, metric, running
+from tests.integration.conftest import idle, metric
+from tests.integration.fleet import Stack, running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS
 
 QUESTION = "What moves?"
@@ -72,7 +72,7 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
                 await check_cached_groups(stack)
 
 
-async def check_embeddings(stack: LocalStack, client: FramesieveClient, *pictures: bytes) -> None:
+async def check_embeddings(stack: Stack, client: FramesieveClient, *pictures: bytes) -> None:
     """Images, with slices and without, are answered alike by their pixels and by their embeddings."""
     pixels = [Image(data=each) for each in pictures]
     encoded = await encode(stack.addresses["encoder"], pixels)
@@ -91,7 +91,7 @@ async def check_embeddings(stack: LocalStack, client: FramesieveClient, *picture
             await client.ask(Image(embeds=replace(one, **wrong)), QUESTION)
 
 
-async def check_cached_groups(stack: LocalStack) -> None:
+async def check_cached_groups(stack: Stack) -> None:
     """The encoder answers for the same groups from its cache, and not for groups whose frames have other times."""
     shown, times = (PICTURE,) * 372, [number / 4 for number in range(372)]
     later = [*times[:4], times[4] + 0.2, *times[5:]]  # the middle of three

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ from typing import Any
 import pytest
 
 from deploy.grafana import dashboard
-from framesieve.cli.launcher import SERVICES, LocalStack
+from framesieve.cli.launcher import SERVICES
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
 from framesieve.common.contract import errors
 from tests import media
-from tests.integration.conftest import running
-from tests.integration.gateway import gateway
+from tests.integration.fleet import Service, Stack, started
+from tests.integration.gateway import Gateway
 from tests.integration.prometheus import Prometheus, left, scraping
 from tests.rules import ALERTS, RECORDS, RULES
 
@@ -29,24 +27,22 @@ PANELS = BOARD["panels"]
 
 
 @pytest.fixture(scope="module")
-def replica(tiny_checkpoint: Path) -> Iterator[LocalStack]:
+def replica(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A second preprocessing service."""
-    with running(tiny_checkpoint, services=["preprocessing"]) as stack:
-        yield stack
+    service = Service("preprocessing", tiny_checkpoint, tmp_path_factory.mktemp("replica"))
+    with started(service):
+        yield service
 
 
 @pytest.fixture(scope="module")
 def watching(
-    prometheus: str, stack: LocalStack, replica: LocalStack, tmp_path_factory: pytest.TempPathFactory
+    prometheus: str, stack: Stack, plain_gateway: Gateway, replica: Service, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
-    ports["preprocessing"].append(replica.metrics_ports["preprocessing"])
+    ports["preprocessing"].append(replica.metrics_port)
     folder = tmp_path_factory.mktemp("prometheus")
-    with (
-        gateway(stack.address, folder) as door,
-        scraping(prometheus, folder, {**ports, "gateway": [door.port]}) as scraped,
-    ):
+    with scraping(prometheus, folder, {**ports, "gateway": [plain_gateway.port]}) as scraped:
         assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 2)
         asyncio.run(ask_everything(stack.address))
         yield scraped
@@ -111,10 +107,10 @@ def test_every_rule_has_data_and_none_fails(watching: Prometheus) -> None:
     assert [rule for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
 
 
-def test_only_a_replica_that_is_gone_raises_an_alert(watching: Prometheus, replica: LocalStack) -> None:
+def test_only_a_replica_that_is_gone_raises_an_alert(watching: Prometheus, replica: Service) -> None:
     assert watching.query('ALERTS{alertstate="firing"}') == []
-    os.killpg(replica.processes["preprocessing"].pid, signal.SIGKILL)
-    instance = f"127.0.0.1:{replica.metrics_ports['preprocessing']}"
+    replica.kill()
+    instance = f"127.0.0.1:{replica.metrics_port}"
     raised = f'ALERTS{{alertname="FramesieveReplicaDown", job="preprocessing", instance="{instance}"}}'
     assert not left({"gone": raised}, watching.query)
     # On a busy machine a scrape may come too late; the next one ends that alert.

@@ -14,12 +14,12 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from demo.example import CLIP
 from framesieve import FramesieveClient, Pruning, Video
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Usage
 from framesieve.client.encoding import Encoded, encode
 from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
 from tests import media
 from tests.integration.conftest import SERVED_NAME
+from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, gateway
 
 ANSWER_MS = 60_000
@@ -46,7 +46,7 @@ DARK = """(canvas) => {
 
 
 @pytest.fixture(scope="module")
-def door(stack: LocalStack, media_root: Path) -> Iterator[Gateway]:
+def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
     encoder = stack.addresses["encoder"]
     with gateway(stack.address, media_root, "--encoder", encoder) as started:
         yield started
@@ -94,7 +94,7 @@ def cost(article: Locator) -> dict[str, str]:
     return dict(zip(article.locator("dt").all_inner_texts(), article.locator("dd").all_inner_texts(), strict=True))
 
 
-def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: LocalStack) -> None:
+def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: Stack) -> None:
     drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
     assert page.get_by_label("The clip").evaluate("async (video) => { await video.play(); return !video.paused; }")
     page.locator("#answers").evaluate(NOTE_TIMES)
@@ -146,7 +146,7 @@ def middle(place: Locator) -> float:
     return box["y"] + box["height"] / 2
 
 
-def by_grpc(stack: LocalStack, rate: float, threshold: float | None = None) -> tuple[Encoded, Usage]:
+def by_grpc(stack: Stack, rate: float, threshold: float | None = None) -> tuple[Encoded, Usage]:
     async def asked() -> tuple[Encoded, Usage]:
         pruning = Pruning(rate, PIXEL_CHANGE, threshold=threshold)
         (encoded,) = await encode(stack.addresses["encoder"], CLIP, pruning)
@@ -158,7 +158,7 @@ def by_grpc(stack: LocalStack, rate: float, threshold: float | None = None) -> t
         return thread.submit(asyncio.run, asked()).result()
 
 
-def test_an_automatic_rate_is_told_with_the_answer(page: Page, stack: LocalStack) -> None:
+def test_an_automatic_rate_is_told_with_the_answer(page: Page, stack: Stack) -> None:
     drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
     page.get_by_label("Automatic").check()
     expect(page.get_by_label("Pruning rate")).to_be_disabled()

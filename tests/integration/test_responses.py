@@ -18,12 +18,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.prompt import Options
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from tests import media
 from tests.integration.conftest import SERVED_NAME
-from tests.integration.fleet import metric_in
+from tests.integration.fleet import Stack, metric_in
 from tests.integration.gateway import Gateway, data_url, gateway
 from tests.scripted import LOOK
 from tests.served import served
@@ -41,7 +40,7 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def door(stack: LocalStack, media_root: Path) -> Iterator[Gateway]:
+def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
     (media_root / "files").mkdir()
     with gateway(
         stack.address, media_root, "--upload-root", f"{media_root}/files", "--upload-path", "files"
@@ -126,7 +125,7 @@ SAME: dict[str, tuple[dict[str, Any], list[Message]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-async def test_every_item_is_answered_as_by_grpc(stack: LocalStack, http: httpx.Client, name: str) -> None:
+async def test_every_item_is_answered_as_by_grpc(stack: Stack, http: httpx.Client, name: str) -> None:
     body, messages = SAME[name]
     answer = await asyncio.to_thread(http.post, "/v1/responses", json=ASKED | WITH_LOGPROBS | body)
     got = answer.raise_for_status().json()
@@ -505,7 +504,7 @@ CLOCK = {"type": "function", "name": "clock"}
 CITIES = {"type": "object", "properties": {"city": {"enum": ["Kyoto", "Rome"]}}, "required": ["city"]}
 
 
-def test_calls_of_real_services_are_made_and_their_results_answered(scripted: LocalStack, tmp_path: Path) -> None:
+def test_calls_of_real_services_are_made_and_their_results_answered(scripted: Stack, tmp_path: Path) -> None:
     asked = {"role": "user", "content": "Weather?"}
     body = {"input": [asked], "tools": [WEATHER | {"parameters": CITIES}], "max_output_tokens": 400}
     must = body | {"tool_choice": "required", "parallel_tool_calls": False}

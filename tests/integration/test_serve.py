@@ -1,71 +1,112 @@
-"""`framesieve serve` with real services: the name that it serves a repository under, and its end by SIGKILL."""
+"""`framesieve serve` with real services: a repository under its name, the examples, and its end by SIGKILL."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
+from demo.example import CLIP, QUESTIONS
 from framesieve.cli.launcher import listens
+from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.process import free_port
 from tests.integration.fleet import ROOT, children, runs, until
 
 REPOSITORY = "acme/Tiny-VL-2.5"
+QUESTION = QUESTIONS[0]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The command. addresses: of preprocessing, the encoder, generation and the gateway. printed: until they serve."""
+
+    process: subprocess.Popen[str]
+    addresses: list[str]
+    printed: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.addresses[-1]}/v1"
+
+    def run(self, script: str, *arguments: str | Path) -> str:
+        """Runs a script of examples/; returns what it prints."""
+        _, encoder, generation, _ = self.addresses
+        addresses = {"FRAMESIEVE_SERVER": generation, "FRAMESIEVE_ENCODER": encoder, "OPENAI_BASE_URL": self.url}
+        asked = [sys.executable, ROOT / "examples" / script, *arguments]
+        environment = {**os.environ, **addresses, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(asked, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of preprocessing, the encoder, generation and the gateway."""
-    folder = tmp_path_factory.mktemp("serve")
-    return [
-        *(f"unix:{folder}/{name}" for name in ("preprocessing", "encoder", "generation")),
-        f"127.0.0.1:{free_port()}",
-    ]
-
-
-@pytest.fixture(scope="module")
-def serving(
-    addresses: list[str], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[subprocess.Popen[str]]:
-    """The command, which serves a repository that Hugging Face's cache holds."""
-    home = tmp_path_factory.mktemp("huggingface")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """It serves the embedded model as a repository that Hugging Face's cache holds."""
+    folder, home = tmp_path_factory.mktemp("serve"), tmp_path_factory.mktemp("huggingface")
+    sockets = [f"unix:{folder}/{name}" for name in ("preprocessing", "encoder", "generation")]
+    addresses = [*sockets, f"127.0.0.1:{free_port()}"]
     cached = home / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
-    shutil.copytree(tiny_checkpoint, cached / "snapshots" / "66285546d2b8")
+    shutil.copytree(DEMO_MODEL, cached / "snapshots" / "66285546d2b8")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("66285546d2b8")
     flags = ("--preprocessing-listen", "--encoder-listen", "--listen", "--http-listen")
     command = [sys.executable, "-m", "framesieve", "serve", "--model", REPOSITORY, "--metrics-port", "0"]
     command += [f"{flag}={address}" for flag, address in zip(flags, addresses, strict=True)]
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    command += ["--encoder-compile=off", "--generation-compile=off"]
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "KMP_SETTINGS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
             assert process.stderr is not None
-            assert any("framesieve listens at" in line for line in process.stderr)
-            yield process
+            printed = [process.stderr.readline()]
+            while printed[-1] and "framesieve listens at" not in printed[-1]:
+                printed.append(process.stderr.readline())
+            yield Serving(process, addresses, printed)
         finally:
             process.kill()
 
 
-@pytest.mark.usefixtures("serving")
-def test_a_repository_is_served_under_its_name(addresses: list[str]) -> None:
-    url = f"http://{addresses[-1]}/v1"
-    assert [each["id"] for each in httpx.get(f"{url}/models").json()["data"]] == [REPOSITORY]
+def test_a_repository_is_served_under_its_name_at_the_address_that_is_printed(serving: Serving) -> None:
+    assert f"http://{serving.addresses[-1]} " in serving.printed[-1]
+    assert [each["id"] for each in httpx.get(f"{serving.url}/models").json()["data"]] == [REPOSITORY]
     body = {"model": REPOSITORY, "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1}
-    answer = httpx.post(f"{url}/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{serving.url}/chat/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()["model"]) == (200, REPOSITORY)
 
 
-async def test_services_end_when_the_command_is_killed(serving: subprocess.Popen[str], addresses: list[str]) -> None:
-    services = children(serving.pid)
+@pytest.mark.skipif(not Path(sys.prefix, "lib", "libiomp5.so").exists(), reason="Intel's OpenMP has no wheel here")
+def test_the_encoder_and_generation_compute_with_the_openmp_of_intel(serving: Serving) -> None:
+    """The runtime prints its settings when it is first used: what was set, and what holds."""
+    assert sum("KMP_BLOCKTIME=1" in line for line in serving.printed) == 2 * 2
+
+
+def test_the_examples_print_what_they_promise(serving: Serving, tmp_path: Path) -> None:
+    shutil.copy(CLIP, tmp_path / "a.mp4")
+    (tmp_path / "b.mp4").write_bytes(b"no video")
+    assert serving.run("ask.py", CLIP, QUESTION.text).splitlines()[0] == QUESTION.answer
+    for script in ("stream.py", "openai_client.py"):
+        assert serving.run(script, CLIP, QUESTION.text) == f"{QUESTION.answer}\n"
+    lines = serving.run("folder.py", tmp_path, QUESTION.text).splitlines()
+    by_clip = {each["clip"]: each for each in map(json.loads, lines)}
+    assert by_clip["a.mp4"]["answer"] == QUESTION.answer
+    assert by_clip["b.mp4"]["error"] == "MEDIA_REJECTED"
+    moments = [json.loads(line) for line in serving.run("vectors.py", CLIP).splitlines()]
+    assert [each["time_s"] for each in moments] == sorted(each["time_s"] for each in moments)
+    assert np.allclose([np.linalg.norm(each["vector"]) for each in moments], 1)
+
+
+async def test_services_end_when_the_command_is_killed(serving: Serving) -> None:
+    """The last test of these services."""
+    services = children(serving.process.pid)
     assert len(services) == 4
-    assert all(map(listens, addresses))
-    serving.send_signal(signal.SIGKILL)
-    await until(lambda: not any(map(listens, addresses)), within_s=10)
+    assert all(map(listens, serving.addresses))
+    serving.process.send_signal(signal.SIGKILL)
+    await until(lambda: not any(map(listens, serving.addresses)), within_s=10)
     await until(lambda: not any(map(runs, services)), within_s=60)  # interpreters of low priority end slowly

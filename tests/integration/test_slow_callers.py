@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Options, Video, user_turn
 from tests import media
 from tests.integration.conftest import idle, metric
-from tests.integration.fleet import until
+from tests.integration.fleet import Stack, until
 
 CALLERS = 8
 STREAMS = range(1, 2 * CALLERS, 2)
@@ -50,7 +49,7 @@ def question() -> bytes:
 
 
 @asynccontextmanager
-async def calling(stack: LocalStack, settings: bytes = b"") -> AsyncIterator[asyncio.StreamWriter]:
+async def calling(stack: Stack, settings: bytes = b"") -> AsyncIterator[asyncio.StreamWriter]:
     """A connection on which each caller has begun a call."""
     await idle(stack)
     _, writer = await asyncio.open_unix_connection(stack.address.removeprefix("unix:"))
@@ -64,18 +63,18 @@ async def calling(stack: LocalStack, settings: bytes = b"") -> AsyncIterator[asy
         writer.close()
 
 
-def running(stack: LocalStack) -> float:
+def running(stack: Stack) -> float:
     return metric(stack, "generation", "framesieve_requests_running", method="Generate")
 
 
-async def another_is_answered(stack: LocalStack, client: FramesieveClient) -> None:
+async def another_is_answered(stack: Stack, client: FramesieveClient) -> None:
     answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=4, timeout_s=30)
     assert answer.usage.completion_tokens
     await until(lambda: running(stack) == CALLERS)
 
 
 async def test_callers_that_send_slowly_delay_no_other_and_leave_nothing_behind(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     """Half of them complete their prompt, the others disconnect."""
 
@@ -99,7 +98,7 @@ async def test_callers_that_send_slowly_delay_no_other_and_leave_nothing_behind(
 
 
 async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     """Their flow-control window is 0 bytes."""
     nothing = INITIAL_WINDOW_SIZE.to_bytes(2, "big") + bytes(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ import openai
 import pytest
 
 from framesieve import FramesieveClient, Video
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import FinishReason
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from tests import media
-from tests.integration.conftest import running
-from tests.integration.fleet import exported, metric_in
-from tests.integration.gateway import gateway, question
+from tests.integration.conftest import another_generation
+from tests.integration.fleet import Service, Stack
+from tests.integration.gateway import Gateway, question
 
 CLIP = media.clip(8, fps=4)
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -47,18 +46,12 @@ ASKED = [*SCHEMAS.items(), *((f"long list, {place}", SCHEMAS["long list"]) for p
 SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
 
 
-@pytest.fixture(scope="module")
-def drafting(tiny_checkpoint: Path) -> Iterator[LocalStack]:
-    """Generation with draft tokens, and room for two answers: others are preempted."""
-    flags = {"generation": ["--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64"]}
-    with running(tiny_checkpoint, flags=flags) as stack:
-        yield stack
-
-
 @pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(stack.address) as connected:
-        yield connected
+def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
+    """Generation with draft tokens, and room for two answers: others are preempted."""
+    flags = ("--speculative-tokens", "4", "--kv-cache-tokens", "192", "--max-num-batched-tokens", "64")
+    with another_generation(stack, tiny_checkpoint, tmp_path, *flags) as service:
+        yield service
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -82,7 +75,7 @@ async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: F
 
 
 async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
-    client: FramesieveClient, drafting: LocalStack
+    client: FramesieveClient, drafting: Service
 ) -> None:
     async with FramesieveClient(drafting.address) as other:
 
@@ -104,7 +97,7 @@ async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
         assert await all_of(client) == alone
         assert await all_of(other) == alone
     for name in ("preemptions", "accepted_draft_tokens"):
-        assert metric_in(exported(drafting.metrics_ports["generation"]), f"framesieve_generation_{name}_total") > 0
+        assert drafting.metric(f"framesieve_generation_{name}_total") > 0
 
 
 @pytest.mark.parametrize(
@@ -134,10 +127,10 @@ async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
         await client.ask(None, "Why?", **options)
 
 
-def test_openai_clients_get_documents(stack: LocalStack, tmp_path: Path) -> None:
+def test_openai_clients_get_documents(plain_gateway: Gateway) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
     body = question("Why?", response_format=schema) | {"max_tokens": 400}
-    with gateway(stack.address, tmp_path) as door, openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:
+    with openai.OpenAI(base_url=f"{plain_gateway.url}/v1", api_key="unused") as asked:
         model = asked.models.list().data[0].id
         answer = asked.chat.completions.create(model=model, **body)
         jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMAS["nested"])

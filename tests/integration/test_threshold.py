@@ -1,4 +1,7 @@
-"""A threshold in place of a rate, by every door: a still clip keeps its first slice, a busy one all that it may."""
+"""A threshold in place of a rate, by every door, and what generation's own pruning makes of what a request leaves out.
+
+A still clip keeps its first slice, a busy one all that it may.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,23 @@ import asyncio
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
+import PIL.Image
 import pytest
-from PIL import Image
+from typer.testing import CliRunner
 
-from framesieve import FramesieveClient, Grid, Pruning, Video
-from framesieve.cli.launcher import GATEWAY, SERVICES, LocalStack
+from framesieve import FramesieveClient, Grid, Image, Pruning, Video
+from framesieve.__main__ import app
 from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
-from tests.integration.conftest import running
-from tests.integration.gateway import data_url, question, video
+from tests.integration.conftest import another_generation
+from tests.integration.fleet import Service, Stack
+from tests.integration.gateway import data_url, gateway, image, question, video
 
 SIDE_PX, FRAMES = 112, 8
 RATE = 0.5
@@ -32,7 +36,7 @@ Counts: TypeAlias = tuple[Grid, int, float]
 
 def clip(*seeds: int) -> bytes:
     """An animation of two frames a second, whose pixels are exact: the pictures of these seeds."""
-    pictures = [Image.open(io.BytesIO(media.picture(SIDE_PX, SIDE_PX, seed))) for seed in seeds]
+    pictures = [PIL.Image.open(io.BytesIO(media.picture(SIDE_PX, SIDE_PX, seed))) for seed in seeds]
     for index, each in enumerate(pictures):
         each.putpixel((0, 0), (index, 0, 0))  # equal frames would be written as one
     file = io.BytesIO()
@@ -41,63 +45,82 @@ def clip(*seeds: int) -> bytes:
 
 
 STILL, BUSY = clip(*[0] * FRAMES), clip(*range(FRAMES))
+PICTURE = media.picture(64, 48)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """Generation that prunes by a threshold where a request says nothing. url: of a gateway before it."""
+
+    generation: Service
+    url: str
+
+    @property
+    def address(self) -> str:
+        return self.generation.address
 
 
 @pytest.fixture(scope="module")
-def automatic(tiny_checkpoint: Path) -> Iterator[LocalStack]:
-    """Services that prune by a threshold where a request says nothing."""
-    flags = ["--kv-cache-tokens", "2048", "--pruning-rate", str(RATE), "--pruning-threshold", str(AUTO_THRESHOLD)]
-    with running(tiny_checkpoint, services=(*SERVICES, GATEWAY), flags={"generation": flags}) as started:
-        yield started
+def automatic(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Automatic]:
+    folder = tmp_path_factory.mktemp("automatic")
+    flags = ("--kv-cache-tokens", "2048", "--pruning-rate", str(RATE), "--pruning-threshold", str(AUTO_THRESHOLD))
+    with (
+        another_generation(stack, tiny_checkpoint, folder, *flags) as generation,
+        gateway(generation.address, folder, "--encoder", stack.addresses["encoder"]) as door,
+    ):
+        yield Automatic(generation, door.url)
 
 
-def by_python(stack: LocalStack, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
-    async def asked() -> Counts:
-        options: Any = {f"pruning_{name}": value for name, value in pruning.items()}
-        async with FramesieveClient(stack.address) as client:
-            usage = (await client.ask(Video(data=data), "What moves?", **options, max_new_tokens=1)).usage
-        (item,) = usage.media
-        assert usage.prompt_tokens_full - usage.prompt_tokens == item.grid.tokens - item.num_kept
-        return item.grid, item.num_kept, item.pruning_rate
-
-    return asyncio.run(asked())
+def by_python(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+    options: Any = {f"pruning_{name}": value for name, value in pruning.items()}
+    return asyncio.run(counted(asked, Video(data=data), options))
 
 
-def by_python_of_a_video(stack: LocalStack, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
-    async def asked() -> Counts:
-        async with FramesieveClient(stack.address) as client:
-            own = Video(data=data, pruning=Pruning(**pruning))  # type: ignore[arg-type]
-            (item,) = (await client.ask(own, "What moves?", pruning_method="vcast", max_new_tokens=1)).usage.media
-        return item.grid, item.num_kept, item.pruning_rate
-
-    return asyncio.run(asked())
+def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+    own = Pruning(**pruning)  # type: ignore[arg-type]
+    return asyncio.run(counted(asked, Video(data=data, pruning=own), {"pruning_method": "vcast"}))
 
 
-def by_command(stack: LocalStack, data: bytes, pruning: Mapping[str, float], folder: Path) -> Counts:
+async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
+    async with FramesieveClient(asked.address) as client:
+        usage = (await client.ask(part, "What moves?", **options, max_new_tokens=1)).usage
+    (item,) = usage.media
+    assert usage.prompt_tokens_full - usage.prompt_tokens == item.grid.tokens - item.num_kept
+    return item.grid, item.num_kept, item.pruning_rate
+
+
+def by_command(asked: Automatic, data: bytes, pruning: Mapping[str, float], folder: Path) -> Counts:
     (folder / "clip.png").write_bytes(data)
     flags = [f"--pruning-{name}={value}" for name, value in pruning.items()]
-    command = [sys.executable, "-m", "framesieve", "ask", str(folder / "clip.png"), "What moves?", *flags]
-    command += ["--server", stack.address, "--max-new-tokens", "1", "--json"]
-    (item,) = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["usage"]["media"]
+    command = ["ask", str(folder / "clip.png"), "What moves?", *flags, "--server", asked.address]
+    answer = CliRunner().invoke(app, [*command, "--max-new-tokens", "1", "--json"])
+    (item,) = json.loads(answer.stdout)["usage"]["media"]
     return Grid(**item["grid"]), item["num_kept"], item["pruning_rate"]
 
 
-def by_http(path: str) -> Callable[[LocalStack, bytes, Mapping[str, float], Path], Counts]:
-    def asked(stack: LocalStack, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
+def by_http(path: str) -> Callable[[Automatic, bytes, Mapping[str, float], Path], Counts]:
+    def counts(asked: Automatic, data: bytes, pruning: Mapping[str, float], _: Path) -> Counts:
         url = data_url("image/png", data)
         body = question(video(url), "What moves?", max_tokens=1)
         if path == "/v1/responses":
             content = [{"type": "input_file", "file_data": url}, {"type": "input_text", "text": "What moves?"}]
             body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 1}
-        told = httpx.post(f"{stack.url}{path}", json=body | {"pruning": pruning}, timeout=60, trust_env=False)
-        answer = told.raise_for_status().json()
-        (item,) = answer["media"] if "media" in answer else answer["usage"]["framesieve"]["media"]
-        grid = Grid(**item["grid"])
-        if "kept" in item:
-            return grid, len(item["kept"]), 1 - len(item["kept"]) / grid.tokens
-        return grid, item["kept_tokens"], item["pruning_rate"]
+        (counted,) = told(asked, path, body | {"pruning": pruning})
+        return counted
 
-    return asked
+    return counts
+
+
+def told(asked: Automatic, path: str, body: Mapping[str, Any]) -> list[Counts]:
+    """Of each item, as an answer by HTTP tells it."""
+    answer = httpx.post(f"{asked.url}{path}", json=body, timeout=60, trust_env=False).raise_for_status().json()
+    items = answer["media"] if "media" in answer else answer["usage"]["framesieve"]["media"]
+    grids = [Grid(**item["grid"]) for item in items]
+    counts = [len(item["kept"]) if "kept" in item else item["kept_tokens"] for item in items]
+    return [
+        (grid, kept, item.get("pruning_rate", 1 - kept / grid.tokens))
+        for grid, kept, item in zip(grids, counts, items, strict=True)
+    ]
 
 
 DOORS = {
@@ -117,7 +140,7 @@ def at_most(grid: Grid, rate: float) -> int:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_threshold_keeps_what_changed_and_usage_says_the_rate_that_came_of_it(
-    automatic: LocalStack, tmp_path: Path, door: str
+    automatic: Automatic, tmp_path: Path, door: str
 ) -> None:
     for data, threshold, changed in (
         (STILL, AUTO_THRESHOLD, False),
@@ -130,22 +153,51 @@ def test_a_threshold_keeps_what_changed_and_usage_says_the_rate_that_came_of_it(
         assert rate == pytest.approx(1 - num_kept / grid.tokens)
 
 
-@pytest.mark.parametrize("door", ["Python", "the kept tokens"])
-def test_a_request_that_says_nothing_gets_the_services_threshold_and_one_with_a_rate_none(
-    automatic: LocalStack, tmp_path: Path, door: str
+NOTHING = Pruning()
+# What a request says, what its video says, and how many tokens of the still clip are kept.
+SAID: dict[str, tuple[Pruning, Pruning, Callable[[Grid], int]]] = {
+    "nothing": (NOTHING, NOTHING, lambda grid: grid.slice_tokens),
+    "a rate": (Pruning(0.25), NOTHING, lambda grid: at_most(grid, 0.25)),
+    "a rate of 0": (Pruning(0.0), NOTHING, lambda grid: grid.tokens),
+    "a method": (Pruning(method="evs"), NOTHING, lambda grid: at_most(grid, RATE)),
+    "to keep all": (Pruning(method="none"), NOTHING, lambda grid: grid.tokens),
+    "a rate of 0 of the video": (NOTHING, Pruning(0.0), lambda grid: grid.tokens),
+    "a rate, and the video a method": (
+        *(Pruning(0.6), Pruning(method="evs_causal")),
+        lambda grid: grid.slice_tokens + (grid.t - 1) * (grid.slice_tokens * 2 // 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_request_does_not_say_is_as_the_service_was_told(automatic: Automatic, name: str) -> None:
+    of_request, of_video, kept = SAID[name]
+    parts = [Video(data=STILL, pruning=of_video), Image(data=PICTURE)]
+    options: Any = {"pruning_rate": of_request.rate, "pruning_method": of_request.method, "max_new_tokens": 1}
+
+    async def items() -> Any:
+        async with FramesieveClient(automatic.address) as client:
+            return (await client.ask(parts, "What moves?", **options)).usage.media
+
+    found = asyncio.run(items())
+    grid, whole = [item.grid for item in found]
+    wanted = [kept(grid), whole.tokens]
+    assert [item.num_kept for item in found] == wanted
+    assert len({count(grid) for _, _, count in SAID.values()}) == 5  # the cases can be told apart
+    url = data_url("image/png", STILL)
+    body = question(video(url, pruning=asdict(of_video)), image(data_url("image/png", PICTURE)), "?", max_tokens=1)
+    for path in ("/v1/chat/completions", "/v1/framesieve/kept"):
+        assert [count for _, count, _ in told(automatic, path, body | {"pruning": asdict(of_request)})] == wanted
+
+
+def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate_leaves(
+    automatic: Automatic, tmp_path: Path
 ) -> None:
-    def kept(data: bytes, **pruning: Any) -> tuple[Grid, int]:
-        grid, num_kept, _ = DOORS[door](automatic, data, pruning, tmp_path)
-        return grid, num_kept
-
-    grid, of_busy = kept(BUSY)
-    assert (kept(STILL)[1], of_busy) == (grid.slice_tokens, at_most(grid, RATE))
-    assert kept(STILL, rate=0.25)[1] == at_most(grid, 0.25)
-    assert kept(STILL, rate=0)[1] == grid.tokens
-    assert kept(STILL, method="evs")[1] == grid.tokens // 2
+    grid, num_kept, _ = by_python(automatic, BUSY, {}, tmp_path)
+    assert num_kept == at_most(grid, RATE)
 
 
-def test_the_services_threshold_and_where_each_method_acts_are_told_with_its_models(automatic: LocalStack) -> None:
+def test_the_services_threshold_and_where_each_method_acts_are_told_with_its_models(automatic: Automatic) -> None:
     async def models() -> Any:
         async with FramesieveClient(automatic.address) as client:
             return await client.models()
@@ -154,8 +206,8 @@ def test_the_services_threshold_and_where_each_method_acts_are_told_with_its_mod
     assert (model.pruning_rate, model.pruning_method, model.pruning_threshold) == (RATE, "pixel_change", AUTO_THRESHOLD)
     before = {method: method == "pixel_change" for method in METHODS}
     assert {each.name: each.before_tower for each in model.pruning_methods} == before
-    (told,) = httpx.get(f"{automatic.url}/v1/models", trust_env=False).json()["data"]
-    assert told["pruning"] == {"rate": RATE, "method": "pixel_change", "threshold": AUTO_THRESHOLD}
-    thresholds = {each["name"]: each["suggested_threshold"] for each in told["pruning_methods"]}
+    (model,) = httpx.get(f"{automatic.url}/v1/models", trust_env=False).json()["data"]
+    assert model["pruning"] == {"rate": RATE, "method": "pixel_change", "threshold": AUTO_THRESHOLD}
+    thresholds = {each["name"]: each["suggested_threshold"] for each in model["pruning_methods"]}
     assert thresholds == {method: AUTO_THRESHOLD if acts_before else None for method, acts_before in before.items()}
-    assert f'"rate": {RATE}, "method": "pixel_change", "threshold": {AUTO_THRESHOLD}' in automatic.log("generation")
+    assert f'"rate": {RATE}, "method": "pixel_change", "threshold": {AUTO_THRESHOLD}' in automatic.generation.log()

@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from demo.checkpoint import TINY
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, Video
@@ -24,19 +23,19 @@ from framesieve.common.serving.probe import is_serving
 from framesieve.v1.generation_pb2 import GenerateRequest
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
-from tests.integration.conftest import metric, running
-from tests.integration.fleet import until
+from tests.integration.conftest import metric
+from tests.integration.fleet import Stack, running, until
 
 VIDEOS = 3
 ITEM_TOKENS = 4 * 4 * 4
 EMBED_BYTES = 4
 ITEM_BYTES = ITEM_TOKENS * TINY.hidden * EMBED_BYTES
-CROWD = 200
+CROWD = 100
 PLACES = 48
 
 
 @pytest.fixture(scope="module")
-def tight(tiny_checkpoint: Path) -> Iterator[LocalStack]:
+def tight(tiny_checkpoint: Path) -> Iterator[Stack]:
     """An encoder with room for one item, and generation with room for the media of one request."""
     flags = {
         "encoder": ["--output-buffer-bytes", str(ITEM_BYTES)],
@@ -50,7 +49,7 @@ def tight(tiny_checkpoint: Path) -> Iterator[LocalStack]:
 
 
 @pytest.fixture
-async def client(tight: LocalStack) -> AsyncIterator[FramesieveClient]:
+async def client(tight: Stack) -> AsyncIterator[FramesieveClient]:
     """At the end the services must hold nothing."""
     async with FramesieveClient(tight.address) as connected:
         yield connected
@@ -68,7 +67,7 @@ async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: Fra
     assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
 
 
-async def test_two_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
+async def test_a_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
     """Of up to three videos each. A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
 
@@ -88,7 +87,7 @@ async def test_two_hundred_requests_at_once_are_answered_or_refused(client: Fram
     assert again.usage.completion_tokens >= 1
 
 
-async def refuses_new_requests(stack: LocalStack) -> None:
+async def refuses_new_requests(stack: Stack) -> None:
     """Returns once health says that it drains and a request is refused for that reason."""
     await until(lambda: not is_serving(stack.address, NO_CREDENTIALS, timeout_s=30))
     async with grpc.aio.insecure_channel(stack.address) as channel:
@@ -97,18 +96,18 @@ async def refuses_new_requests(stack: LocalStack) -> None:
             await call.read()
 
 
-async def test_an_answer_completes_while_all_services_drain(tight: LocalStack) -> None:
+async def test_an_answer_completes_while_all_services_drain(tight: Stack) -> None:
     """The last test of the stack."""
     async with FramesieveClient(tight.address) as client:
         clip = Video(data=media.clip())
-        stream = client.stream(clip, "What moves?", max_new_tokens=900, stop=["\x00"], timeout_s=60)
+        stream = client.stream(clip, "What moves?", max_new_tokens=400, stop=["\x00"], timeout_s=60)
         async for event in stream:
             if isinstance(event, Delta):
                 break
-        for process in tight.processes.values():
-            process.send_signal(signal.SIGTERM)
+        for each in tight.services.values():
+            each.tell(signal.SIGTERM)
         await refuses_new_requests(tight)
         left = [event async for event in stream]
     assert isinstance(left[-1], Finished)
     assert left[-1].usage.completion_tokens > 1
-    assert [process.wait(30) for process in tight.processes.values()] == [0, 0, 0]
+    assert [each.ended(30) for each in tight.services.values()] == [0, 0, 0]

@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 
 from framesieve import FramesieveClient, Message, Text, Tool, ToolCall, Video
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer, Delta, Finished, FinishReason
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from tests import media
+from tests.integration.fleet import Stack
 from tests.scripted import LOOK, SCRIPT
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -34,7 +34,7 @@ QUESTION = "Is it raining in Kyoto?"
 
 
 @pytest.fixture
-async def client(scripted: LocalStack) -> AsyncIterator[FramesieveClient]:
+async def client(scripted: Stack) -> AsyncIterator[FramesieveClient]:
     async with FramesieveClient(scripted.address) as connected:
         yield connected
 
@@ -150,7 +150,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
         await client.answer(messages, options)
 
 
-async def test_tools_are_refused_where_the_template_has_none(stack: LocalStack) -> None:
+async def test_tools_are_refused_where_the_template_has_none(stack: Stack) -> None:
     async with FramesieveClient(stack.address) as plain:
         with pytest.raises(InvalidRequest, match=r"prompt\.tools must be empty: the checkpoint's chat template"):
             await plain.ask(None, QUESTION, tools=[CLOCK])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer
 from framesieve.client.client import FramesieveClient
 from framesieve.client.messages import generate_request
@@ -18,8 +17,8 @@ from framesieve.common.channels import open_channel, upstream_errors
 from framesieve.common.contract import errors
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests import media
-from tests.integration.conftest import FETCH_MAX_BYTES, running
-from tests.integration.fleet import until
+from tests.integration.conftest import FETCH_MAX_BYTES
+from tests.integration.fleet import Service, Stack, started, until
 from tests.preprocessing.media_server import Server, fetched_files, head, ok, redirect, serving
 
 CLIP = media.clip(16, fps=4)
@@ -33,18 +32,21 @@ def by_url(port: int) -> Video:
     return Video(url=f"http://localhost:{port}/clip.mp4")
 
 
-async def is_left(stack: LocalStack, server: Server) -> None:
+async def is_left(stack: Stack, server: Server) -> None:
     """Returns once all connections to the server have ended and preprocessing has closed its files."""
-    open_files = partial(fetched_files, Path(tempfile.gettempdir()), stack.processes["preprocessing"].pid)
+    open_files = partial(fetched_files, Path(tempfile.gettempdir()), stack.services["preprocessing"].pid)
     await until(lambda: all(task.done() for task in server.serving) and open_files() == 0)
 
 
-async def test_no_name_of_this_machine_may_be_fetched_from_by_default(tiny_checkpoint: Path, fetch_port: int) -> None:
+async def test_no_name_of_this_machine_may_be_fetched_from_by_default(
+    tiny_checkpoint: Path, tmp_path: Path, fetch_port: int
+) -> None:
     hosts = ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "169.254.169.254"]
     refused = [(f"http://{host}/", "has no address that may be") for host in hosts]
     refused.append((f"http://localhost:{fetch_port}/", "must have port 80 or 443"))
-    with running(tiny_checkpoint, services=["preprocessing"]) as alone:
-        async with serving(ok(CLIP), port=fetch_port) as canary, open_channel(alone.addresses["preprocessing"]) as own:
+    alone = Service("preprocessing", tiny_checkpoint, tmp_path)
+    with started(alone):
+        async with serving(ok(CLIP), port=fetch_port) as canary, open_channel(alone.address) as own:
             stub = preprocessing_pb2_grpc.PreprocessingServiceStub(own)
             for url, why in refused:
                 prompt = generate_request([user_turn(Video(url=url), "What moves?")], {}).prompt
@@ -72,7 +74,7 @@ async def test_no_name_of_this_machine_may_be_fetched_from_by_default(tiny_check
     ids=["other name", "disguised name", "redirect", "too large", "not media"],
 )
 async def test_a_url_that_cannot_be_used_is_refused_by_its_field_and_the_next_one_is_answered(
-    stack: LocalStack,
+    stack: Stack,
     client: FramesieveClient,
     fetch_port: int,
     host: str,

@@ -10,22 +10,21 @@ import zlib
 
 import pytest
 
-from framesieve.cli.launcher import LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, Video
 from framesieve.common.contract import errors
 from tests import media
 from tests.integration.conftest import idle, metric
-from tests.integration.fleet import HELD, children, until
+from tests.integration.fleet import HELD, Stack, children, until
 
 MIB = 2**20
 
 
-def restarts(stack: LocalStack, reason: str) -> float:
+def restarts(stack: Stack, reason: str) -> float:
     return metric(stack, "preprocessing", "framesieve_preprocessing_worker_restarts_total", reason=reason)
 
 
-async def next_is_served(stack: LocalStack, client: FramesieveClient) -> None:
+async def next_is_served(stack: Stack, client: FramesieveClient) -> None:
     answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=2, timeout_s=60)
     assert answer.usage.completion_tokens >= 1
     await idle(stack)
@@ -33,8 +32,8 @@ async def next_is_served(stack: LocalStack, client: FramesieveClient) -> None:
         assert metric(stack, "preprocessing", f"framesieve_preprocessing_{name}") == 0
 
 
-async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: LocalStack, client: FramesieveClient) -> None:
-    pid, before = stack.processes["preprocessing"].pid, restarts(stack, "crashed")
+async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: Stack, client: FramesieveClient) -> None:
+    pid, before = stack.services["preprocessing"].pid, restarts(stack, "crashed")
     workers = children(pid)
     for each in workers:
         os.kill(each, signal.SIGSTOP)
@@ -49,7 +48,7 @@ async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: LocalSta
 
 
 async def test_a_decompression_bomb_stops_at_the_memory_limit_of_its_worker(
-    stack: LocalStack, client: FramesieveClient
+    stack: Stack, client: FramesieveClient
 ) -> None:
     before, bomb = restarts(stack, "memory"), black_png(8000, 8000)
     assert len(bomb) < MIB

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,13 @@ IRREGULAR_MS = (0, 40, 90, 400, 410, 1000, 1500, 1501)
 def pictures_of(data: bytes) -> tuple[bytes, ...]:
     """The frames of a clip as PNGs."""
     return tuple(png(frame) for frame in decoded_in_order(data))
+
+
+@cache
+def filmed(rate: Fraction | int) -> tuple[bytes, tuple[bytes, ...]]:
+    """A clip of 40 frames, and these as PNGs."""
+    data = clip(40, rate=rate)
+    return data, pictures_of(data)
 
 
 def png(pixels: Any, **how: Any) -> bytes:
@@ -81,10 +89,10 @@ def pixels_of(planned: PlannedPrompt) -> Any:
 def test_pictures_are_sampled_laid_out_and_resized_like_the_frames_of_a_file(
     family_checkpoint: Path, rate: Fraction | int, wish: dict[str, Any]
 ) -> None:
-    data = clip(40, rate=rate)
+    data, files = filmed(rate)
     times_s = [float(number / Fraction(rate)) for number in range(40)]
     file = plan(family_checkpoint, data, **wish)
-    pictures = plan_pictures(family_checkpoint, pictures_of(data), times_s, **wish)
+    pictures = plan_pictures(family_checkpoint, files, times_s, **wish)
     assert pictures.plan.input_ids.tolist() == file.plan.input_ids.tolist()
     assert pictures.plan.positions.tolist() == file.plan.positions.tolist()
     (item,), (expected,) = pictures.plan.media, file.plan.media

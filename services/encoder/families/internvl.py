@@ -31,7 +31,7 @@ class _Projector(InternVLMultiModalProjector):
 
     def forward(self, features: Tensor) -> Tensor:
         shuffled = features.unflatten(0, (-1, self._patches)).flatten(1)
-        projected: Tensor = super().forward(shuffled)  # type: ignore[no-untyped-call]
+        projected: Tensor = super().forward(shuffled)
         return projected
 
 

@@ -19,7 +19,7 @@ from framesieve.services.encoder.tower.tower import Tower
 class _Projector(Mistral3MultiModalProjector):
     """Takes the patches of a token one after the other, where transformers' takes those of a picture row by row."""
 
-    def forward(self, features: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, features: Tensor) -> Tensor:
         merger = self.patch_merger
         normed = self.norm(features).unflatten(0, (-1, merger.spatial_merge_size**2))
         merged: Tensor = merger.merging_layer(normed.transpose(1, 2).flatten(1))

@@ -26,7 +26,8 @@ from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_dige
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache_entry import CacheEntry, SliceKey, num_encoded
+from framesieve.services.encoder.items.cache_entry import CacheEntry
+from framesieve.services.encoder.items.decoded_slices import SliceKey, num_encoded
 from framesieve.services.encoder.metrics import EVICTIONS, LOOKUPS
 from framesieve.services.encoder.tower.tower import Tower
 
@@ -114,7 +115,7 @@ class EmbedsCache:
             self._drop(oldest)
             EVICTIONS.inc()
         entry.cached = True
-        self._slices |= {key: (entry, index) for index, key in enumerate(entry.keys) if key}
+        self._slices |= {key: (entry, index) for index, key in enumerate(entry.slices.keys) if key}
         self.held_bytes += entry.size_bytes
         entry.release_reservation()
         return True
@@ -122,7 +123,7 @@ class EmbedsCache:
     def _drop(self, entry: CacheEntry) -> None:
         if entry.key is not None and self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
-        for key in entry.keys:
+        for key in entry.slices.keys:
             if key in self._slices and self._slices[key][0] is entry:
                 del self._slices[key]
         entry.close()

@@ -19,19 +19,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
-from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import PeerContract, Unavailable
-from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.common.contract.tensors import TensorBuffer
+from framesieve.common.contract.errors import Unavailable
+from framesieve.common.contract.plan import Int32Array, MediaPlan
+from framesieve.common.contract.retention import Pruning
 from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
+from framesieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
 from framesieve.services.encoder.metrics import REUSED_SLICES
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
 from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames
@@ -39,30 +37,6 @@ from framesieve.services.encoder.tower.tower import Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2
-
-# All that determines the embeddings of a slice, in one tower: the digest of its frames and kept tokens, the rows and
-# columns of its grid, and the numbers of the frames' times where the tower takes them.
-SliceKey: TypeAlias = tuple[bytes, int, int, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class FrameSlice:
-    """One temporal slice of a media item: uint8 [frames, height, width, 3].
-
-    index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
-    monotonic clock. kept: which of its tokens are there, one below the other, int32 [k], increasing; None: all of it.
-    digest: of frames and kept; empty: not known. repeats: the index of an earlier slice of the item, of which it has
-    the frames and the kept tokens; its own frames are then None.
-    """
-
-    index: int
-    frames: TensorBuffer | None
-    repaired_frames: int
-    decoded_ns: int
-    resized_ns: int
-    kept: Int32Array | None = None
-    digest: bytes = b""
-    repeats: int | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +90,7 @@ class CacheEntry:
     chosen: how its tokens are chosen before the tower: it then has embeddings of these alone. None: of all tokens.
     key: its cache key; None: the entry is never found by others and never cached.
     encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
-    keys: those of the slices that are decoded; None: a slice that is not found by others.
+    slices: those that are decoded.
     waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
     delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
     failure: why it will never be complete. The counts of slices never decrease.
@@ -137,10 +111,6 @@ class CacheEntry:
         """find: the embeddings of an equal slice, (1 + levels, its tokens, D), if the cache has one."""
         self.chosen = chosen
         self._find = find
-        self._kept: list[Int32Array] = []
-        self._rows: list[slice] = []  # where the embeddings of each decoded slice are
-        self.keys: list[SliceKey | None] = []
-        self.tokens = num_encoded(plan, chosen)  # at most, until it is complete
         self.key = key
         self.encoding = encoding
         self.plan = plan
@@ -160,6 +130,7 @@ class CacheEntry:
         self.failure: BaseException | None = None
         self._tower = tower
         self._arrangement = tower.arrangement(plan)
+        self.slices = DecodedSlices(plan, self._arrangement, chosen)
         self.batcher = batcher
         self._encoding_bytes = encoding_bytes
         self._reserved_bytes = 0
@@ -167,7 +138,7 @@ class CacheEntry:
         self._stored: set[int] = set()
         self._arranged = False
         self._closing = threading.Lock()  # held while the buffer is replaced
-        self._slices: dict[int, asyncio.Future[ForwardTimes]] = {}
+        self._encoded: dict[int, asyncio.Future[ForwardTimes]] = {}
         self._ahead = asyncio.Semaphore(max(1, _FORWARDS_AHEAD * batcher.budget_tokens // self._slice_load))
         self._changed = asyncio.Event()
 
@@ -183,6 +154,11 @@ class CacheEntry:
         return max(1, *(self._tower.patches.load((plan.slice_frames, *size, 3)) for size in sizes))
 
     @property
+    def tokens(self) -> int:
+        """How many it has of the grid; at most, until all slices are decoded."""
+        return self.slices.tokens
+
+    @property
     def size_bytes(self) -> int:
         """Bytes that it takes in the cache: embeddings, and the scores of every method."""
         return embeds_bytes(self._tower, self.tokens) + (0 if self.chosen else SCORES_BYTES * self.tokens)
@@ -196,14 +172,12 @@ class CacheEntry:
 
     def slice_embeds(self, index: int) -> Tensor:
         """(1 + levels, tokens, D) of a slice of a complete entry."""
-        return self.embeds[:, self._rows[index]]
+        return self.embeds[:, self.slices.rows[index]]
 
     @property
     def kept(self) -> Int32Array | None:
         """The tokens that `embeds` has, int32 (tokens,), increasing; None: all."""
-        if self.tokens == self.plan.grid.tokens:
-            return None
-        return np.concatenate(self._kept)
+        return self.slices.kept(0, self.plan.slices)
 
     @property
     def in_parts(self) -> bool:
@@ -212,19 +186,13 @@ class CacheEntry:
         by_slice = self._arrangement.of_item is None and self._arrangement.slice_tokens == plan.grid.slice_tokens
         return by_slice and plan.slices == plan.grid.t and not plan.brings_embeds
 
-    def rows_before(self, slice_: int) -> int:
-        """How many tokens are encoded of the slices before one of the first `ready_slices`, or before their end."""
-        return self._rows[slice_ - 1].stop if slice_ else 0
-
     def part(self, start: int, end: int) -> tuple[Tensor, Int32Array | None]:
         """Embeddings (1 + levels, n, D) of slices [start, end) that are ready, and the tokens that they have of the
         grid, int32 (n,); None: all of them."""
         assert self._buffer is not None
         assert end <= self.ready_slices
-        embeds = self._buffer[:, self.rows_before(start) : self.rows_before(end)]
-        if embeds.shape[1] == (end - start) * self.plan.grid.slice_tokens:
-            return embeds, None
-        return embeds, np.concatenate(self._kept[start:end])
+        rows = slice(self.slices.rows_before(start), self.slices.rows_before(end))
+        return self._buffer[:, rows], self.slices.kept(start, end)
 
     @property
     def complete(self) -> bool:
@@ -295,30 +263,22 @@ class CacheEntry:
         """
         if piece.index < self.decoded_slices:
             return
-        assert piece.index == self.decoded_slices
-        kept = self._kept_in(piece)
-        if kept is None:
-            start, end = (self._arrangement.tokens_before(index) for index in (piece.index, piece.index + 1))
-        else:
-            start = self._choose(kept)
-            end = start + kept.size
-        self._rows.append(slice(start, end))
-        self.keys.append(self._key_of(piece))
+        rows = self.slices.add(piece)
         self.repaired_frames += piece.repaired_frames
         self.times.decoded_ns, self.times.resized_ns = piece.decoded_ns, piece.resized_ns
         self.decoded_slices += 1
         self.queued_ns = self.queued_ns or monotonic_ns()
-        if start == end:
+        if rows.start == rows.stop:
             self._count_encoded(piece.index)
             return
         self.notify()
         if self._buffer is None or self.failure is not None:  # closed or failed while it was sent
             return
-        key, target = self.keys[piece.index], self._buffer[:, self._rows[piece.index]]
+        key, target = self.slices.keys[piece.index], self._buffer[:, rows]
         if piece.repeats is not None:
             REUSED_SLICES.labels("repeated").inc()
-            source = self._buffer[:, self._rows[piece.repeats]]
-            self._await_slice(piece.index, self._copied(source, target, self._slices[piece.repeats]))
+            source = self._buffer[:, self.slices.rows[piece.repeats]]
+            self._await_slice(piece.index, self._copied(source, target, self._encoded[piece.repeats]))
         elif key and (cached := self._find(key)) is not None:
             REUSED_SLICES.labels("cached").inc()
             self._await_slice(piece.index, self._copied(cached, target))
@@ -359,45 +319,13 @@ class CacheEntry:
     def _await_slice(self, index: int, times: Awaitable[ForwardTimes]) -> None:
         encoded = asyncio.ensure_future(times)
         encoded.add_done_callback(partial(self._slice_done, index))
-        self._slices[index] = encoded
-
-    def _kept_in(self, piece: FrameSlice) -> Int32Array | None:
-        """The kept tokens of a slice, int32 [k]; None: all."""
-        if piece.repeats is None or not self.chosen:
-            return piece.kept
-        return self._kept[piece.repeats] - np.int32(piece.repeats * self.plan.grid.slice_tokens)
-
-    def _key_of(self, piece: FrameSlice) -> SliceKey | None:
-        """The key of a slice; None for an image's, whose tiles may be arranged, and where the digest is not known."""
-        if piece.repeats is not None:
-            return self.keys[piece.repeats]
-        if not piece.digest or self.plan.modality is Modality.IMAGE:
-            return None
-        return piece.digest, self.plan.grid.h, self.plan.grid.w, self._times_of(piece.index)
-
-    def _times_of(self, index: int) -> tuple[int, ...]:
-        """The numbers of the times of a slice's frames; empty if the tower takes none."""
-        first = index * self.plan.slice_frames
-        return self._arrangement.times[first : first + self.plan.slice_frames]
-
-    def _choose(self, kept: Int32Array) -> int:
-        """Notes the chosen tokens of the next slice, and returns where their embeddings begin."""
-        assert self.chosen is not None
-        plan, start = self.plan, self._rows[-1].stop if self._rows else 0
-        self._kept.append(kept + self.decoded_slices * plan.grid.slice_tokens)
-        chosen, last = start + kept.size, len(self._kept) == plan.slices
-        if chosen > self.tokens or (last and (chosen == 0 or (self.chosen.threshold is None and chosen < self.tokens))):
-            bound = "" if self.chosen.threshold is None else "at most "
-            raise PeerContract(f"{chosen} tokens were chosen of a video that keeps {bound}{self.tokens}")
-        if last:
-            self.tokens = chosen
-        return start
+        self._encoded[index] = encoded
 
     def _frames(self, piece: FrameSlice, pixels: Tensor) -> Frames:
         """What the tower is given of a slice. pixels: uint8 (F, H, W, 3)."""
         if piece.kept is not None:
             return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(piece.kept.tolist()))
-        times = self._times_of(piece.index)
+        times = self.slices.times_of(piece.index)
         return TimedFrames(pixels, times) if times else pixels
 
     def trim(self) -> None:
@@ -425,8 +353,8 @@ class CacheEntry:
 
     def close(self) -> None:
         """Removes its slices from the tower's queue and frees buffer and bytes; may be called twice."""
-        slices, self._slices = self._slices, {}
-        for encoded in slices.values():
+        futures, self._encoded = self._encoded, {}
+        for encoded in futures.values():
             encoded.cancel()
         with self._closing:
             self._buffer = None
@@ -471,11 +399,6 @@ def _copy(embeds: Tensor, buffer: Tensor) -> None:
     """Returns once the copy is made. On CUDA, torch waits for the transfer and not for a conversion after it."""
     buffer.copy_(embeds)
     Computed(buffer.device).wait()
-
-
-def num_encoded(plan: MediaPlan, chosen: Pruning | None) -> int:
-    """How many tokens of an item are encoded, at most. chosen: how they are chosen before the tower; None: all are."""
-    return plan.grid.tokens if chosen is None else num_kept(plan.grid, chosen)
 
 
 def encoding_bytes(tower: Tower, plan: MediaPlan, chosen: Pruning | None) -> int:

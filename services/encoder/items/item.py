@@ -43,8 +43,8 @@ from framesieve.services.encoder.items.cache_entry import (
     StageTimes,
     embeds_bytes,
     encoding_bytes,
-    num_encoded,
 )
+from framesieve.services.encoder.items.decoded_slices import num_encoded
 from framesieve.services.encoder.metrics import count_item
 from framesieve.services.encoder.pruning.methods import keep_part, keep_tokens, keeps_by_slice
 
@@ -221,7 +221,7 @@ class Item:
 
     def _num_kept(self, entry: CacheEntry, start: int, end: int) -> int:
         """How many tokens are kept of slices [start, end) that are encoded."""
-        encoded = entry.rows_before(end) - entry.rows_before(start)
+        encoded = entry.slices.rows_before(end) - entry.slices.rows_before(start)
         if self._chosen or self._count == self.plan.grid.tokens or start == end:
             return encoded
         grid, each = self.plan.grid, causal_slice_tokens(self.plan.grid, self._pruning.rate)

@@ -116,7 +116,7 @@ def load_projected(
 class _SiglipAttention(SiglipAttention):
     """CLIP's has the same parts and, other than SigLIP's, passes the ends of sequences on to the attention."""
 
-    forward = CLIPAttention.forward  # type: ignore[assignment]
+    forward = CLIPAttention.forward
 
 
 class _InternVLLayer(InternVLVisionLayer):

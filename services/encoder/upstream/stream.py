@@ -26,7 +26,8 @@ from framesieve.common.contract.received import received_plan
 from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from framesieve.common.handover import Receiver
-from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery, FrameSlice
+from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery
+from framesieve.services.encoder.items.decoded_slices import FrameSlice
 from framesieve.services.encoder.upstream.plan_check import PlanCheck
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
