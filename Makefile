@@ -124,7 +124,7 @@ demo-minicpm: setup  ## Measure what pruning a resampler's tokens costs: trains 
 	$(BIN)/python -m demo.minicpm
 
 demo-eval: setup  ## Measure the accuracy of the embedded model by pruning rate and method
-	$(BIN)/python -m demo.evaluate --picture docs/pruning.png
+	$(BIN)/python -m demo.evaluate --picture docs/pruning.png --time-picture docs/pruning-time.png
 
 up:  ## Start the stack in containers, with Prometheus and Grafana
 	docker compose --profile dashboard up --build --detach --wait

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
 from framesieve.common.checkpoint import DEMO_MODEL
@@ -52,17 +59,39 @@ class DeepStack:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent:
+    """What Qwen3.5's layout has beside a `Shape`. place_count: rows of the tower's table of places.
+
+    rotary: the share of a head that is rotated. key_heads, value_heads, state_dim: of layers with a recurrent state,
+    which are three of four.
+    """
+
+    place_count: int
+    head_dim: int
+    rotary: float
+    key_heads: int
+    value_heads: int
+    state_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """A checkpoint's sizes: Qwen2.5-VL's layout, or with deepstack Qwen3-VL's. vocabulary: None: the tokenizer's."""
+    """A checkpoint's sizes: Qwen2.5-VL's layout; with deepstack Qwen3-VL's, with recurrent Qwen3.5's.
+
+    vocabulary: None: the tokenizer's.
+    """
 
     shape: Shape
     vocabulary: int | None = None
     deepstack: DeepStack | None = None
+    recurrent: Recurrent | None = None
 
     def parts(self) -> tuple[Any, Any]:
         """The checkpoint's config, and transformers' class of its model."""
         config: Any = make_config(self.shape, make_tokenizer(self.shape))
         config.text_config.vocab_size = self.vocabulary or config.text_config.vocab_size
+        if self.recurrent:
+            return _qwen3_5(config, self.recurrent), Qwen3_5ForConditionalGeneration
         if (deepstack := self.deepstack) is None:
             return config, Qwen2_5_VLForConditionalGeneration
         text = {name: getattr(config.text_config, name) for name in _TEXT_NAMES}
@@ -92,7 +121,48 @@ class Layout:
     def save(self, whole: Any, folder: Path) -> Path:
         """The folder of a checkpoint of a model that was drawn."""
         save_checkpoint(folder, whole, make_tokenizer(self.shape), self.shape)
+        if self.recurrent:
+            for name, kind in (("preprocessor", "image"), ("video_preprocessor", "video")):
+                path = folder / f"{name}_config.json"
+                settings = json.loads(path.read_text()) | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+                settings |= {"processor_class": "Qwen3VLProcessor", **_PROCESSORS[kind](self.shape.max_pixels)}
+                path.write_text(json.dumps(settings))
         return folder
+
+
+# Qwen3-VL's processors, by the most pixels of a frame; a video's are those of all frames, here at most 16.
+_PROCESSORS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "image": lambda most: {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": most},
+    },
+    "video": lambda most: {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"shortest_edge": 4 * 56 * 56, "longest_edge": 16 * most},
+    },
+}
+
+
+def _qwen3_5(config: Any, recurrent: Recurrent) -> Any:
+    """The config of Qwen3.5 with the sizes of one of Qwen2.5-VL."""
+    half = int(recurrent.head_dim * recurrent.rotary) // 2
+    rope = {
+        "rope_type": "default",
+        "rope_theta": config.text_config.rope_parameters["rope_theta"],
+        "partial_rotary_factor": recurrent.rotary,
+        "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+        "mrope_interleaved": True,
+    }
+    text = {name: getattr(config.text_config, name) for name in _TEXT_NAMES}
+    states = {f"linear_{kind}_head_dim": recurrent.state_dim for kind in ("key", "value")}
+    states |= {"linear_num_key_heads": recurrent.key_heads, "linear_num_value_heads": recurrent.value_heads}
+    vision = {name: getattr(config.vision_config, name) for name in _VISION_NAMES}
+    return Qwen3_5Config(
+        text_config={**text, **states, "head_dim": recurrent.head_dim, "rope_parameters": rope},
+        vision_config={**vision, "num_position_embeddings": recurrent.place_count},
+        **{name: getattr(config, name) for name in _TOKEN_NAMES},
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
 
 
 # The proportions of Qwen2.5-0.5B (hidden size 896, MLP 5.4 times that, heads of 64, tied) at a smaller size: about
@@ -133,6 +203,13 @@ SMALL = replace(
         full_attention_blocks=(1, 3, 5, 7),
         max_pixels=320 * 280,
     ),
+)
+# The same tower, and a text model in Qwen3.5's layout with as many parameters: six layers with a recurrent state, two
+# with attention.
+SMALL_RECURRENT = replace(
+    SMALL,
+    shape=replace(SMALL.shape, layers=8),
+    recurrent=Recurrent(place_count=400, head_dim=64, rotary=0.5, key_heads=4, value_heads=8, state_dim=64),
 )
 # Sizes of Qwen/Qwen2.5-VL-3B-Instruct, from its config.json.
 QWEN2_5_VL_3B = Layout(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,20 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The answers with one method at one rate; at 0 with none."""
+    """The answers with one method at one rate; at 0 with none.
+
+    first_s: seconds to the first token of a question that is asked alone; 0: not measured. before: whether the method
+    chooses before the tower.
+    """
 
     rate: float
     method: str
     answers: tuple[Answered, ...]
+    first_s: float = 0.0
+    before: bool = False
 
     def only(self, wanted: Callable[[Answered], bool]) -> Cell:
-        return Cell(self.rate, self.method, tuple(filter(wanted, self.answers)))
+        return replace(self, answers=tuple(filter(wanted, self.answers)))
 
     def of_scene(self, kind: str) -> Cell:
         return self.only(lambda answer: answer.scene == kind)
@@ -78,7 +84,7 @@ def paired_p(one: Cell, other: Cell) -> float:
 
 
 def tables(cells: Sequence[Cell]) -> str:
-    """Markdown: all scenes; paired differences; by kind of scene; by topic."""
+    """Markdown: all scenes; paired differences; by time, if it was measured; by kind of scene; by topic."""
     clips = len({answer.seed for answer in cells[0].answers})
     parts = [
         f"{len(cells[0].answers)} questions about {clips} clips that were not used in training, for each share.",
@@ -94,7 +100,30 @@ def tables(cells: Sequence[Cell]) -> str:
         "By what is asked, with the interval:",
         _breakdown({topic: [cell.only(_asks(kinds)) for cell in cells] for topic, kinds in TOPICS.items()}),
     ]
+    if all(cell.first_s for cell in cells):
+        parts[5:5] = [
+            "By the time to the first token of a question asked alone, and the best that a method before the tower "
+            "reaches in that time:",
+            _by_time(cells),
+        ]
     return "\n\n".join(parts)
+
+
+def _by_time(cells: Sequence[Cell]) -> str:
+    """Each method after the tower beside the best before it that takes no longer."""
+    rows = []
+    for cell in sorted(cells, key=lambda cell: cell.first_s):
+        if cell.before:
+            continue
+        no_slower = [each for each in cells if each.before and each.first_s <= cell.first_s]
+        row = [f"{1e3 * cell.first_s:.0f} ms", cell.method, f"{cell.rate:g}", f"{cell.tokens:.0f}", f"{cell.share:.1%}"]
+        if no_slower:
+            best = max(no_slower, key=lambda each: each.share)
+            named = f"{best.method} {best.rate:g}, {1e3 * best.first_s:.0f} ms, {best.share:.1%}"
+            row += [named, f"{100 * (best.share - cell.share):+.1f} ({_shown(paired_p(best, cell))})"]
+        rows.append([*row, *["–"] * (7 - len(row))])
+    heading = ["first token", "method", "rate", "tokens", "exact", "before the tower, as soon", "difference (p)"]
+    return _markdown(heading, rows)
 
 
 def _asks(kinds: Sequence[str]) -> Callable[[Answered], bool]:

@@ -1,4 +1,5 @@
-"""Draws a comparison: accuracy over tokens kept, a line for each method, a panel for each kind of scene."""
+"""Draws a comparison: accuracy over tokens kept, a line for each method, a panel for each kind of scene; and accuracy
+over the time to the first token."""
 
 from __future__ import annotations
 
@@ -32,6 +33,24 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     figure.supxlabel("tokens kept of a clip", fontsize=9)
     figure.supylabel("exact match", fontsize=9)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def draw_times(cells: Sequence[Cell], path: Path) -> None:
+    """Write a PNG file."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    panel = figure.subplots()
+    for method in dict.fromkeys(cell.method for cell in cells):
+        own = sorted((cell for cell in cells if cell.method == method), key=lambda cell: cell.first_s)
+        width = 2.2 if own[0].before else 1.0
+        label = "not pruned" if method == NONE else method
+        times, shares = [1e3 * cell.first_s for cell in own], [cell.share for cell in own]
+        panel.plot(times, shares, label=label, marker="o", markersize=3, linewidth=width)
+    panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=8)
+    figure.supxlabel("milliseconds to the first token", fontsize=9)
+    figure.supylabel("exact match", fontsize=9)
     figure.savefig(path, dpi=110)
 
 

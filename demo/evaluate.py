@@ -1,7 +1,9 @@
-"""Exact match of the demo model on unseen clips, by pruning method and rate at equal tokens: `python -m demo.evaluate`.
+"""Exact match of the demo model on unseen clips, by pruning method and rate: `python -m demo.evaluate`.
 
 Completions come from the three services as separate processes, with many concurrent requests. At each rate, all methods
-keep as many tokens as EVS does; one that cannot keeps the next number below, or its fewest. The tables are Markdown.
+keep as many tokens as EVS does; one that cannot keeps the next number below, or its fewest. The column "auto" is the
+method before the tower with a threshold, which keeps at most as many. First each is timed: one question at a time,
+about clips that no cache has. The tables are Markdown.
 
 Example: python -m demo.evaluate --rates 0.75 0.9 --methods evs vcast random --clips 130 --picture accuracy.png
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
+from benchmarks.ask import ask
+from benchmarks.clips import another_file
 from demo.clips import EVALUATION_CLIPS, EVALUATION_SEEDS, FRAMES, scene_of
 from demo.comparison import Answered, Cell, tables
 from demo.drawing import encode
@@ -30,27 +35,41 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, EVS_CAUSAL, METHODS, NONE, RANDOM, Pruning, num_kept
+from framesieve.common.contract.retention import (
+    AUTO_THRESHOLD,
+    BEFORE_TOWER,
+    EVS,
+    EVS_CAUSAL,
+    METHODS,
+    NONE,
+    PIXEL_CHANGE,
+    RANDOM,
+    Pruning,
+    num_kept,
+)
 
 RATES = (0.5, 0.75, 0.85, 0.9, 0.95)
 CLIPS_IN_FLIGHT = 4
 ANSWERS_IN_FLIGHT = 128
+TIMED_CLIPS = 15
+AUTO = "auto"
 GRID = Grid(FRAMES // 2, ROWS, COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A pruning that is compared at a rate of EVS, which may not be its own."""
+    """A pruning that is compared at a rate of EVS, which may not be its own. method: its name in the tables."""
 
     rate: float
+    method: str
     pruning: Pruning
 
 
 def compared(rates: Sequence[float], methods: Sequence[str]) -> list[Compared]:
     """No pruning, and every method at every rate."""
     return [
-        Compared(0.0, Pruning(0.0, NONE)),
-        *(Compared(rate, pruning_at(rate, method)) for rate in rates for method in methods),
+        Compared(0.0, NONE, Pruning(0.0, NONE)),
+        *(Compared(rate, method, pruning_at(rate, method)) for rate in rates for method in methods),
     ]
 
 
@@ -61,6 +80,8 @@ def pruning_at(rate: float, method: str) -> Pruning:
         each = max(1, (count - GRID.slice_tokens) // (GRID.t - 1))
         # Half a token below the border of two numbers, as counts are rounded down.
         return Pruning(_rate(each, GRID.slice_tokens), method)
+    if method == AUTO:
+        return Pruning(_rate(count, GRID.tokens), PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
     return Pruning(_rate(count, GRID.tokens), method)
 
 
@@ -129,11 +150,36 @@ async def _ask(
             question.text,
             pruning_rate=pruning.rate,
             pruning_method=pruning.method,
+            pruning_threshold=pruning.threshold,
             pruning_seed=seed if pruning.method == RANDOM else None,
         )
     (item,) = answer.usage.media
     right = answer.text.strip() == question.answer
     return Answered(seed, scene_of(seed).kind, question.kind, item.num_kept, right)
+
+
+async def first_tokens(model: Path, seeds: Sequence[int], prunings: Sequence[Pruning]) -> dict[Pruning, float]:
+    """Median seconds to the first token of a question that is asked alone, about a clip that no cache has."""
+    found: dict[Pruning, list[float]] = {pruning: [] for pruning in prunings}
+    async with (
+        LocalStack(model, flags={"encoder": ["--cache-bytes", "0"]}) as stack,
+        FramesieveClient(stack.address) as client,
+    ):
+        for number, seed in enumerate(seeds):
+            clip, (question, *_) = await asyncio.to_thread(encoded, seed), questions_of(seed, 1)
+            for pruning in (*prunings[number:], *prunings[:number]):  # nobody is always the first
+                timed, _ = await ask(
+                    client,
+                    Video(data=another_file(clip)),
+                    question.text,
+                    max_new_tokens=1,
+                    pruning_rate=pruning.rate,
+                    pruning_method=pruning.method,
+                    pruning_threshold=pruning.threshold,
+                )
+                if number:  # the first clip warms up
+                    found[pruning].append(timed.first_token_s)
+    return {pruning: statistics.median(each) for pruning, each in found.items()}
 
 
 def _batches(seeds: Sequence[int], size: int) -> Iterator[Sequence[int]]:
@@ -144,23 +190,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
-    methods = [method for method in METHODS if method != NONE]
+    methods = [*(method for method in METHODS if method != NONE), AUTO]
     parser.add_argument("--methods", nargs="+", default=methods, choices=methods, metavar="METHOD")
     parser.add_argument("--clips", type=int, default=EVALUATION_CLIPS)
     parser.add_argument("--questions", type=int, default=5, help="questions per clip")
     parser.add_argument("--picture", type=Path, help="a PNG file to draw the comparison into")
+    parser.add_argument("--time-picture", type=Path, help="a PNG file to draw accuracy over time into")
     parser.add_argument("--json", action="store_true", help="print every answer as JSON to stdout")
     args = parser.parse_args()
     seeds = range(EVALUATION_SEEDS, EVALUATION_SEEDS + args.clips)
     wanted = compared(args.rates, args.methods)
     unwind_on_signals()
     prunings = list(dict.fromkeys(each.pruning for each in wanted))
+    first_s = asyncio.run(first_tokens(args.model, seeds[: TIMED_CLIPS + 1], prunings))
     found = asyncio.run(ask_services(args.model, seeds, args.questions, prunings))
-    cells = [Cell(each.rate, each.pruning.method, tuple(found[each.pruning])) for each in wanted]
-    if args.picture:
-        from demo.comparison_plot import draw
+    cells = [
+        Cell(
+            each.rate,
+            each.method,
+            tuple(found[each.pruning]),
+            first_s[each.pruning],
+            each.pruning.method in BEFORE_TOWER,
+        )
+        for each in wanted
+    ]
+    if args.picture or args.time_picture:
+        from demo.comparison_plot import draw, draw_times
 
-        draw(cells, args.picture)
+        if args.picture:
+            draw(cells, args.picture)
+        if args.time_picture:
+            draw_times(cells, args.time_picture)
     print(json.dumps([asdict(cell) for cell in cells]) if args.json else tables(cells))
 
 

@@ -21,17 +21,19 @@ from framesieve.cli.launcher import LocalStack
 from framesieve.cli.signals import unwind_on_signals
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.contract.errors import FramesieveError, StartupError
+from framesieve.common.contract.retention import PIXEL_CHANGE
 
 RATES = (0.0, 0.75)
+METHOD = PIXEL_CHANGE  # nothing costs less before the first token
 MAX_NEW_TOKENS = 48
 TIMEOUT_S = 120.0
 
 CAPTION = (
     "Each instant before the first token is attributed to the earliest unfinished stage, so the stages sum to "
     "it although decoding and encoding overlap. A question about the clip at another frame rate was asked before as a "
-    "warm-up. The clip is decoded and encoded once: later questions at any rate find its embeddings in the encoder's "
-    "cache; at the same rate they also find its tokens in generation's prefix cache, which then prefills only the "
-    "question."
+    "warm-up. The pruned tokens are dropped before the tower, by their pixels, so it encodes the others alone. The first "
+    "question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, which "
+    "then prefills only the question."
 )
 
 
@@ -55,7 +57,7 @@ def main(model: Path = DEMO_MODEL) -> int:
             rows = asyncio.run(ask_all(console, stack.address))
         console.print(cost_table(rows))
         console.print(f"[dim]{CAPTION}[/]")
-        picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} --pruning-rate {RATES[-1]} -o kept.png"
+        picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} --pruning-rate {RATES[-1]} --method {METHOD} -o kept.png"
         console.print(f"\nTo draw which patches were kept:  {picture}", soft_wrap=True)
         console.print(
             "To ask in a browser:  .venv/bin/framesieve serve, then open http://127.0.0.1:8000/", soft_wrap=True
@@ -87,7 +89,13 @@ async def ask(console: Console, client: FramesieveClient, question: str, rate: f
     console.print(f"   [dim]rate {rate:<6g}[/]", end="")
     answered, finished = False, None
     stream = client.stream(
-        CLIP, question, pruning_rate=rate, temperature=0.0, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S
+        CLIP,
+        question,
+        pruning_rate=rate,
+        pruning_method=METHOD,
+        temperature=0.0,
+        max_new_tokens=MAX_NEW_TOKENS,
+        timeout_s=TIMEOUT_S,
     )
     async for event in stream:
         match event:

@@ -46,7 +46,7 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 
 
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
-FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 DEEP_FAMILIES = (
     "glm4v",
     "glm4v_moe",
@@ -63,6 +63,7 @@ DEEP_FAMILIES = (
     "minicpmv_4_5",
     "mistral3",
     "qwen2_vl",
+    "qwen3_5_moe",
     "video_llama_3",
 )
 FAMILY_PARAMS = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP_FAMILIES)]

@@ -179,13 +179,13 @@ def _write_qwen3(folder: Path, seed: int, config_class: Any, model_class: Any, t
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
 
 
-# One attention layer after three with a recurrent state, twice as many value heads as key heads, as published.
+# Attention layers between others with a recurrent state, twice as many value heads as key heads.
 QWEN3_5: dict[str, dict[str, Any]] = {
     "text": {
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 5,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -229,11 +229,13 @@ def _write_qwen3_5(folder: Path, seed: int, config_class: Any, model_class: Any,
     return _write_qwen(folder, seed, config_class, model_class, sizes, (images, videos), "Qwen3VL")
 
 
-def _remember(model: Any) -> None:
-    """Gives the heads of recurrent layers, if there are any, decays from one token to a thousand."""
+def _as_trained(model: Any) -> None:
+    """Gives the heads of recurrent layers decays from one token to hundreds, and norms that add 1 weights near 0."""
     for name, parameter in model.named_parameters():
         if name.endswith(".A_log"):
             parameter.data = torch.linspace(-6.0, 1.0, parameter.numel())
+        if "language_model" in name and "norm" in name and "linear_attn" not in name:
+            parameter.data -= 1.0
 
 
 def _write_qwen(
@@ -259,7 +261,8 @@ def _write_qwen(
     )
     model = model_class(config)
     randomise(model, 0.1, seed)
-    _remember(model)
+    if "layer_types" in sizes["text"]:
+        _as_trained(model)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -681,6 +684,7 @@ _QWEN3: dict[str, Any] = {
     "slices_stand_alone": True,
     "text_prefix": "model.language_model.",
 }
+_QWEN3_5 = {**_QWEN3, "levels": 0}
 FAMILIES: Mapping[str, FamilyUnderTest] = {
     **{
         f"minicpmv_{version.replace('.', '_')}": FamilyUnderTest(
@@ -801,6 +805,8 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         slices_stand_alone=False,
         text_prefix="model.",
     ),
+    "qwen3_5": FamilyUnderTest(write_qwen3_5, Qwen3_5ForConditionalGeneration, **_QWEN3_5),
+    "qwen3_5_moe": FamilyUnderTest(write_qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, **_QWEN3_5),
     "video_llama_3": FamilyUnderTest(
         write=_write_video_llama_3,
         model=VideoLlama3ForConditionalGeneration,

@@ -24,6 +24,7 @@ from tests.tiny import BLOCK_TOKENS
 
 MODULE = "tests.parallel_rank"
 MOST_BLOCKS = 64  # the largest KV cache of an engine on rank 0
+MOST_STATES = 32  # and the most slots of recurrent states
 
 
 def adapters_of(checkpoint: Path) -> list[AdapterFolder]:
@@ -40,7 +41,7 @@ def main() -> None:
         checkpoint = Path(folder.decode())
         model = load_language_model(Checkpoint(checkpoint), torch.float32, device, group)
         load_adapters(adapters_of(checkpoint), model, group)
-        run_steps(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS), group)
+        run_steps(orders, Runner(model, MOST_BLOCKS, BLOCK_TOKENS, state_slots=MOST_STATES), group)
 
 
 if __name__ == "__main__":

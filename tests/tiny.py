@@ -21,8 +21,10 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import LaunchedStep, OtherRanks, Runner, SampledStep
+from framesieve.services.generation.model.states import RESERVED
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
@@ -78,8 +80,15 @@ class WholeWords:
 class RecordingRunner(Runner):
     """Records the chunks of each step, and the logits that each request's tokens were sampled from."""
 
-    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: OtherRanks | None = None) -> None:
-        super().__init__(model, blocks, block_tokens, workers)
+    def __init__(
+        self,
+        model: LanguageModel,
+        blocks: int,
+        block_tokens: int,
+        workers: OtherRanks | None = None,
+        state_slots: int = 0,
+    ) -> None:
+        super().__init__(model, blocks, block_tokens, workers, state_slots)
         self._requests: dict[str, Request] = {}
         self._logits: dict[str, list[Tensor]] = {}
         self.steps: list[list[tuple[str, int, int]]] = []
@@ -143,11 +152,13 @@ class TinyEngine:
     on_end: Callable[[], object] = lambda: None
     workers: OtherRanks | None = None
     overlap: bool = False
+    snapshots: int = 16  # slots of recurrent states beside those of running sequences
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.workers)
+        slots = 2 * self.max_num_seqs + self.snapshots if self.model.states else 0
+        self.runner = RecordingRunner(self.model, self.blocks, BLOCK_TOKENS, self.workers, slots)
         allocator = BlockAllocator(self.blocks, BLOCK_TOKENS)
         self.engine = Engine(
             self.runner,
@@ -159,6 +170,7 @@ class TinyEngine:
             self.on_step,
             self.on_end,
             self.overlap,
+            StateSlots(slots, RESERVED) if slots else None,
         )
 
     def ask(

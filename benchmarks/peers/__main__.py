@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.ask import ask
 from benchmarks.clips import another_file, clip
-from benchmarks.models import QWEN2_5_VL_3B, SMALL
+from benchmarks.models import QWEN2_5_VL_3B, SMALL, SMALL_RECURRENT
 from benchmarks.peers.figures import Figures, Measured
 from benchmarks.peers.generate import Peer
 from benchmarks.peers.limits import limits
@@ -48,6 +48,7 @@ from framesieve.client.prompt import Options, Video
 from framesieve.common.contract.retention import EVS, PIXEL_CHANGE
 from framesieve.common.telemetry.logs import configure_logging
 
+LAYOUTS = {"small": SMALL, "recurrent": SMALL_RECURRENT, "3b": QWEN2_5_VL_3B}
 QUESTION = "Describe what happens."
 NEW_TOKENS = 64
 CLIP_S, CLIP_FPS, CLIP_SIZE = 8, 24, (240, 320)
@@ -143,11 +144,11 @@ def _peak(stack: LocalStack) -> int:
 
 
 def checkpoint(folder: Path, name: str, dtype: str) -> Path:
-    """The folder of a checkpoint, "small" or "3b", stored in `dtype`; written if it is not there."""
+    """The folder of a checkpoint, a name of LAYOUTS, stored in `dtype`; written if it is not there."""
     path = folder / f"{name}-{dtype}"
     if not (path / "config.json").exists():
         print(f"writing {path}", file=sys.stderr)
-        layout = SMALL if name == "small" else QWEN2_5_VL_3B
+        layout = LAYOUTS[name]
         layout.save(layout.drawn(dtype=getattr(torch, dtype)), path)
     return path
 
@@ -192,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=("small", "3b"), default="small")
+    parser.add_argument("--model", choices=LAYOUTS, default="small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append")
     parser.add_argument("--rate", type=float, action="append")
     parser.add_argument("--clients", type=int, action="append")

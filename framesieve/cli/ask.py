@@ -32,6 +32,7 @@ from framesieve.cli.options import (
     StartOption,
     SystemOption,
     TemperatureOption,
+    ThinkingOption,
     ThresholdOption,
     TimeoutOption,
     TlsCaOption,
@@ -45,6 +46,7 @@ from framesieve.cli.options import (
     media_part,
     print_json,
     pruning_options,
+    template_options,
 )
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
 from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, Usage, cost_of
@@ -103,6 +105,7 @@ def ask(
         typer.Option(help="Above 0, at most 2: the same, once for each occurrence.", rich_help_panel=SAMPLING),
     ] = None,
     seed: SeedOption = None,
+    thinking: ThinkingOption = None,
     adapter: AdapterOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     stop: Annotated[
@@ -168,6 +171,7 @@ def ask(
         stop=stop,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs,
+        template_options=template_options(thinking),
         adapter=adapter,
         n=n,
         timeout_s=timeout_s,

@@ -28,6 +28,7 @@ from framesieve.cli.options import (
     StartOption,
     SystemOption,
     TemperatureOption,
+    ThinkingOption,
     ThresholdOption,
     TimeoutOption,
     TlsCaOption,
@@ -39,6 +40,7 @@ from framesieve.cli.options import (
     access_of,
     media_part,
     pruning_options,
+    template_options,
 )
 from framesieve.cli.terminal import print_cost, report, reported_errors
 from framesieve.client.answer import cost_of
@@ -65,6 +67,7 @@ def chat(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
+    thinking: ThinkingOption = None,
     adapter: AdapterOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     server: ServerOption = DEFAULT_ADDRESS,
@@ -91,6 +94,7 @@ def chat(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        template_options=template_options(thinking),
         adapter=adapter,
         timeout_s=timeout_s,
     )

@@ -37,6 +37,8 @@ MODEL_FAMILIES = (
     ModelFamily("qwen2_5_vl", "Qwen2.5-VL", _BOTH, _PRUNING, "M-RoPE, time in seconds"),
     ModelFamily("qwen3_vl", "Qwen3-VL", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("qwen3_vl_moe", "Qwen3-VL, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("qwen3_5", "Qwen3.5, 3.6, 3.8", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("qwen3_5_moe", "Qwen3.5, 3.6, 3.8, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("glm4v", "GLM-4.1V, GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("glm46v", "GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("glm4v_moe", "GLM-4.5V, GLM-4.6V, mixtures of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),

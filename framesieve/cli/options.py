@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -43,6 +43,7 @@ _FLAGS = {
     "pruning.method": "--method",
     "pruning.threshold": "--pruning-threshold",
     "adapter": "--adapter",
+    "prompt.template_options.enable_thinking": "--thinking",
 }
 _REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --on-server, or as a URL"}
 _NAME_CHARACTERS = 200  # of a URL, in an error
@@ -146,6 +147,14 @@ AdapterOption = Annotated[
     str | None,
     typer.Option(help="Name of a LoRA adapter that generation has loaded (--adapters).", rich_help_panel=SAMPLING),
 ]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="Whether the model thinks before it answers, if it can do both. Default: the chat template's.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 JsonOption = Annotated[
     bool,
     typer.Option(
@@ -223,6 +232,11 @@ def pruning_options(rate: float | None, method: str | None, threshold: float | N
     with _bad_parameters():
         said = Said(rate, method, threshold=threshold)
     return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
+
+
+def template_options(thinking: bool | None) -> Mapping[str, bool]:
+    """Variables of the chat template. thinking: None, as it does by default."""
+    return {} if thinking is None else {"enable_thinking": thinking}
 
 
 @contextmanager

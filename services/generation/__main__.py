@@ -30,6 +30,8 @@ from framesieve.services.compute.device import device_of, name_of
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import FAMILIES, check_pruning, check_ranks
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.kv_cache.state_slots import StateSlots
+from framesieve.services.generation.model.states import RESERVED
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.rpc.metrics import count_step, watch
 from framesieve.services.generation.rpc.served_model import ServedModel
@@ -76,6 +78,7 @@ async def main() -> ExitStatus:
             count_step,
             break_off,
             overlap=model.device.type != "cpu",
+            states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))

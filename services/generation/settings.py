@@ -77,6 +77,13 @@ class GenerationSettings(UpstreamSettings):
         description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU; on CUDA as many as "
         "fit into the memory that the largest step leaves free, measured at startup",
     )
+    state_slots: int | None = Field(
+        None,
+        ge=2,
+        description="slots of recurrent states, for models whose layers keep one, such as Qwen3.5: two for each of "
+        "--max-num-seqs, the others keep states for prefix cache hits; unset: up to 64 others, as many as fit into "
+        "2 GiB",
+    )
     gpu_memory_fraction: float = Field(
         0.9,
         gt=0,

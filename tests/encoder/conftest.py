@@ -9,12 +9,15 @@ import pytest
 
 from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import Stack, running, tower_of
-from tests.families import FAMILIES, FamilyUnderTest
+from tests.families import FAMILIES, QWEN, FamilyUnderTest
+
+# A mixture of experts has the tower of its dense sibling.
+QWEN_PARAMS = [pytest.param(name, marks=pytest.mark.deep) if name.endswith("_moe") else name for name in QWEN]
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.deep)])
 def family(request: pytest.FixtureRequest) -> str:
-    """The families with different towers: one has windows, the other levels. Qwen3-VL-MoE's is Qwen3-VL's."""
+    """The families with different towers: one has windows, one levels, the last neither."""
     name: str = request.param
     return name
 

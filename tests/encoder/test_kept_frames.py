@@ -21,16 +21,17 @@ from framesieve.services.encoder.tower.graph_buckets import Eager
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.patches import Frames, KeptFrames
 from framesieve.services.encoder.tower.tower import Tower
+from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_graphs import Graphed, encode_in_batches, encode_without
 from tests.encoder.test_tower import CPU, frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import FAMILIES, QWEN, FamilyUnderTest, load_reference
+from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.vision import kept_embeds, patches_of
 
 MOST_TOKENS = 160
 
 
-@pytest.fixture(scope="session", params=[*QWEN, "glm4v"])
+@pytest.fixture(scope="session", params=[*QWEN_PARAMS, "glm4v"])
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -24,15 +24,16 @@ from framesieve.services.encoder.tower.patches import read_normalisation
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES
 from framesieve.services.encoder.tower.weights import find_weights, read_weights
+from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_llava import frames_of as sized_frames
-from tests.families import QWEN, FamilyUnderTest, load_reference
+from tests.families import FamilyUnderTest, load_reference
 from tests.vision import patches_of
 
 CPU = torch.device("cpu")
 Weights = dict[str, Tensor]
 
 
-@pytest.fixture(scope="session", params=[*QWEN, pytest.param("glm4v", marks=pytest.mark.deep)])
+@pytest.fixture(scope="session", params=[*QWEN_PARAMS, pytest.param("glm4v", marks=pytest.mark.deep)])
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -198,6 +199,18 @@ def test_the_patch_embedding_keeps_its_dtype_until_normalisation_is_folded_into_
     weights = read_weights(find_weights(Checkpoint(levels_checkpoint), PREFIXES), torch.bfloat16, CPU, PATCH_EMBED)
     unrounded = {name for name, each in weights.items() if each.dtype == torch.float32}
     assert unrounded == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+
+
+def test_the_config_of_a_published_qwen3_5_is_read(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """It calls the tower `qwen3_5`, and lists no layers for deepstack; transformers saves another name and no list."""
+    saved = checkpoints("qwen3_5")
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["vision_config"] |= {"model_type": "qwen3_5", "deepstack_visual_indexes": []}
+    (copy / "config.json").write_text(json.dumps(config))
+    frames = torch.arange(2 * 64 * 64 * 3, dtype=torch.uint8).view(2, 64, 64, 3)
+    published, expected = (load_tower(Checkpoint(folder), "auto", CPU).encode([frames])[0] for folder in (copy, saved))
+    assert torch.equal(published, expected)
 
 
 BLOCK = "model.visual.blocks.0."

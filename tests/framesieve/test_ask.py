@@ -71,6 +71,7 @@ def test_sampling_flags_are_sent_and_unset_ones_leave_the_models_defaults(
     flags = ["--temperature", "0.5", "--top-p", "0.25", "--top-k", "7", "--min-p", "0.125", "--seed", "0"]
     flags += ["--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75"]
     flags += ["--max-new-tokens", "9", "--stop", "x", "--stop", "y z", "--n", "2", "--adapter", "traffic"]
+    flags += ["--no-thinking"]
     result = framesieve("ask", "?", "--server", address, *flags, "--json", "--top-logprobs", "2")
     assert result.exit_code == 0, result.stderr
     framesieve("ask", "?", "--server", address)
@@ -80,8 +81,10 @@ def test_sampling_flags_are_sent_and_unset_ones_leave_the_models_defaults(
         frequency_penalty=0.75, max_new_tokens=9, stop=["x", "y z"], n=2, logprobs=True, top_logprobs=2,
     )  # fmt: skip
     assert asked.adapter == "traffic"
+    assert json.loads(asked.prompt.template_options) == {"enable_thinking": False}
     assert (plain.sampling, plain.pruning) == (generation_pb2.Sampling(), prompt_pb2.Pruning())
     assert not plain.HasField("adapter")
+    assert not plain.prompt.template_options
 
 
 def test_json_is_one_object_with_all_completions(framesieve: Run, address: str, clip: str) -> None:

@@ -23,8 +23,10 @@ from framesieve.common.contract.retention import METHODS, Pruning
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
+from framesieve.services.generation.model.states import RESERVED
 from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.rpc.servicer import GenerationServicer
 from framesieve.services.generation.sampling.defaults import SamplingDefaults
@@ -106,8 +108,14 @@ async def service_of(
     """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)
+    blocks, slots = CACHE_TOKENS // 16, 16 if model.states else 0
     engine = Engine(
-        Runner(model, CACHE_TOKENS // 16, 16), BlockAllocator(CACHE_TOKENS // 16, 16), 64, 4, max_requests - 4
+        Runner(model, blocks, 16, state_slots=slots),
+        BlockAllocator(blocks, 16),
+        64,
+        4,
+        max_requests - 4,
+        states=StateSlots(slots, RESERVED) if slots else None,
     )
     engine.start()
     room = ByteSemaphore(ROOM_BYTES)

@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
+from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
+from framesieve.services.generation.model.states import RESERVED
 from framesieve.services.generation.request.batch import Chunk, media_rows
-from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from framesieve.services.generation.request.request import NO_STATE, Adapter, Event, Failed, Finished, Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
@@ -40,12 +42,16 @@ texts = st.lists(st.integers(1, 2), min_size=1, max_size=6).map(lambda ids: Text
 
 @dataclass
 class SequenceRunner:
-    """Stores in each slot everything that its key depends on: the sequence from its first token to its own."""
+    """Stores in each slot everything that its key depends on: the sequence from its first token to its own.
+
+    states: the sequence that each slot of recurrent states has seen; none of models without any.
+    """
 
     items: dict[Request, list[Item]]
     max_num_batched_tokens: int
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
+    states: dict[int, tuple[object, ...]] = field(default_factory=lambda: {NO_STATE: ()})
 
     def launch(self, chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         assert sum(chunk.tokens for chunk in chunks) <= self.max_num_batched_tokens
@@ -57,6 +63,11 @@ class SequenceRunner:
                 if token >= chunk.start:
                     self.slots[slot] = tuple(sequence[: token + 1])
                 assert self.slots[slot] == tuple(sequence[: token + 1]), f"{chunk} reads another sequence at {token}"
+            if chunk.request.next_states:
+                seen = self.states[chunk.request.state]
+                assert seen == tuple(sequence[: chunk.start]), f"{chunk} begins with the state of another sequence"
+                for tokens, slot in chunk.request.next_states:
+                    self.states[slot] = tuple(sequence[:tokens])
             for rows in media_rows(chunk, 0):
                 embeds = chunk.request.embeds[rows.media_index]
                 assert embeds is not None
@@ -89,12 +100,21 @@ class Desk:
     """An engine over a `SequenceRunner`, and the requests that were submitted to it."""
 
     def __init__(
-        self, blocks: int, max_num_batched_tokens: int = 64, max_draft_tokens: int = 0, max_num_seqs: int = 4
+        self,
+        blocks: int,
+        max_num_batched_tokens: int = 64,
+        max_draft_tokens: int = 0,
+        max_num_seqs: int = 4,
+        snapshots: int | None = None,
     ) -> None:
+        """snapshots: slots of recurrent states beside those of running sequences; None: the model has no states."""
         self.items: dict[Request, list[Item]] = {}
         runner: Any = SequenceRunner(self.items, max_num_batched_tokens)
         allocator = BlockAllocator(blocks, BLOCK_TOKENS)
-        self.engine = Engine(runner, allocator, max_num_batched_tokens, max_num_seqs, 64, max_draft_tokens)
+        states = None if snapshots is None else StateSlots(2 * max_num_seqs + snapshots, RESERVED)
+        self.engine = Engine(
+            runner, allocator, max_num_batched_tokens, max_num_seqs, 64, max_draft_tokens, states=states
+        )
         self.max_num_seqs = max_num_seqs
         self.capacity_tokens = blocks * BLOCK_TOKENS
         self.undelivered: list[Asked] = []
@@ -149,7 +169,11 @@ class Desk:
 
 def assert_blocks_hold_what_is_read(data: st.DataObject) -> None:
     desk = Desk(
-        data.draw(st.integers(8, 40)), data.draw(st.sampled_from((1, 4, 7, 64))), data.draw(st.integers(0, 2)), 3
+        data.draw(st.integers(8, 40)),
+        data.draw(st.sampled_from((1, 4, 7, 64))),
+        data.draw(st.integers(0, 2)),
+        3,
+        data.draw(st.sampled_from((None, 0, 1, 3, 10))),
     )
     prompts: list[list[Text | Item]] = []
     pool = [VIDEO, *data.draw(st.lists(st.sampled_from(TWINS[1:]), min_size=1, max_size=2, unique_by=id))]
@@ -175,8 +199,9 @@ def assert_blocks_hold_what_is_read(data: st.DataObject) -> None:
             assert sum(isinstance(event, Finished | Failed) for event in one.events) == 1
     event(f"prefix hit: {any(each.request.cached_tokens for each in desk.asked)}")
     event(f"media not sent again: {any(each.spared for each in desk.asked)}")
-    event(f"preempted: {desk.engine.stats().totals.preemptions > 0}")
-    assert desk.engine.stats().blocks_used == 0
+    stats = desk.engine.stats()
+    event(f"preempted: {stats.totals.preemptions > 0}, with states: {stats.states_total > 0}")
+    assert (stats.blocks_used, stats.states_used) == (0, 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -128,7 +128,8 @@ def test_a_missing_expert_is_named(checkpoints: Callable[[str], Path], tmp_path:
 def test_weights_that_differ_from_the_config_are_named(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
     prefix = FAMILIES[family].text_prefix
     norm, query = f"{prefix}norm.weight", f"{prefix}layers.1.self_attn.q_proj.weight"
-    two_layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    first = "linear_attention" if family.startswith("qwen3_5") else "full_attention"
+    two_layers = {"num_hidden_layers": 2, "layer_types": [first, "full_attention"]}
     faults: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] = [
         (lambda weights: weights.pop(query), {}, f"missing weights ['{query}']"),
         (lambda weights: weights.pop(FAMILIES[family].lm_head), {}, "missing weights ['lm_head.weight']"),

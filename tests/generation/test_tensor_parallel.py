@@ -35,10 +35,20 @@ from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 CPU = torch.device("cpu")
-DEEP = ("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_vl")
+DEEP = (
+    "glm4v",
+    "glm4v_moe",
+    "llava",
+    "llava_pixtral",
+    "minicpmv_2_6",
+    "minicpmv_4_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+)
 FAMILY_PARAMS = [
     "llava_onevision",
     "qwen2_5_vl",
+    "qwen3_5",
     "qwen3_vl_moe",
     *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
 ]
@@ -138,7 +148,7 @@ def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(share
     attention: Any = half.text.layers[1].self_attn  # type: ignore[union-attr, index]
     width = 2 * half.head_dim
     for layer, down, up in (
-        (attention.q_proj, (3, half.hidden_size), (width, 3)),
+        (attention.k_proj, (3, half.hidden_size), (half.kv_heads * half.head_dim, 3)),
         (attention.o_proj, (3, width), (half.hidden_size, 3)),
     ):
         for addition in layer.additions.values():

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from framesieve.common.chat_templates import TemplateSource
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.services.generation.sampling.detokenizer import load_tokenizer
 from framesieve.services.generation.sampling.structured import DocumentState, Grammars, _closed
-from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, Tool, ToolUse
+from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, Tool, ToolUse, writes_calls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KYOTO = BEGIN + '\n{"name": "weather", "arguments": {"city": "Kyoto"}}\n' + END
@@ -255,3 +256,15 @@ def test_a_schema_that_puts_an_object_together_from_several_allows_all_their_pro
         assert allowed(state)[each]
         state.add(each)
     assert allowed(state)[eos_id]
+
+
+@pytest.mark.parametrize(
+    ("text", "reads"),
+    [
+        ('say <tool_call>\n{"name": …}\n</tool_call>', True),
+        ("say <tool_call>\n<function=name>\n<parameter=city>\n", False),
+        ("say nothing", False),
+    ],
+)
+def test_templates_that_teach_another_form_of_calls_are_told_apart(text: str, reads: bool) -> None:
+    assert writes_calls([TemplateSource(text, takes_parts=True)]) == reads

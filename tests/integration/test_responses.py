@@ -244,6 +244,7 @@ REFUSED = [
     ({"max_output_tokens": 0}, 400, "max_output_tokens", "must be"),
     ({"temperature": 101}, 400, "temperature", "must be"),
     ({"n": 2}, 400, "n", "is not a field"),
+    ({"chat_template_kwargs": {"thinking_budget": 9}}, 400, "chat_template_kwargs.thinking_budget", "not a variable"),
     (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": UNHELD}}},
         400,

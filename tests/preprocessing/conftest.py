@@ -23,7 +23,17 @@ from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, open_descriptors
 PATIENT_S = 20.0
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+# Those of Qwen3.5 are Qwen3-VL's but for their levels.
+DEEP = ("qwen3_5", "qwen3_5_moe")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
+    ],
+)
 def family(request: pytest.FixtureRequest) -> str:
     """The families that sample videos. test_llava.py has the others."""
     name: str = request.param

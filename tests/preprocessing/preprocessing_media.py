@@ -149,6 +149,8 @@ class _Base:
 _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2VLProcessor),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2_5_VLProcessor),
+    "qwen3_5": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
+    "qwen3_5_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
     "glm4v": ("glm4v", "Glm4vVideoProcessor", Glm4vProcessor),

@@ -82,6 +82,12 @@ def test_tokens_are_fixed_where_fewer_pixels_are_refused_or_make_no_fewer(
         assert (whole.fixed_tokens, half.fixed_tokens) == (half.grid == whole.grid,) * 2
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_plan_has_the_levels_of_the_tower(name: str, checkpoints: Callable[[str], Path]) -> None:
+    plan = planned(Planner(Checkpoint(checkpoints(name)), None), image(picture(50, 50))).plan
+    assert plan.embed_levels == FAMILIES[name].levels
+
+
 def test_the_sent_frames_are_the_planned_ones(family: str, tiny: Planner) -> None:
     result = planned(tiny, video(clip(110, rate=30), max_pixels=64 * 64))
     expected = transformers_indices(110, 30.0, 2.0, 4, 768, family)

@@ -84,6 +84,47 @@ PARTS = (
     "{% for part in turn['content'] | selectattr('type', 'equalto', 'text') %}"
     "{% generation %}{{ part['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endfor %}ASSISTANT:"
 )
+# As Qwen3.5: parts without the blanks around them, calls in tags, and an opened thought, by default of large models.
+THINKS = """\
+{%- macro said(content) -%}
+  {%- for part in content -%}
+    {%- if part.type == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+    {%- elif part.type == 'video' -%}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}
+    {%- else -%}{{ part.text }}{%- endif -%}
+  {%- endfor -%}
+{%- endmacro -%}
+{%- if tools -%}
+  {{- '<|im_start|>system\\nFunctions:' -}}
+  {%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}
+  {{- '\\nTo call one: <tool_call><function=name>…</function></tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for turn in messages -%}
+  {%- set text = said(turn.content) | trim -%}
+  {%- if turn.role == 'assistant' and '</think>' in text -%}
+    {%- set text = text.split('</think>')[-1].lstrip('\\n') -%}
+  {%- endif -%}
+  {%- if turn.role == 'tool' -%}
+    {{- '<|im_start|>user\\n<tool_response>\\n' + text + '\\n</tool_response><|im_end|>\\n' -}}
+  {%- else -%}
+    {{- '<|im_start|>' + turn.role + '\\n' + text -}}
+    {%- for call in turn.tool_calls or [] -%}
+      {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+      {%- for name, value in call.function.arguments.items() -%}
+        {{- '<parameter=' + name + '>\\n' -}}
+        {{- value | string if value is string or value is number else value | tojson | safe -}}
+        {{- '\\n</parameter>\\n' -}}
+      {%- endfor -%}
+      {{- '</function>\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n' -}}
+  {%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\\n\\n</think>\\n\\n' }}
+  {%- else -%}{{ '<think>\\n' }}{%- endif -%}
+{%- endif -%}
+"""
 # As Mistral: tools before the last question.
 INSTRUCTS = (
     "{{ bos_token }}{% for turn in messages %}{% if turn.role == 'user' %}"
@@ -99,6 +140,7 @@ TEMPLATES: Mapping[str, tuple[str, str | None, Sequence[str]]] = {
     "reasons": (REASONS, "\n", ()),
     "reasons with tokens": (REASONS, "\n", MARKS),
     "parts": (PARTS, None, ()),
+    "thinks": (THINKS, None, MARKS),
     "instructs": (INSTRUCTS, "", BRACKETS),
 }
 WEATHER = Tool("weather", "Tells the <|im_end|> weather.", {"type": "object", "properties": {"city": {"enum": ["é"]}}})
@@ -276,6 +318,21 @@ def test_a_variable_of_the_template_is_an_option(reasons: tuple[ChatTokens, Any]
     expected = by_transformers(theirs, "\n", HELLO, (), thinking=thinking)
     assert ids_of(ours, HELLO, options={"thinking": thinking}) == expected
     assert (theirs.convert_tokens_to_ids("</think>") in expected) is not thinking
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["silent by default", "thinks by default"])
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}], ids=str)
+def test_a_model_thinks_by_default_of_its_template_and_as_a_request_says(
+    tmp_path: Path, silent: bool, options: dict[str, bool]
+) -> None:
+    """The templates of Qwen3.5 open a thought unless they are told not to; those of its small models if they are."""
+    thinks = "enable_thinking is not defined or enable_thinking is not true" if silent else "enable_thinking is false"
+    template = THINKS.replace("enable_thinking is defined and enable_thinking is false", thinks)
+    folder = written(tmp_path, template, MARKS)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = ids_of(ChatTokens(Checkpoint(folder), PLACEHOLDERS), HELLO, options=options)
+    assert ids == by_transformers(theirs, None, HELLO, (), **options)
+    assert (theirs.convert_tokens_to_ids("</think>") not in ids) is options.get("enable_thinking", not silent)
 
 
 @pytest.mark.parametrize("name", ["colour", "messages", "bos_token", "namespace"])

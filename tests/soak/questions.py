@@ -19,11 +19,18 @@ from demo.scenes import random_scene
 from framesieve.bench.clips import stamped
 from framesieve.client.prompt import Image, Options, PartLike, Video
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
+from framesieve.common.contract.retention import AUTO_THRESHOLD, PIXEL_CHANGE
 
 CLIPS = 6
 FIRST_SEED = 12_300_000
 TEXTS = ("What moves?", "What happens?", "How many objects are there?")
-RATES = (0.0, 0.5, 0.75)
+PRUNINGS: dict[str, Options] = {
+    "0": {"pruning_rate": 0.0},
+    "0.5": {"pruning_rate": 0.5},
+    "0.75": {"pruning_rate": 0.75},
+    "0.75, before the tower": {"pruning_rate": 0.75, "pruning_method": PIXEL_CHANGE},
+    "a threshold": {"pruning_threshold": AUTO_THRESHOLD},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +62,10 @@ class Questions:
         """The questions whose answers never change."""
         found = []
         for number, clip in enumerate(self._clips):
-            for rate in RATES:
+            for name, pruning in PRUNINGS.items():
                 text = TEXTS[number % len(TEXTS)]
-                options: Options = {"pruning_rate": rate, "temperature": 0, "max_new_tokens": 12}
-                found.append(Question("video", Video(data=clip), text, options, known=f"clip {number} at {rate}"))
+                options: Options = {**pruning, "temperature": 0, "max_new_tokens": 12}
+                found.append(Question("video", Video(data=clip), text, options, known=f"clip {number} at {name}"))
         return found
 
     def draw(self) -> Question:

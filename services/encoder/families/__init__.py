@@ -15,6 +15,7 @@ from framesieve.services.encoder.families import (
     mistral3,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
     qwen3_vl,
     video_llama_3,
 )
@@ -33,6 +34,8 @@ FAMILIES = {
     "mistral3": mistral3.load,
     "qwen2_vl": qwen2_vl.load,
     "qwen2_5_vl": qwen2_5_vl.load,
+    "qwen3_5": qwen3_5.load,
+    "qwen3_5_moe": qwen3_5.load,
     "qwen3_vl": qwen3_vl.load,
     "qwen3_vl_moe": qwen3_vl.load,
     "video_llama_3": video_llama_3.load,

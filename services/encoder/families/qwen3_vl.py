@@ -23,7 +23,13 @@ from framesieve.services.encoder.tower.vision_model import make_tower, vision_co
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
-    config = vision_config(checkpoint, Qwen3VLVisionConfig)
+    return tower_of(checkpoint, vision_config(checkpoint, Qwen3VLVisionConfig), dtype, device, attention)
+
+
+def tower_of(
+    checkpoint: Checkpoint, config: Qwen3VLVisionConfig, dtype: str, device: torch.device, attention: Wanted
+) -> Tower:
+    """The tower with this config. Raises as `load`."""
     return make_tower(
         checkpoint,
         config,

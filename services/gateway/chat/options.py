@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from framesieve.client.prompt import Options
 from framesieve.client.tools import Tool
@@ -42,6 +43,7 @@ def options_of(request: ChatRequest, names: FieldNames) -> Options:
     if request.stop is not None:
         options["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     options.update(pruning_of(request))
+    options["template_options"] = template_options_of(request.chat_template_kwargs)
     _set_structure(options, request, names)
     _set_tools(options, request)
     return options
@@ -58,6 +60,11 @@ def pruning_of(request: MediaOptions) -> Options:
         pruning_seed=pruning.seed,
         pruning_threshold=pruning.threshold,
     )
+
+
+def template_options_of(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Variables of the chat template, without the one that it always gets and some clients send."""
+    return {name: value for name, value in (given or {}).items() if (name, value) != ("add_generation_prompt", True)}
 
 
 def _set_structure(options: Options, request: ChatRequest, names: FieldNames) -> None:
@@ -101,10 +108,6 @@ def _set_tools(options: Options, request: ChatRequest) -> None:
         options["tool_choice"] = named
     elif choice is not None:
         options["tool_choice"] = choice
-    if given := request.chat_template_kwargs:
-        options["template_options"] = {
-            name: value for name, value in given.items() if (name, value) != ("add_generation_prompt", True)
-        }
 
 
 def _token_id(text: str) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 from framesieve.client.prompt import Options
 from framesieve.client.tools import Tool
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.options import pruning_of
+from framesieve.services.gateway.chat.options import pruning_of, template_options_of
 from framesieve.services.gateway.chat.request import ObjectFormat
 from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
 
@@ -25,6 +25,7 @@ def options_of(request: ResponsesRequest) -> Options:
         tools=tools,
         tool_choice=_choice(request, tools),
         parallel_tool_calls=request.parallel_tool_calls,
+        template_options=template_options_of(request.chat_template_kwargs),
     )
     if options["tool_choice"] not in (None, "auto", "none"):
         return options  # no text, whose format some clients send with it

@@ -166,9 +166,12 @@ async function ask(pruning, signal) {
   }
 }
 
+function authorization() {
+  return byId("token").value ? { authorization: `Bearer ${byId("token").value}` } : {};
+}
+
 async function post(path, value, signal) {
-  const headers = { "content-type": "application/json" };
-  if (byId("token").value) headers.authorization = `Bearer ${byId("token").value}`;
+  const headers = { "content-type": "application/json", ...authorization() };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(value), signal });
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
@@ -278,12 +281,19 @@ function seek(video, timeS) {
 // At the start
 
 fetch("page/demo.mp4", { method: "HEAD" }).then((answer) => { byId("demo").hidden = !answer.ok; });
-fetch("v1/models").then((answer) => answer.json()).then((told) => {
-  byId("access").open = Boolean(told.error);
-  if (!told.data) return;
-  const [{ id, pruning_methods: methods }] = told.data;
-  byId("model").textContent = `Model: ${id}`;
-  for (const option of byId("method").options) option.disabled = !methods.some(({ name }) => name === option.value);
-  automatic = methods.find((method) => method.suggested_threshold !== null) ?? null;
-  byId("automatic").parentElement.hidden = !automatic;
-}).catch(() => { byId("question-error").textContent = "The server cannot be reached."; });
+askModels();
+byId("token").addEventListener("change", askModels);
+
+function askModels() {
+  fetch("v1/models", { headers: authorization() }).then((answer) => answer.json()).then((told) => {
+    if (told.error) byId("access").open = true;
+    if (!told.data) return;
+    const [{ id, pruning_methods: methods }] = told.data;
+    byId("model").textContent = `Model: ${id}`;
+    const offered = [...byId("method").options];
+    for (const option of offered) option.disabled = !methods.some(({ name }) => name === option.value);
+    if (byId("method").selectedOptions[0].disabled) byId("method").value = offered.find((option) => !option.disabled)?.value;
+    automatic = methods.find((method) => method.suggested_threshold !== null) ?? null;
+    byId("automatic").parentElement.hidden = !automatic;
+  }).catch(() => { byId("question-error").textContent = "The server cannot be reached."; });
+}

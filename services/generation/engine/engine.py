@@ -23,6 +23,7 @@ from framesieve.services.generation.engine.stats import EngineStats, Step
 from framesieve.services.generation.engine.stepper import Stepper
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.encoded_media import EncodedMediaCache
+from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.model.runner import OutOfStep, Runner
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request, Status
@@ -40,6 +41,7 @@ class Engine:
     max_num_seqs, max_waiting: requests that run, and other requests that wait for a place or for media.
     max_draft_tokens: draft tokens for each running request and step.
     overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
+    states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -55,9 +57,10 @@ class Engine:
         on_step: Callable[[Step], None] = lambda _: None,
         on_end: Callable[[], object] = lambda: None,
         overlap: bool = False,
+        states: StateSlots | None = None,
     ) -> None:
         self._model = runner.model
-        self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens)
+        self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens, states)
         self._capacity_tokens = allocator.total * allocator.block_tokens
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)

@@ -14,6 +14,10 @@ them cannot recompute them, so these blocks are pinned until it ends. Blocks are
 fits beside all pinned blocks, so the oldest request can always run; a larger request that arrives later waits until
 the pins are released.
 
+Models with recurrent states need a slot for the state of each request, and one for each chunk, which writes the state
+after it; further ones keep the states after media and prompts, so that other requests begin there. Slots are taken from
+requests that do not run, as blocks are. There are two for each running request, so they are never short.
+
 A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
 preemption. The scheduler knows neither the model nor torch.
 Sources: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, arXiv 2403.02310.
@@ -29,9 +33,10 @@ from operator import attrgetter
 from framesieve.services.generation.engine.speculation import propose_draft_tokens
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.prefixes import PrefixCache
+from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import EncodedMedia
-from framesieve.services.generation.request.request import BlockTable, Request, Status
+from framesieve.services.generation.request.request import NO_STATE, BlockTable, Request, Status
 
 BY_ARRIVAL = attrgetter("arrival")
 
@@ -40,13 +45,21 @@ class Scheduler:
     """Owns the queues of requests and their blocks. Each queue is sorted by arrival, oldest first.
 
     max_num_batched_tokens: tokens of one step. max_num_seqs: running requests. max_draft_tokens: per request and step.
+    states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, max_num_batched_tokens: int, max_num_seqs: int, max_draft_tokens: int = 0
+        self,
+        allocator: BlockAllocator,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_draft_tokens: int = 0,
+        states: StateSlots | None = None,
     ) -> None:
+        assert states is None or states.total >= 2 * max_num_seqs
         self.allocator = allocator
-        self._prefix_cache = PrefixCache(allocator)
+        self.states = states
+        self._prefix_cache = PrefixCache(allocator, states)
         self._pins: Counter[int] = Counter()  # how many requests have pinned each block
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
@@ -69,11 +82,14 @@ class Scheduler:
         The request's `max_tokens` must fit into the whole cache. encoded_media: what is known of its first media items.
         """
         assert self.allocator.blocks_for(request.max_tokens) <= self.allocator.total, f"{request} can never fit"
-        items, blocks = self._prefix_cache.lookup_media(request, encoded_media) if encoded_media else (0, [])
-        if items and self._can_pin(request, blocks):
+        items, found = self._prefix_cache.lookup_media(request, encoded_media) if encoded_media else (0, [])
+        blocks = [each.block for each in found]
+        state = self.states.snapshot(found[-1].serial) if self.states and found else NO_STATE
+        assert state is not None
+        if items and self._can_pin(request, blocks, state):
             for index, encoded in enumerate(encoded_media[:items]):
                 request.reuse_media(index, encoded)
-            self._pin(request, blocks)
+            self._pin(request, blocks, state)
         self._prefix_cache.reuse(request)
         self._enter(request, Status.WAITING if request.prompt.complete else Status.AWAITING_MEDIA)
         for sibling in request.siblings:
@@ -82,7 +98,7 @@ class Scheduler:
     def start_siblings(self, request: Request) -> None:
         """Queues the siblings of a request that has prefilled their prompt and still has its blocks."""
         for sibling in (each for each in request.siblings if each.status is Status.AWAITING_SIBLING):
-            self._pin(sibling, request.blocks[: request.num_pinned_blocks])
+            self._pin(sibling, request.blocks[: request.num_pinned_blocks], request.pinned_state)
             self.awaiting_sibling.remove(sibling)
             self._enter(sibling, Status.WAITING)
         request.siblings = []
@@ -95,8 +111,30 @@ class Scheduler:
         self.awaiting_media.remove(request)
         self._enter(request, Status.WAITING)
 
-    def mark_computed(self, request: Request, num_computed_tokens: int) -> None:
-        """Records that keys and values of the request's first tokens are in the cache."""
+    def mark_launched(self, chunk: Chunk) -> None:
+        """Records that the device computes a chunk: all of it, but for draft tokens that may be rejected."""
+        if self.states is None:
+            self._mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens)
+        elif not chunk.draft_tokens:
+            self._take_states(chunk)
+            self._mark_computed(chunk.request, chunk.end)
+
+    def mark_accepted(self, chunk: Chunk, accepted: int) -> None:
+        """Records that so many draft tokens of a chunk are part of the answer, to which they were added.
+
+        A recurrent state is that after all of them: if any is rejected, the accepted ones are computed again.
+        """
+        if self.states is None:
+            self._mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens + accepted)
+        elif accepted == chunk.num_draft_tokens:
+            self._take_states(chunk)
+            self._mark_computed(chunk.request, chunk.end)
+
+    def mark_rejected(self, chunk: Chunk) -> None:
+        """Records that the rest of a chunk's draft tokens are not part of the answer."""
+        self._drop(chunk.request.next_states)
+
+    def _mark_computed(self, request: Request, num_computed_tokens: int) -> None:
         request.num_computed_tokens = num_computed_tokens
         self._prefix_cache.cache_full_blocks(request)
 
@@ -105,7 +143,9 @@ class Scheduler:
         self._queues[request.status].remove(request)
         self._pins -= Counter(request.blocks[: request.num_pinned_blocks])
         request.num_pinned_blocks = 0
+        pinned, request.pinned_state = request.pinned_state, NO_STATE
         self._release(request)
+        self._drop([(0, pinned)])
         request.move_to(Status.DONE)
 
     def requests(self) -> Iterator[Request]:
@@ -126,6 +166,8 @@ class Scheduler:
             assert request.num_pinned_blocks <= cached <= len(request.blocks), f"{request} pins blocks out of the cache"
         pinned = Counter(block for request in self.requests() for block in request.blocks[: request.num_pinned_blocks])
         assert pinned == self._pins, "pins differ from the pinned blocks of requests"
+        if self.states:
+            self.states.check_integrity(slot for request in self.requests() for slot in _slots_of(request))
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks allocated; empty if nothing can run until something arrives."""
@@ -139,7 +181,12 @@ class Scheduler:
             pinned = any(request.num_pinned_blocks for request in self.awaiting_media)
             unread = any(request.num_unread for request in (*self.running, *self.waiting))
             assert pinned or unread or not (self.running or self.waiting), "requests can run, none is scheduled"
-        return chunks + self._prefill_before_media(chunks)
+        self._assign_states(chunks)
+        early = self._prefill_before_media(chunks)
+        self._assign_states(early)
+        for chunk in (*chunks, *early):
+            self._save_states(chunk)
+        return chunks + early
 
     # --- assigning tokens --------------------------------------------------------------------------------------
 
@@ -212,6 +259,8 @@ class Scheduler:
             end = self._whole_blocks(min(start + budget, fitting, request.ready_tokens))
             if request.reclaimed or end <= start:
                 continue
+            if self.states and self.states.free <= len(chunks):
+                break
             chunks.append(Chunk(request, start, end, samples=False))
             request.blocks += self.allocator.allocate(self._missing_blocks(request, end))
             budget -= end - start
@@ -259,6 +308,69 @@ class Scheduler:
                     return request
         return None
 
+    # --- assigning states --------------------------------------------------------------------------------------
+
+    def _assign_states(self, chunks: Sequence[Chunk]) -> None:
+        """Gives each chunk the slot that it writes, taking slots from requests that do not run."""
+        if self.states is None:
+            return
+        while self.states.free < len(chunks) and (victim := self._reclaimable()):
+            self._reclaim(victim)
+        if self.states.free < len(chunks):
+            for request in self.requests():
+                self._drop(request.saved_states)
+        for chunk in chunks:
+            assert not chunk.request.next_states, f"{chunk.request} has a step that was not recorded"
+            chunk.request.next_states = [(chunk.end, self.states.allocate())]
+
+    def _save_states(self, chunk: Chunk) -> None:
+        """Adds slots for the states within a chunk that other requests may begin with, if there are enough."""
+        if self.states is None:
+            return
+        written = chunk.request.next_states.pop()
+        for tokens in self._worth_saving(chunk):
+            if tokens < chunk.end and self.states.free:
+                chunk.request.next_states.append((tokens, self.states.allocate()))
+        chunk.request.next_states.append(written)
+
+    def _worth_saving(self, chunk: Chunk) -> list[int]:
+        """After how many tokens of a request's sequence, within a chunk, its state is kept: the ends of blocks before
+        and after media, at the end of the prompt, where others went on differently, and the last one of the answer.
+
+        Of the prompt's, the last one and the one before: chat templates end a prompt with a few tokens, such as
+        `<think>`, that they leave out of earlier turns.
+        """
+        request, prompt = chunk.request, chunk.request.prompt
+        wanted = [chunk.end] if chunk.end > prompt.tokens else []
+        if chunk.start < prompt.tokens:
+            end = prompt.tokens - 1 if prompt.complete else prompt.ready
+            wanted += [end, end - self.allocator.block_tokens, request.shared_tokens]
+            for span in prompt.spans:
+                if not span.first_row:
+                    wanted.append(span.offset)
+                if span.first_row + span.length == prompt.num_kept[span.media_index]:
+                    wanted.append(span.end)
+        whole = {self._whole_blocks(tokens) for tokens in wanted}
+        return sorted(tokens for tokens in whole if chunk.start < tokens <= chunk.end)
+
+    def _take_states(self, chunk: Chunk) -> None:
+        """Records that the slots of a chunk are written."""
+        assert self.states
+        request = chunk.request
+        *saved, (_, slot) = request.next_states
+        if chunk.end in self._worth_saving(chunk):
+            saved.append((chunk.end, self.states.incref(slot)))
+        self._drop([(0, request.state)])
+        request.saved_states += saved
+        request.state, request.next_states = slot, []
+
+    def _drop(self, states: list[tuple[int, int]]) -> None:
+        """Drops the references to slots, and empties the list."""
+        for _, slot in states:
+            if self.states:
+                self.states.decref(slot)
+        states.clear()
+
     def _reclaim(self, request: Request) -> None:
         request.reclaimed = True
         self._release(request)
@@ -277,17 +389,27 @@ class Scheduler:
         request.num_computed_tokens = pinned * self.allocator.block_tokens
         request.num_cached_blocks = pinned
         request.parent_serial = self.allocator.serial_of(request.blocks[-1]) if pinned else request.root
+        if self.states:
+            self._drop([(0, request.state), *request.next_states, *request.saved_states])
+            request.state = self.states.incref(request.pinned_state)
+            request.next_states, request.saved_states = [], []
 
-    def _can_pin(self, request: Request, blocks: Sequence[int]) -> bool:
-        """Whether every request still fits into the cache beside all pinned blocks."""
+    def _can_pin(self, request: Request, blocks: Sequence[int], state: int) -> bool:
+        """Whether every request still fits into the cache beside all pinned blocks, and its states beside all pinned
+        ones."""
+        pinned_states = {state, *(other.pinned_state for other in self.requests())} - {NO_STATE}
+        if self.states and len(pinned_states) + 2 * self._max_num_seqs > self.states.total:
+            return False
         pinned = len(self._pins.keys() | set(blocks))
         return all(
             pinned + self.allocator.blocks_for(other.max_tokens) <= self.allocator.total
             for other in (request, *self.requests())
         )
 
-    def _pin(self, request: Request, blocks: Sequence[int]) -> None:
-        """Gives a request without blocks the first blocks of its prompt, and pins them."""
+    def _pin(self, request: Request, blocks: Sequence[int], state: int) -> None:
+        """Gives a request without blocks the first blocks of its prompt, and pins them and the state after them."""
+        if self.states:
+            request.pinned_state = self.states.incref(state)
         self.allocator.incref(blocks)
         request.blocks, request.num_pinned_blocks = BlockTable(blocks), len(blocks)
         request.cached_tokens = len(blocks) * self.allocator.block_tokens
@@ -299,6 +421,12 @@ class Scheduler:
 
     def _missing_blocks(self, request: Request, tokens: int) -> int:
         return max(0, self.allocator.blocks_for(tokens) - len(request.blocks))
+
+
+def _slots_of(request: Request) -> tuple[int, ...]:
+    """Slots of recurrent states that a request holds, each as often as it does."""
+    both = (*request.next_states, *request.saved_states)
+    return (request.state, request.pinned_state, *(slot for _, slot in both))
 
 
 def _decode_chunk(request: Request, draft_tokens: tuple[int, ...]) -> Chunk:

@@ -66,7 +66,10 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The queues and the cache now, and the totals up to the last step.
+    """The queues and the caches now, and the totals up to the last step.
+
+    states_used, snapshots, states_total: slots of recurrent states that requests hold, that are kept for prefix cache
+    hits, and all; 0 for models without any.
 
     *_since_ns: since when the longest-standing request of a queue has its status, on the monotonic clock.
     """
@@ -81,10 +84,14 @@ class EngineStats:
     blocks_used: int
     blocks_idle: int
     blocks_total: int
+    states_used: int
+    snapshots: int
+    states_total: int
     totals: Totals
 
     @classmethod
     def of(cls, scheduler: Scheduler, totals: Totals) -> EngineStats:
+        states = scheduler.states
         return cls(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -96,6 +103,9 @@ class EngineStats:
             blocks_used=scheduler.allocator.used,
             blocks_idle=scheduler.allocator.idle,
             blocks_total=scheduler.allocator.total,
+            states_used=states.used if states else 0,
+            snapshots=states.snapshots if states else 0,
+            states_total=states.total if states else 0,
             totals=totals,
         )
 

@@ -161,7 +161,7 @@ class Stepper:
             for chunk in chunks:
                 if chunk.request.status is Status.DONE:  # the step before has ended it
                     continue
-                self._scheduler.mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens)
+                self._scheduler.mark_launched(chunk)
                 if chunk.samples:
                     chunk.request.num_unread += 1
                     if chunk.request.siblings:
@@ -198,14 +198,16 @@ class Stepper:
             raise sampled
         request.num_unread -= 1
         for accepted, token in enumerate(sampled):
-            if accepted:  # the token before this one was a draft token: its keys and values are in the cache
-                self._scheduler.mark_computed(request, chunk.end - chunk.num_draft_tokens + accepted)
+            if accepted:  # the token before this one was a draft token
+                self._scheduler.mark_accepted(chunk, accepted)
             delta, reason = request.append(token)
             self._send(request, delta)
             if reason:
                 self.forget(request)
                 self._send(request, Finished(reason, len(request.output_ids)))
                 return accepted
+        if len(sampled) <= chunk.num_draft_tokens:
+            self._scheduler.mark_rejected(chunk)
         return len(sampled) - 1
 
     def _publish(self, sampled: SampledStep, accepted: int) -> None:

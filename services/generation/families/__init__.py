@@ -21,6 +21,7 @@ from framesieve.services.generation.families import (
     mistral3,
     qwen2_5_vl,
     qwen2_vl,
+    qwen3_5,
     qwen3_vl,
     video_llama_3,
 )
@@ -41,6 +42,8 @@ FAMILIES: Mapping[str, TextFamily] = {
     "mistral3": mistral3.FAMILY,
     "qwen2_vl": qwen2_vl.FAMILY,
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe": qwen3_5.MOE_FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl.MOE_FAMILY,
     "video_llama_3": video_llama_3.FAMILY,

@@ -47,7 +47,7 @@ class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
         return can_set
 
 
-def _transpose_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
+def transpose_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
     """Published checkpoints store the weights of experts with their last two axes swapped."""
     for name, parameter in text.named_parameters():
         if not name.endswith(EXPERTS) or name not in weights:
@@ -65,7 +65,7 @@ def _family(config_class: Any, classes: TextClasses) -> TextFamily:
         embed_levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
         # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
         plan=Qwen3Config.base_model_tp_plan,
-        change=_transpose_experts,
+        change=transpose_experts,
         pruning_methods=METHODS,
     )
 

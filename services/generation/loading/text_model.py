@@ -16,6 +16,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.packed_linear import join_linears, pack_linears, packed
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.attention import ATTENTION
+from framesieve.services.generation.model.delta_net import number_layers
 from framesieve.services.generation.model.experts import EXPERTS, waits
 from framesieve.services.generation.model.fused_layers import fuse_layers
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -25,6 +26,8 @@ from framesieve.services.generation.parallel.sharding import Shard, check_sizes,
 
 # Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
 LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")
+# Of layers with recurrent states, in the order in which they are multiplied.
+RECURRENT_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 # Frequencies that do not change with the length of the context. Those of longrope change at a length.
 _ROPE_TYPES = ("default", "llama3", "longrope")
 
@@ -121,22 +124,25 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     has_experts = hasattr(sizes, "num_experts") or hasattr(sizes, "num_local_experts")
     if has_experts and waits(text.embed_tokens.weight):
         text.config._experts_implementation = EXPERTS
+    states = number_layers(text)
+    attention = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
     fuse_norms(text)
     fuse_layers(text)
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
-        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), RECURRENT_INPUTS)
         pack_linears(text)
         lm_head = packed(lm_head)
     return LanguageModel(
         text=text.train(False).requires_grad_(False),
         embed_tokens=text.embed_tokens,
         lm_head=lm_head.requires_grad_(False),
-        layers=sizes.num_hidden_layers,
+        layers=len(attention),
         heads=sizes.num_attention_heads // ranks,
         kv_heads=sizes.num_key_value_heads // ranks,
-        head_dim=text.layers[0].self_attn.head_dim,
+        head_dim=attention[0].head_dim,
         context_tokens=sizes.max_position_embeddings,
         embed_levels=embed_levels,
+        states=states,
     )
 
 

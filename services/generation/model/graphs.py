@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps: captured at startup, one for each number of rows, replayed for steps of decodes alone.
 
-    of each row:  [ id | t h w | tokens | block block block … ]      int32, copied to the device in one piece
+    of each row:  [ id | t h w | tokens | states | block block … ]   int32, copied to the device in one piece
     rows beyond those of a step hold a sequence of one token in the cache's padding block
 
 Each row is a sequence of its own, which ends with it, so draft tokens need no other graph: the keys and values of all
@@ -24,17 +24,25 @@ from framesieve.services.compute.graphs import Capture, doubling
 from framesieve.services.compute.transfers import pinned_for
 from framesieve.services.generation.model.attention.cache import CapturedCache
 from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.states import PADDING, ZERO, StateCache
 from framesieve.services.generation.request.batch import Context, Packed
 
-# Columns of a row: token id, positions, length of the sequence in tokens, and from FIRST_BLOCK on its block table.
-ID, POSITIONS, TOKENS, FIRST_BLOCK = 0, slice(1, 4), 4, 5
+# Columns of a row: token id, positions, length of the sequence in tokens, slots of the recurrent states that it reads
+# and writes, and from FIRST_BLOCK on its block table.
+ID, POSITIONS, TOKENS, STATES, FIRST_BLOCK = 0, slice(1, 4), 4, slice(5, 7), 7
 
 
 class DecodeGraphs:
     """Graphs of steps in which every row is sampled."""
 
     def __init__(
-        self, model: LanguageModel, cache: CapturedCache, max_rows: int, max_blocks: int, capture: Capture
+        self,
+        model: LanguageModel,
+        cache: CapturedCache,
+        states: StateCache | None,
+        max_rows: int,
+        max_blocks: int,
+        capture: Capture,
     ) -> None:
         """Captures the largest first: smaller graphs reuse its memory. Raises RuntimeError as `capture`."""
         self._max_blocks = max_blocks
@@ -42,7 +50,7 @@ class DecodeGraphs:
         # For 1280 rows of 152 k tokens 0.8 GB; with a buffer for each size, the graphs would take 2 GB.
         logits = torch.empty((max_rows, model.vocab_size), dtype=torch.float32, device=model.device)
         self._graphs = {
-            rows: _Graph(model, cache, max_blocks, logits[:rows], capture) for rows in reversed(self._sizes)
+            rows: _Graph(model, cache, states, max_blocks, logits[:rows], capture) for rows in reversed(self._sizes)
         }
 
     def __len__(self) -> int:
@@ -67,16 +75,23 @@ class _Graph:
     """
 
     def __init__(
-        self, model: LanguageModel, cache: CapturedCache, blocks: int, logits: Tensor, capture: Capture
+        self,
+        model: LanguageModel,
+        cache: CapturedCache,
+        states: StateCache | None,
+        blocks: int,
+        logits: Tensor,
+        capture: Capture,
     ) -> None:
         self._cache, self._max_blocks = cache, blocks
         self._padding = Context(0, 1, (cache.sizes.padding_block,))
         host = torch.zeros((len(logits), FIRST_BLOCK + blocks), dtype=torch.int32)
         host[:, TOKENS], host[:, FIRST_BLOCK:] = 1, cache.sizes.padding_block
+        host[:, STATES] = torch.tensor([ZERO, PADDING])
         self._hosts = cycle([pinned_for(host.clone(), model.device) for _ in range(2)])
         self.inputs = host.to(model.device, copy=True)
         self._plan([])
-        self._captured = capture([self.inputs], partial(_decode, model, cache, self.inputs, logits))
+        self._captured = capture([self.inputs], partial(_decode, model, cache, states, self.inputs, logits))
 
     def replay(self, decodes: Packed, ids: Tensor) -> Tensor:
         contexts = decodes.row_contexts
@@ -86,7 +101,10 @@ class _Graph:
         rows[:filled, TOKENS] = [context.end for context in contexts]
         for row, context in enumerate(contexts):
             rows[row, FIRST_BLOCK : FIRST_BLOCK + len(context.blocks)] = context.blocks
+        if decodes.states:
+            rows[:filled, STATES] = [(use.read, use.write) for use in decodes.states]
         rows[filled:, :TOKENS], rows[filled:, TOKENS], rows[filled:, FIRST_BLOCK] = 0, 1, self._padding.blocks[0]
+        rows[filled:, STATES] = ZERO, PADDING
         self._plan(contexts)
         self.inputs.copy_(host, non_blocking=True)
         self.inputs[:filled, ID] = ids
@@ -98,13 +116,16 @@ class _Graph:
         self._cache.plan_decode(list(padded), self._max_blocks)
 
 
-def _decode(model: LanguageModel, cache: CapturedCache, inputs: Tensor, logits: Tensor) -> Tensor:
+def _decode(
+    model: LanguageModel, cache: CapturedCache, states: StateCache | None, inputs: Tensor, logits: Tensor
+) -> Tensor:
     """Raw next-token logits, written into `logits`, float32 [R, vocab_size]. inputs: int32 [R, FIRST_BLOCK + W]."""
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
     hidden = model.text(
         inputs_embeds=embeds[None],  # [1, R, D]
         position_ids=model.position_ids(inputs[:, POSITIONS].long().T),
         use_cache=False,
+        **({"states": states.decode_batch(*inputs[:, STATES].long().T)} if states else {}),
         batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
     ).last_hidden_state[0]
     return logits.copy_(model.lm_head(hidden))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.services.generation.model.adapters import Adapters
+from framesieve.services.generation.model.states import StateSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class LanguageModel:
         media rows and embed_levels > 0 also with `visual_pos_masks`, int64 [M], the indices of the media rows, and
         `deepstack_visual_embeds` [embed_levels, M, D]; number l is added to the media rows after layer l.
     embed_tokens: ids to [.., D]; lm_head: [.., D] to [.., vocab_size].
+    layers: those with keys and values. states: of the recurrent states of the others; None if there are none.
     heads, kv_heads: those of this process; under tensor parallelism a part of the model's.
     embed_levels: deepstack tensors of a media row beside its embedding.
     adapters: those loaded into `text`; their rows must be set before each forward.
@@ -37,6 +39,7 @@ class LanguageModel:
     head_dim: int
     context_tokens: int
     embed_levels: int
+    states: StateSizes | None = None
     position_axes: int = 3
     compact: bool = False
     stored: int = 0
@@ -72,5 +75,5 @@ class LanguageModel:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers, for the KV heads of this process."""
+        """Bytes of one token's keys and values in all layers that have them, for the KV heads of this process."""
         return 2 * self.layers * self.kv_heads * self.head_dim * (1 if self.fp8_cache else self.dtype.itemsize)

@@ -18,10 +18,12 @@ from torch import Tensor
 from framesieve.services.compute.compiled import compiled_whole, compiles
 from framesieve.services.compute.graphs import Capture
 from framesieve.services.compute.transfers import pinned_for, to_device
-from framesieve.services.generation.model.attention import attending, make_cache
+from framesieve.services.generation.model.attention import make_cache
 from framesieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
+from framesieve.services.generation.model.attention.running import running
 from framesieve.services.generation.model.graphs import DecodeGraphs
 from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.states import RESERVED, StateCache
 from framesieve.services.generation.request.batch import (
     Chunk,
     Context,
@@ -122,15 +124,27 @@ class SampledStep:
 
 
 class Runner:
-    """Runs a language model over a paged KV cache of `blocks` blocks of `block_tokens` tokens each."""
+    """Runs a language model over a paged KV cache of `blocks` blocks of `block_tokens` tokens each.
 
-    def __init__(self, model: LanguageModel, blocks: int, block_tokens: int, workers: OtherRanks | None = None) -> None:
+    state_slots: of recurrent states, for models that have any, without those that are reserved.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        blocks: int,
+        block_tokens: int,
+        workers: OtherRanks | None = None,
+        state_slots: int = 0,
+    ) -> None:
         self.model = model
         self._workers = workers
         sizes = CacheSizes(
             model.layers, blocks, block_tokens, model.heads, model.kv_heads, model.head_dim, model.fp8_cache
         )
-        self._cache = make_cache(sizes, model.embed_tokens.weight)
+        like = model.embed_tokens.weight
+        self._cache = make_cache(sizes, like)
+        self._states = StateCache(model.states, RESERVED + state_slots, like) if model.states else None
         self._graphs: DecodeGraphs | None = None
         self.replayed = False  # whether a graph computed the last step
         self._compiled: Callable[..., Any] | None = None
@@ -170,7 +184,8 @@ class Runner:
         start = time.perf_counter()
         blocks = -(-max_tokens // self._cache.sizes.block_tokens)
         try:
-            self._graphs = DecodeGraphs(self.model, cast(CapturedCache, self._cache), max_rows, blocks, capture)
+            cache = cast(CapturedCache, self._cache)
+            self._graphs = DecodeGraphs(self.model, cache, self._states, max_rows, blocks, capture)
         except RuntimeError as error:
             # torch raises a second error when the broken capture is closed; its context is the cause.
             log.warning("decoding without graphs", error=str(error.__context__ or error))
@@ -247,15 +262,18 @@ class Runner:
         embeds = embeds[None]  # [1, T, D]
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
+        states = self._states.batch(packed) if self._states else None
         if self._compiled is None or levels:
+            if states:
+                levels["states"] = states
             output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
         else:
-            with attending(batch):
+            with running(batch, states):
                 output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
         logits: Tensor = self.model.lm_head(output.last_hidden_state[0][rows])
         return logits.float()
 
-    def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Tensor]:
+    def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Any]:
         """Writes media rows into `embeds` [T, D], and returns the model's arguments for their further levels."""
         rows = to_device(packed.media_rows, self.model.device)
         embeds.index_copy_(0, rows, media_embeds[0])

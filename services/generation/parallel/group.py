@@ -24,7 +24,7 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.ranks import Ranks, meeting_place
 from framesieve.services.compute.group import join, leave
 from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.generation.request.batch import AdaptedRows, Context, Packed
+from framesieve.services.generation.request.batch import AdaptedRows, Context, Packed, StateUse
 
 WORKER_MODULE = "framesieve.services.generation.startup.rank"
 
@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(minutes=2)
 _ANSWER = timedelta(seconds=30)
 
 # A serialised step: int64 numbers, first `num_decodes` and the size of each part, then the parts.
-_PARTS = 13
+_PARTS = 15
 _HEADER = 1 + _PARTS
 _DIGEST_NUMBERS = 4  # int64 numbers of an adapter's 32-byte digest
 
@@ -147,6 +147,8 @@ def to_bytes(packed: Packed) -> bytes:
         np.array([each.start for each in adapted], np.int64),
         np.array([each.end for each in adapted], np.int64),
         np.frombuffer(b"".join(each.digest for each in adapted), np.int64),
+        np.array([[each.read, each.write] for each in packed.states], np.int64).ravel(),
+        np.array([(n, *save) for n, each in enumerate(packed.states) for save in each.saves], np.int64).ravel(),
     ]
     assert len(parts) == _PARTS
     header = np.array([packed.num_decodes, *(part.size for part in parts)], np.int64)
@@ -157,11 +159,15 @@ def from_bytes(data: bytes) -> Packed:
     """The packed batch that `to_bytes` serialised."""
     numbers = np.frombuffer(data, np.int64)
     num_decodes, *sizes = numbers[:_HEADER].tolist()
-    ids, positions, slots, media_rows, unread_rows, logit_rows, starts, ends, counts, blocks, firsts, lasts, digests = (
-        # Copied: torch requires writable arrays.
-        numbers[_HEADER + end - size : _HEADER + end].copy()
-        for size, end in zip(sizes, accumulate(sizes), strict=True)
+    # Copied: torch requires writable arrays.
+    parts = (
+        numbers[_HEADER + end - size : _HEADER + end].copy() for size, end in zip(sizes, accumulate(sizes), strict=True)
     )
+    ids, positions, slots, media_rows, unread_rows, logit_rows, *parts_of_chunks = parts
+    starts, ends, counts, blocks, firsts, lasts, digests, states, saves = parts_of_chunks
+    saved: dict[int, list[tuple[int, int]]] = {}
+    for chunk, tokens, slot in saves.reshape(-1, 3).tolist():
+        saved.setdefault(chunk, []).append((tokens, slot))
     each = zip(starts.tolist(), ends.tolist(), counts.tolist(), accumulate(counts.tolist()), strict=True)
     return Packed(
         contexts=tuple(Context(start, end, blocks[last - count : last]) for start, end, count, last in each),
@@ -177,5 +183,9 @@ def from_bytes(data: bytes) -> Packed:
             for start, end, digest in zip(
                 firsts.tolist(), lasts.tolist(), digests.reshape(-1, _DIGEST_NUMBERS), strict=True
             )
+        ),
+        states=tuple(
+            StateUse(read, write, tuple(saved.get(chunk, ())))
+            for chunk, (read, write) in enumerate(states.reshape(-1, 2).tolist())
         ),
     )

@@ -26,6 +26,9 @@ from framesieve.services.generation.parallel.group import Group
 
 # transformers' style of a weight whose halves are the gate and up.
 PACKED = "packed_colwise"
+# Styles of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers' inputs,
+# since every rank keeps the whole state.
+_GATHERED = ("colwise_gather_output", "colwise_rep")
 # torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8
 
@@ -88,12 +91,15 @@ def check_sizes(config: Any, ranks: int) -> None:
 def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str, Shard]:
     """Turns a module on the meta device into this rank's part of it.
 
-    plan: transformers' style names by full names of modules and parameters.
+    plan: transformers' style names by full names of modules and parameters. Layers whose outputs are put together get
+        the attribute `output_is_whole`.
     Returns, by name, this rank's part of each weight that is sharded.
     """
     apply_tensor_parallelism(module, group.mesh, dict(plan))
     for name, layer in module.named_modules():
-        if plan.get(name) == PACKED and isinstance(layer, nn.Linear):
+        if plan.get(name) in _GATHERED:
+            layer.output_is_whole = True
+        elif plan.get(name) == PACKED and isinstance(layer, nn.Linear):
             layer.packed = True  # type: ignore[assignment]  # for `adapter_files`
     shards = {}
     for name, parameter in list(module.named_parameters()):

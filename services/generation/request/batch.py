@@ -26,6 +26,17 @@ from framesieve.services.generation.request.request import Request
 Int64Array: TypeAlias = NDArray[np.int64]
 
 
+class StateUse(NamedTuple):
+    """Slots of recurrent states that a chunk reads and writes: those before its first and after its last token.
+
+    saves: (tokens, slot) for each slot that gets the state after some of its tokens, in order.
+    """
+
+    read: int
+    write: int
+    saves: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(slots=True, eq=False)  # not frozen: that makes creating one four times as slow, and each step creates many
 class Chunk:
     """Tokens [start, end) of a request's pruned sequence that one forward computes. Never changed.
@@ -97,6 +108,7 @@ class Packed:
     media_rows: int64 [M], packed rows that take media embeddings instead of those of `ids`.
     logit_rows: int64 [S], rows whose logits are needed: for each chunk that samples, 1 + its draft tokens.
     adapted: rows that are computed with an adapter.
+    states: one for each chunk, in order; none of models without recurrent states.
     unread_rows: int64 [U], rows whose token was sampled and not read by the host; their `ids` are 0.
     """
 
@@ -108,12 +120,17 @@ class Packed:
     media_rows: Int64Array
     logit_rows: Int64Array
     adapted: tuple[AdaptedRows, ...] = ()
+    states: tuple[StateUse, ...] = ()
     unread_rows: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every row is text without an adapter, and sampled: answers' last tokens and their draft tokens."""
-        return len(self.logit_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
+        """Whether every row is text without an adapter, and sampled: answers' last tokens and their draft tokens.
+
+        With recurrent states, a row may not follow another: then without draft tokens.
+        """
+        alike = len(self.logit_rows) == len(self.ids) and not len(self.media_rows) and not self.adapted
+        return alike and (not self.states or self.num_decodes == len(self.contexts))
 
     @property
     def row_contexts(self) -> list[Context]:
@@ -164,8 +181,14 @@ def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[Medi
         unread_rows=np.array([row for row, chunk in enumerate(chunks) if chunk.request.num_unread], np.int64),
         logit_rows=np.array(logit_rows, np.int64),
         adapted=tuple(_adapted_rows(chunks)),
+        states=tuple(_state_use(chunk) for chunk in chunks if chunk.request.next_states),
     )
     return packed, tuple(media)
+
+
+def _state_use(chunk: Chunk) -> StateUse:
+    *saves, (_, write) = chunk.request.next_states
+    return StateUse(chunk.request.state, write, tuple((tokens - chunk.start, slot) for tokens, slot in saves))
 
 
 def _adapted_rows(chunks: Sequence[Chunk]) -> Iterator[AdaptedRows]:

@@ -25,6 +25,8 @@ from framesieve.services.generation.sampling.sampler import SampledToken, Sampli
 
 # The parent of the first block of a sequence that is computed without an adapter.
 ROOT = 0
+# The slot of the recurrent state before the first token.
+NO_STATE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,14 @@ class Request:
         self.blocks = BlockTable()
         self.num_pinned_blocks = 0  # first blocks, whose media rows only the cache has: not released before the end
         self.num_computed_tokens = 0  # tokens whose keys and values are in the KV cache
+        # Slots of recurrent states, of models that have any: after the computed tokens, after the pinned blocks; as
+        # (tokens, slot) those that the step which runs now writes, the last one after all its tokens, and those that
+        # become snapshots once the blocks before them are cached.
+        self.state = self.pinned_state = NO_STATE
+        self.next_states: list[tuple[int, int]] = []
+        self.saved_states: list[tuple[int, int]] = []
+        self.shared_tokens = 0  # first tokens that were found in blocks, whether or not a snapshot was at their end
+        self.answer_serial = ROOT  # of the last block of the answer that has a snapshot
         self.num_cached_blocks = 0  # first blocks that are cached in the allocator, or equal to a cached block
         self.parent_serial = self.root  # serial of the last of these blocks
         self.cached_tokens = 0  # prompt tokens that other requests had computed

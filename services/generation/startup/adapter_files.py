@@ -234,6 +234,8 @@ def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
     if group is None:
         return addition
     rows, columns = layer.weight.shape
+    if getattr(layer, "output_is_whole", False):
+        return addition
     if columns < layer.in_features:
         return LowRank(part(addition.down, 1, group), addition.up, group.total)
     if rows == layer.out_features:

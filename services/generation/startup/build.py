@@ -37,6 +37,12 @@ COMPILED_TO_LAYER_WEIGHTS = 2**24
 log = structlog.get_logger()
 
 
+# Of recurrent states: the one that a running sequence has, and the one that its next chunk writes.
+SLOTS_PER_SEQUENCE = 2
+# Kept for prefix cache hits by default: as many as fit into SNAPSHOT_BYTES, within these.
+MIN_SNAPSHOTS, MAX_SNAPSHOTS, SNAPSHOT_BYTES = 8, 64, 2**31
+
+
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """Of one step: its tokens, and the sequences that run."""
@@ -52,10 +58,12 @@ LARGE_FROM_BYTES = 40 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """blocks: size of the KV cache; limit_tokens: maximum length of a prompt with its answer."""
+    """blocks: size of the KV cache; limit_tokens: maximum length of a prompt with its answer; state_slots: of recurrent
+    states, 0 for models without any."""
 
     runner: Runner
     blocks: int
+    state_slots: int
     limit_tokens: int
     limits: StepLimits
 
@@ -77,21 +85,20 @@ def build(
     model = load_language_model(checkpoint, _dtype(settings, checkpoint, device), device, group)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
-    blocks = -(-_cache_tokens(settings, limits, model, group) // BLOCK_TOKENS)
+    limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
+    blocks = -(-_cache_tokens(settings, limits, state_slots, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
-    runner = Runner(model, blocks, BLOCK_TOKENS, workers)
+    runner = Runner(model, blocks, BLOCK_TOKENS, workers, state_slots)
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
         _capture(runner, _decoded_rows(settings, limits), limit_tokens, group)
-    return Built(runner, blocks, limit_tokens, limits)
+    return Built(runner, blocks, state_slots, limit_tokens, limits)
 
 
 def step_limits(settings: GenerationSettings, device: torch.device, group: Group | None = None) -> StepLimits:
     """Those that are set, else by the memory of the smallest device. Raises StartupError if they contradict."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    if group:
-        memory = group.least(memory)
+    memory = _memory_bytes(device, group)
     default = LARGE if memory >= LARGE_FROM_BYTES else SMALL
     tokens, requests = settings.max_num_batched_tokens, settings.max_num_seqs
     if tokens is None:
@@ -108,6 +115,39 @@ def step_limits(settings: GenerationSettings, device: torch.device, group: Group
     return limits
 
 
+def with_states(
+    settings: GenerationSettings, limits: StepLimits, model: LanguageModel, memory_bytes: int
+) -> tuple[StepLimits, int]:
+    """The limits of a step, and the number of slots of recurrent states: 0 for models without any.
+
+    memory_bytes: of the smallest device, 0 on a CPU. Where --max-num-seqs is unset, states of running sequences take at
+    most a quarter of it. Raises StartupError if --state-slots is too small.
+    """
+    if model.states is None:
+        return limits, 0
+    size = model.states.bytes
+    if memory_bytes and settings.max_num_seqs is None:
+        fitting = max(1, memory_bytes // (4 * SLOTS_PER_SEQUENCE * size))
+        limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, fitting))
+    least = SLOTS_PER_SEQUENCE * limits.max_num_seqs
+    slots = settings.state_slots
+    if slots is None:
+        slots = least + min(MAX_SNAPSHOTS, max(MIN_SNAPSHOTS, SNAPSHOT_BYTES // size))
+    if slots < least:
+        raise StartupError(
+            f"--state-slots {slots} must be at least {least}: {SLOTS_PER_SEQUENCE} for each running sequence "
+            f"(--max-num-seqs {limits.max_num_seqs})"
+        )
+    log.info("recurrent states", slots=slots, state_bytes=size, max_num_seqs=limits.max_num_seqs)
+    return limits, slots
+
+
+def _memory_bytes(device: torch.device, group: Group | None) -> int:
+    """Of the smallest device; 0 on a CPU."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return group.least(memory) if group else memory
+
+
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
     if model.device.type != "cpu" or settings.adapters or is_quantised(checkpoint):
         return False
@@ -117,13 +157,16 @@ def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: Langu
     return settings.compile == "on" or (settings.compile == "auto" and small)
 
 
-def _cache_tokens(settings: GenerationSettings, limits: StepLimits, model: LanguageModel, group: Group | None) -> int:
+def _cache_tokens(
+    settings: GenerationSettings, limits: StepLimits, state_slots: int, model: LanguageModel, group: Group | None
+) -> int:
     """Size of the KV cache: the setting, else what fits. Raises StartupError if no prompt fits."""
     if settings.kv_cache_tokens is not None:
         return settings.kv_cache_tokens
     if model.device.type != "cuda":
         return CPU_CACHE_TOKENS
-    return fitting_tokens(settings, limits, model, group, CudaMemory(model.device), partial(_capture, group=group))
+    memory, capture = CudaMemory(model.device), partial(_capture, group=group)
+    return fitting_tokens(settings, limits, model, group, memory, capture, state_slots)
 
 
 def fitting_tokens(
@@ -133,6 +176,7 @@ def fitting_tokens(
     group: Group | None,
     memory: Memory,
     capture: Callable[[Runner, int, int], object],
+    state_slots: int = 0,
 ) -> int:
     """The number of tokens, in whole blocks, whose keys and values fit on the device of every rank.
 
@@ -159,7 +203,8 @@ def fitting_tokens(
             f"fit on {model.device}: {error}"
         ) from error
     token_bytes = model.token_bytes
-    own = needs.cache_tokens(settings.gpu_memory_fraction, token_bytes, BLOCK_TOKENS)
+    states_bytes = state_slots * model.states.bytes if model.states else 0
+    own = needs.cache_tokens(settings.gpu_memory_fraction, token_bytes, BLOCK_TOKENS, states_bytes)
     tokens = group.least(own) if group else own
     log.info(
         "kv cache",
@@ -167,6 +212,7 @@ def fitting_tokens(
         fits=own,
         token_bytes=token_bytes,
         fraction=settings.gpu_memory_fraction,
+        states_bytes=states_bytes,
         **{f"{name}_bytes": value for name, value in asdict(needs).items()},
     )
     least = settings.max_model_len or min(rows, longest)

@@ -95,13 +95,14 @@ class Needs:
     step: int
     graphs: int
 
-    def cache_tokens(self, fraction: float, token_bytes: int, block_tokens: int) -> int:
+    def cache_tokens(self, fraction: float, token_bytes: int, block_tokens: int, states_bytes: int = 0) -> int:
         """Tokens, in whole blocks, that fit if the process may use `fraction` of the device; below 1 if none fit.
 
         token_bytes: of one token's keys and values, in all layers. One block more is allocated for padding.
+        states_bytes: of all slots of recurrent states.
         """
         budget = int(Fraction(str(fraction)) * self.total)
-        available = budget - self.others - self.step - self.graphs
+        available = budget - self.others - self.step - self.graphs - states_bytes
         return (available // (token_bytes * block_tokens) - 1) * block_tokens
 
 

@@ -13,6 +13,7 @@ from framesieve.services.preprocessing.families.llava_onevision import LlavaOnev
 from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
 from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
+from framesieve.services.preprocessing.families.qwen3_5 import Qwen35
 from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
 from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
 from framesieve.services.preprocessing.layouts.family import Family
@@ -29,6 +30,8 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "mistral3": Llava.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
+    "qwen3_5": Qwen35.from_checkpoint,
+    "qwen3_5_moe": Qwen35.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,
     "qwen3_vl_moe": Qwen3VL.from_checkpoint,
     "video_llama_3": VideoLlama3.from_checkpoint,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from framesieve.services.preprocessing.video.resize import smart_resize
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
-_DEFAULTS = VideoDefaults(
+DEFAULTS = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     max_tokens=768,
@@ -36,10 +37,10 @@ class Qwen3VL(QwenVL):
     """embed_levels: the number of tower layers that feed deepstack."""
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Qwen3VL:
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Raises StartupError for settings that are not supported or contradict each other."""
         indexes = checkpoint.config.get("vision_config", {}).get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
-        return cls.read(checkpoint, _DEFAULTS, embed_levels=len(indexes))
+        return cls.read(checkpoint, DEFAULTS, embed_levels=len(indexes))
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """Evenly spaced indices from the first frame to the last. Their number may be odd."""

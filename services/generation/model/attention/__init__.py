@@ -7,9 +7,6 @@ Source: `transformers.AttentionInterface`.
 from __future__ import annotations
 
 import importlib.util
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import structlog
 import torch
@@ -19,6 +16,7 @@ from transformers import AttentionInterface
 from framesieve.services.compute.kernels import avoid_cudnn
 from framesieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
 from framesieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
+from framesieve.services.generation.model.attention.running import RUNNING
 from framesieve.services.generation.model.attention.sdpa import SdpaCache
 
 ATTENTION = "framesieve_paged"
@@ -53,25 +51,6 @@ def _reason(sizes: CacheSizes, like: Tensor) -> str:
     return "see why FlashInfer does not work above"
 
 
-class _Attended(threading.local):
-    """The batch of the compiled forward that this thread runs. Compiled code cannot pass it on."""
-
-    batch: Batch
-
-
-_attended = _Attended()
-
-
-@contextmanager
-def attending(batch: Batch) -> Iterator[None]:
-    """Forwards of this thread that are called without a batch attend to this one."""
-    _attended.batch = batch
-    try:
-        yield
-    finally:
-        del _attended.batch
-
-
 def paged_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, head_dim]
@@ -92,7 +71,7 @@ def paged_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
-    return _attended.batch.attend(layer, query[0], key[0], value[0], scaling)[None]
+    return RUNNING.batch.attend(layer, query[0], key[0], value[0], scaling)[None]
 
 
 # An operator of its own is opaque to the compiler.

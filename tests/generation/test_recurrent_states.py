@@ -1,0 +1,157 @@
+"""Layers with a recurrent state: answers obey the law wherever chunks end and hits begin, and hits save what they can.
+
+The cases are those in which engines with states in pages of their KV cache have answered wrongly: a prompt one token
+longer than a chunk, a hit that ends within a media item, no accepted draft token, a chunk that ends at the last token.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
+from framesieve.services.generation.model.states import RESERVED, StateCache
+from framesieve.services.generation.request.batch import Chunk
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from tests.law import Question, answer, assert_law
+from tests.oracle import Text
+from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    return load_models("qwen3_5", tmp_path_factory.mktemp("qwen3_5"))
+
+
+def text(first: int, tokens: int) -> Text:
+    return Text(tuple(10 + (first + place) % 290 for place in range(tokens)))
+
+
+def computed(engine: TinyEngine, name: str) -> int:
+    """Tokens that steps computed for a request, its answer's among them."""
+    return sum(end - start for step in engine.runner.steps for each, start, end in step if each == name)
+
+
+@pytest.mark.parametrize("tokens", [7, 8, 9, 15, 16, 17, 64, 65])
+@pytest.mark.parametrize("chunk_tokens", [4, 8, 64])
+def test_prompts_that_end_around_the_end_of_a_chunk_obey_the_law(
+    models: Models, tokens: int, chunk_tokens: int
+) -> None:
+    engine = TinyEngine(models.engine, max_num_batched_tokens=chunk_tokens)
+    questions = [Question((text(3, tokens),), 5), Question((text(3, tokens + 1),), 5)]
+    for asking in questions:
+        (asked,) = answer(engine, [asking])
+        assert_law(models, engine, [asking], [asked])
+    assert asked.request.cached_tokens == (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_another_question_about_a_clip_prefills_its_own_text(models: Models) -> None:
+    clip = random_item(models.family, (5, 3, 4), Fraction(1), rate=0.5)
+    questions = [Question((text(0, 9), clip, text(50 * number, 11)), 4) for number in (1, 2, 3)]
+    engine = TinyEngine(models.engine)
+    for number, asking in enumerate(questions):
+        (asked,) = answer(engine, [asking])
+        assert_law(models, engine, [asking], [asked])
+        if number:
+            assert asked.spared == (0,)
+            span = asked.request.prompt.spans[-1]
+            end = span.end // BLOCK_TOKENS * BLOCK_TOKENS
+            assert span.offset < end < span.end  # the last rows of the clip are computed again
+            tokens = asked.request.prompt.tokens + asking.new_tokens - 1
+            assert computed(engine, str(number)) <= tokens - end
+
+
+@pytest.mark.parametrize("opening", [(), (5, 6, 7)])
+def test_each_turn_of_a_chat_prefills_its_own_text(models: Models, opening: tuple[int, ...]) -> None:
+    """opening: of an answer, which chat templates add to a prompt, such as `<think>`, and leave out of earlier turns:
+    the answer to it is then computed again."""
+    parts: tuple[Any, ...] = (text(0, 9), random_item(models.family, (3, 2, 3), Fraction(1), rate=0.5))
+    engine = TinyEngine(models.engine, blocks=128)
+    for turn in range(8):
+        parts = (*parts, text(100 + 13 * turn, 7))
+        asking = Question((*parts, Text(opening)), 10)
+        (asked,) = answer(engine, [asking])
+        assert_law(models, engine, [asking], [asked])
+        if turn:
+            # Of its answer, the last token is not computed; that of the turn before is.
+            own = 7 + 1 + asking.new_tokens - 1
+            again = len(opening) + asking.new_tokens - 1 + BLOCK_TOKENS if opening else 0
+            assert computed(engine, str(turn)) < own + BLOCK_TOKENS + again
+        parts = (*parts, Text(tuple(asked.answer)))
+
+
+def test_prompts_that_begin_alike_share_the_state_where_they_part(models: Models) -> None:
+    """The second one finds where, the third one begins there."""
+    engine = TinyEngine(models.engine)
+    questions = [Question((text(0, 40), text(60 * number, 20)), 3) for number in (1, 2, 3)]
+    found = []
+    for asking in questions:
+        (asked,) = answer(engine, [asking])
+        assert_law(models, engine, [asking], [asked])
+        found.append(asked.request.cached_tokens)
+    assert found == [0, 0, 40]
+
+
+def test_rejected_and_accepted_draft_tokens_obey_the_law(models: Models) -> None:
+    """Whether all, some or none of the draft tokens are accepted: the states are those after the answer's tokens."""
+    engine = TinyEngine(models.engine, max_draft_tokens=4, max_num_batched_tokens=16, blocks=128)
+    questions = [Question((Text((20, 21, 22, 20 + number, 21) * 3),), 40) for number in range(6)]
+    few = tuple((token, 100.0) for token in (20, 21, 22))  # answers of these repeat what the prompt says
+    asked = [
+        engine.ask(str(number), each.parts, SamplingParams(40, temperature=1.0, seed=number, logit_bias=few))
+        for number, each in enumerate(questions)
+    ]
+    engine.drain()
+    assert_law(models, engine, questions, asked)
+    totals = engine.engine.stats().totals
+    assert 0 < totals.accepted_draft_tokens < totals.draft_tokens
+
+
+def test_a_step_that_failed_is_computed_again_from_the_same_states(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, failed = TinyEngine(models.engine), []
+    launch = Runner.launch
+
+    def fail_after_the_forward(runner: Runner, chunks: list[Chunk], before: SampledStep | None = None) -> LaunchedStep:
+        launched = launch(runner, chunks, before)
+        if len(chunks) > 1 and len(failed) < 3:
+            failed.append(chunks)
+            raise torch.OutOfMemoryError
+        return launched
+
+    monkeypatch.setattr(Runner, "launch", fail_after_the_forward)
+    questions = [Question((text(30 * number, 9 + number),), 8) for number in range(3)]
+    asked = answer(engine, questions)
+    monkeypatch.undo()
+    assert len(failed) == 3
+    for each in asked:  # logits of failed steps were recorded, too
+        assert not each.failed
+    plain = TinyEngine(models.engine)
+    assert [each.answer for each in answer(plain, questions)] == [each.answer for each in asked]
+
+
+def test_states_take_the_memory_that_their_sizes_say(models: Models) -> None:
+    config = models.reference.config.text_config
+    keys, values = (
+        heads * dim
+        for heads, dim in (
+            (config.linear_num_key_heads, config.linear_key_head_dim),
+            (config.linear_num_value_heads, config.linear_value_head_dim),
+        )
+    )
+    inputs = (2 * keys + values) * (config.linear_conv_kernel_dim - 1)
+    matrices = values * config.linear_key_head_dim
+    layers = config.layer_types.count("linear_attention")
+    sizes = models.engine.states
+    assert sizes
+    assert sizes.bytes == 4 * layers * (inputs + matrices)
+    cache = StateCache(sizes, RESERVED + 5, models.engine.embed_tokens.weight)
+    held = sum(each.nbytes for each in (*cache.inputs, *cache.matrices))
+    assert held == (RESERVED + 5) * sizes.bytes
+    attention = config.num_hidden_layers - layers
+    assert models.engine.token_bytes == 4 * 2 * attention * config.num_key_value_heads * config.head_dim
