@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5ForConditionalGeneration,
@@ -28,27 +26,12 @@ from framesieve.services.generation.families.qwen3_vl import TEXT_PREFIX, transp
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 
-def _pack_experts(text: Any, weights: dict[str, Tensor]) -> None:
-    """Makes one weight of those of all experts, if the checkpoint has one for each."""
-    for name, _ in text.named_parameters():
-        prefix = name.removesuffix("gate_up_proj")
-        if prefix == name or f"{prefix}0.gate_proj.weight" not in weights:
-            continue
-        gates, ups, downs = (
-            [weights.pop(f"{prefix}{expert}.{each}_proj.weight") for expert in range(text.config.num_experts)]
-            for each in ("gate", "up", "down")
-        )
-        weights[name] = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)  # [E, 2 · I, D]
-        weights[f"{prefix}down_proj"] = torch.stack(downs)
-    transpose_experts(text, weights)
-
-
 def _family(config_class: Any, classes: TextClasses) -> TextFamily:
     return TextFamily(
         lambda checkpoint: checkpoint.config_as(config_class),
         lambda _: classes,
         (TEXT_PREFIX,),
-        change=_pack_experts,
+        change=transpose_experts,
         pruning_methods=METHODS,
     )
 

@@ -91,9 +91,6 @@ def _load(
     shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
     weights = read_weights(checkpoint, prefix, dtype, device, shards, in_float32(text, dtype) | in_fp8)
     family.change(text, weights)
-    for name in shards.keys() & weights.keys():  # those that only the change has made
-        if text.get_parameter(name).shape != weights[name].shape == shards[name].shape:
-            weights[name] = shards[name].of(weights[name])
     fill(text, weights, prefix)
     del weights  # while layers are joined, both copies of all weights would be held
     return with_output_layer(checkpoint, config, text, embed_levels, classes.whole._tp_plan["lm_head"], group)

@@ -24,11 +24,11 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.parallel.group import Group
 
+# transformers' style of a weight whose halves are the gate and up.
+PACKED = "packed_colwise"
 # Styles of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers' inputs,
 # since every rank keeps the whole state.
 _GATHERED = ("colwise_gather_output", "colwise_rep")
-# transformers' style of a weight whose halves are the gate and up.
-PACKED = "packed_colwise"
 # torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8
 
@@ -99,7 +99,7 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
     for name, layer in module.named_modules():
         if plan.get(name) in _GATHERED:
             layer.output_is_whole = True
-        if plan.get(name) == PACKED and isinstance(layer, nn.Linear):
+        elif plan.get(name) == PACKED and isinstance(layer, nn.Linear):
             layer.packed = True  # type: ignore[assignment]  # for `adapter_files`
     shards = {}
     for name, parameter in list(module.named_parameters()):
