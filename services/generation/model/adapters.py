@@ -73,7 +73,7 @@ class Adapters:
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with additions by adapter digest: [1, T, in_features] to [1, T, out_features]."""
+    """A linear layer with additions by adapter digest: [.., T, in_features] to [.., T, out_features]."""
 
     def __init__(self, layer: nn.Module, adapters: Adapters) -> None:
         super().__init__()
@@ -85,5 +85,5 @@ class AdaptedLinear(nn.Module):
         computed: Tensor = self.layer(states)
         for rows in self._adapters.rows:
             if addition := self.additions.get(rows.digest):
-                computed[:, rows.start : rows.end] += addition.of(states[:, rows.start : rows.end])
+                computed[..., rows.start : rows.end, :] += addition.of(states[..., rows.start : rows.end, :])
         return computed
