@@ -189,6 +189,11 @@ def _batches(seeds: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument(
+        "--timed-model",
+        type=Path,
+        help="time this checkpoint instead, whose tower weighs something",
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="RATE")
     methods = [*(method for method in METHODS if method != NONE), AUTO]
     parser.add_argument("--methods", nargs="+", default=methods, choices=methods, metavar="METHOD")
@@ -202,7 +207,7 @@ def main() -> None:
     wanted = compared(args.rates, args.methods)
     unwind_on_signals()
     prunings = list(dict.fromkeys(each.pruning for each in wanted))
-    first_s = asyncio.run(first_tokens(args.model, seeds[: TIMED_CLIPS + 1], prunings))
+    first_s = asyncio.run(first_tokens(args.timed_model or args.model, seeds[: TIMED_CLIPS + 1], prunings))
     found = asyncio.run(ask_services(args.model, seeds, args.questions, prunings))
     cells = [
         Cell(
