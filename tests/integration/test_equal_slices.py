@@ -104,6 +104,9 @@ async def test_what_stays_the_same_is_encoded_once(counting: Counting, tower: To
     whole, counts = await counting.encode(Video(data=clip))
     embeds = each_by_itself(tower, decoded_in_order(clip))
     assert_close(whole.values, embeds)
+    slices = np.split(whole.values, 9, axis=1)
+    assert np.array_equal(slices[7], slices[0])
+    assert all(np.array_equal(each, slices[1]) for each in slices[2:7])
     assert counts == (3, 6, 0)
     pruned, counts = await counting.encode(Video(data=clip), Pruning(rate=0.75))
     scores = exact_scores(embeds[0], whole.plan.grid)
@@ -129,11 +132,13 @@ async def test_chosen_tokens_that_stay_the_same_are_encoded_once(counting: Count
 
 async def test_windows_of_one_film_share_their_slices(counting: Counting, tower: Tower) -> None:
     clip = lossless(pictures(*range(100, 124)))
-    shown = decoded_in_order(clip)
+    shown, windows = decoded_in_order(clip), []
     for start_s, expected in ((0, (8, 0, 0)), (2, (2, 0, 6))):
         made, counts = await counting.encode(Video(data=clip, start_s=start_s, end_s=start_s + 8))
         assert_close(made.values, each_by_itself(tower, shown[2 * start_s :][:16]))
         assert counts == expected
+        windows.append(made.values)
+    assert np.array_equal(windows[1][:, : 6 * SLICE_TOKENS], windows[0][:, 2 * SLICE_TOKENS :])
 
 
 async def test_videos_that_begin_alike_share_their_beginnings(counting: Counting, tower: Tower) -> None:
