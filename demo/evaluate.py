@@ -167,7 +167,7 @@ async def first_tokens(model: Path, seeds: Sequence[int], prunings: Sequence[Pru
     ):
         for number, seed in enumerate(seeds):
             clip, (question, *_) = await asyncio.to_thread(encoded, seed), questions_of(seed, 1)
-            for pruning in (*prunings[number:], *prunings[:number]):  # nobody is always the first
+            for pruning in (*prunings[number:], *prunings[:number]):  # each pruning is the first in turn
                 timed, _ = await ask(
                     client,
                     Video(data=another_file(clip)),

@@ -90,7 +90,7 @@ class CacheEntry:
     chosen: how its tokens are chosen before the tower: it then has embeddings of these alone. None: of all tokens.
     key: its cache key; None: the entry is never found by others and never cached.
     encoding: 32 bytes that name its embeddings: equal names mean equal bytes.
-    slices: those that are decoded.
+    slices: the decoded ones.
     waiters: how many requested items wait for it or read it. cached: the cache keeps it when they have left.
     delivery: brings its slices. None: no stream does, and the next waiter selects the item from its own stream.
     failure: why it will never be complete. The counts of slices never decrease.

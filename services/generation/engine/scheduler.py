@@ -112,7 +112,7 @@ class Scheduler:
         self._enter(request, Status.WAITING)
 
     def mark_launched(self, chunk: Chunk) -> None:
-        """Records that the device computes a chunk: all of it, but for draft tokens that may be rejected."""
+        """Records that the device computes a chunk. Draft tokens count once they are accepted."""
         if self.states is None:
             self._mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens)
         elif not chunk.draft_tokens:
@@ -334,11 +334,11 @@ class Scheduler:
         chunk.request.next_states.append(written)
 
     def _worth_saving(self, chunk: Chunk) -> list[int]:
-        """After how many tokens of a request's sequence, within a chunk, its state is kept: the ends of blocks before
-        and after media, at the end of the prompt, where others went on differently, and the last one of the answer.
+        """The places within a chunk where other requests may begin with its state, in tokens of the sequence.
 
-        Of the prompt's, the last one and the one before: chat templates end a prompt with a few tokens, such as
-        `<think>`, that they leave out of earlier turns.
+        Each is the end of a block: before and after a media item; where another request's prompt was found to part
+        from this one; the last two of the prompt, because chat templates end it with tokens, such as `<think>`, that
+        they leave out of earlier turns; and the last one of the answer.
         """
         request, prompt = chunk.request, chunk.request.prompt
         wanted = [chunk.end] if chunk.end > prompt.tokens else []

@@ -68,10 +68,7 @@ def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torc
 
 
 def in_float32(text: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of weights that transformers keeps in float32 beside others in `dtype`, by name.
-
-    Such as those that choose experts.
-    """
+    """The dtypes of weights that transformers keeps in float32 beside others in `dtype`, by name: those of a router."""
     kept = tuple(f".{name}" for name in text._keep_in_fp32_modules_strict or ())
     return {name: torch.float32 for name in text.state_dict() if dtype.itemsize == 2 and name.endswith(kept)}
 

@@ -126,7 +126,7 @@ class SampledStep:
 class Runner:
     """Runs a language model over a paged KV cache of `blocks` blocks of `block_tokens` tokens each.
 
-    state_slots: of recurrent states, for models that have any, without those that are reserved.
+    state_slots: number of slots for recurrent states, for models that have any; reserved slots are added to it.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class StateCache:
     """The slots of every layer: inputs of the convolution, and matrices, float32."""
 
     def __init__(self, sizes: StateSizes, slots: int, like: Tensor) -> None:
-        """slots: with those that are reserved. like: of the model's device."""
+        """slots: their number, the reserved ones included. like: of the model's device."""
         self.sizes = sizes
         self.kernels = find_kernels(sizes, like)
         inputs = (slots, sizes.channels, sizes.kernel - 1)

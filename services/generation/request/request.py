@@ -194,9 +194,9 @@ class Request:
         self.blocks = BlockTable()
         self.num_pinned_blocks = 0  # first blocks, whose media rows only the cache has: not released before the end
         self.num_computed_tokens = 0  # tokens whose keys and values are in the KV cache
-        # Slots of recurrent states, of models that have any: after the computed tokens, after the pinned blocks; as
-        # (tokens, slot) those that the step which runs now writes, the last one after all its tokens, and those that
-        # become snapshots once the blocks before them are cached.
+        # Slots of recurrent states, of models that have any. `state`: after the computed tokens; `pinned_state`: after
+        # the pinned blocks. As (tokens, slot): `next_states` are written by the current step, the last one after all of
+        # its tokens; `saved_states` become snapshots once the blocks before them are cached.
         self.state = self.pinned_state = NO_STATE
         self.next_states: list[tuple[int, int]] = []
         self.saved_states: list[tuple[int, int]] = []
