@@ -28,7 +28,7 @@ class Item:
     deepstack: further levels of each token, [t·h·w, D] each.
     texts: of an item of several runs, or with text of its own: what is before each run and after the last one, some of
         it empty. Runs are of equal size, and of positions on three axes whole slices.
-    linear: its positions count up as those of text. compact: the positions of its prompt count the kept tokens alone.
+    linear: its positions count up as those of text.
     bounded: num_kept is the largest number that may be kept, which is known only when it arrives.
     """
 
@@ -42,7 +42,6 @@ class Item:
     deepstack: tuple[NDArray[np.float32], ...] = ()
     texts: tuple[Text, ...] = ()
     linear: bool = False
-    compact: bool = False
     bounded: bool = False
 
     @property
@@ -113,9 +112,6 @@ def expected_sequence(parts: Sequence[Text | Item], kept: Sequence[Sequence[int]
     """The sequence that the language model must read, from the parts of a prompt and the kept tokens of each item."""
     full = _full_prompt(parts, pad_id)
     gathered = [token for token in full if token.source is None or token.source[1] in kept[token.source[0]]]
-    if any(isinstance(part, Item) and part.compact for part in parts):
-        gathered = [replace(token, place=(rank,) * 3) for rank, token in enumerate(gathered)]
-        full = gathered
     return Expected(
         ids=[token.id for token in gathered],
         rows=[token.source for token in gathered],

@@ -213,8 +213,7 @@ def make_request(
     items = [part for part in parts if isinstance(part, Item)]
     events: list[Event] = []
     num_kept, keys = [item.num_kept for item in items], [key_of(item) for item in items]
-    bounded, compact = [item.bounded for item in items], any(item.compact for item in items)
-    prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, bounded=bounded, compact=compact)
+    prompt = PrunedPrompt(make_plan(parts), num_kept, vocab_size, bounded=[item.bounded for item in items])
     detokenizer: Any = WholeWords(params.stop)
     request = Request(name, prompt, keys, params, detokenizer, events.append, adapter)
     return Asked(request, events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,12 @@ async def service_of(
     eos_ids: tuple[int, ...] = (),
     encoder_channel: grpc.aio.Channel | None = None,
     preprocessing_channel: grpc.aio.Channel | None = None,
-    compact: bool = False,
     pruning: Pruning = NOT_PRUNED,
     **encoder: Any,
 ) -> AsyncIterator[Service]:
     """encoder: arguments of the fake encoder. *_channel: to another peer instead of a fake one.
 
-    compact: see `PrunedPrompt`. pruning: of videos for which a request names none.
+    pruning: of videos for which a request names none.
     """
     checkpoint = Checkpoint(checkpoint_folder)
     model, tokenizer = model_of(checkpoint_folder)
@@ -120,7 +119,6 @@ async def service_of(
     engine.start()
     room = ByteSemaphore(ROOM_BYTES)
     defaults = SamplingDefaults(model.vocab_size, eos_ids=eos_ids)
-    model = replace(model, compact=compact)
     served = ServedModel.of(checkpoint, (), tokenizer, defaults, model, LIMIT, pruning, METHODS)
     encoder.setdefault("items", video_items())
     peers = (

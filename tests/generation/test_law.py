@@ -131,22 +131,6 @@ def test_a_compiled_model_obeys_the_law(models: Models) -> None:
     assert_law(models, engine, questions, answer(engine, questions, arrivals=(0, 2, 6)))
 
 
-@LAW
-@given(st.data())
-@pytest.mark.parametrize("family", ["llava"], scope="module")
-def test_the_law_holds_for_compact_positions(models: Models, data: st.DataObject) -> None:
-    """Of checkpoints that were trained with positions that count the kept tokens alone."""
-    questions = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        asking = data.draw(question(models.family))
-        parts = [replace(part, compact=True) if isinstance(part, Item) else part for part in asking.parts]
-        extra = replace(data.draw(item(models.family, video=True)), compact=True)
-        questions.append(replace(asking, parts=(*parts, extra, Text((30, 31)))))
-    engine = TinyEngine(models.engine, blocks=max(each.most_blocks for each in questions) + 4, max_num_batched_tokens=7)
-    asked = answer(engine, questions)
-    assert_law(models, engine, questions, asked)
-
-
 def test_several_answers_share_one_prefill(models: Models) -> None:
     video = random_item(models.family, (3, 2, 3), Fraction(1), rate=0.25)
     asking = Question((Text((20, 21, 22)), video, Text((30, 31, 32))), 5)

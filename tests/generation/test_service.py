@@ -76,16 +76,13 @@ async def test_responses_are_accepted_then_progress_then_tokens_then_finished(
             assert 0 > top.logprobs[0] > top.logprobs[1]
 
 
-@pytest.mark.parametrize("compact", [True, False])
-async def test_kept_tokens_are_counted_for_compact_positions_and_keep_gaps_for_others(
-    tmp_path: Path, tiny_checkpoint: Path, compact: bool
-) -> None:
-    async with service_of(tmp_path, tiny_checkpoint, compact=compact) as service:
+async def test_kept_tokens_keep_the_positions_of_the_full_prompt(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
         responses = await answers(service.ask(sampling=Sampling(max_new_tokens=5, logprobs=True)))
         ids = service.encoder.plan.input_ids.tolist()
     embeds = np.zeros((VIDEO[1].tokens, HIDDEN), np.float32)
     embeds[KEPT] = np.random.default_rng(5).standard_normal((len(KEPT), HIDDEN), np.float32)
-    video = Item(4, 2, 3, Fraction(1), embeds, rate=0.5, linear=True, compact=compact)
+    video = Item(4, 2, 3, Fraction(1), embeds, rate=0.5, linear=True)
     parts = [Text(tuple(ids[:TEXT_BEFORE])), video, Text(tuple(ids[-TEXT_AFTER:]))]
     model = load_reference("qwen2_5_vl", tiny_checkpoint)
     said = token_ids(responses)

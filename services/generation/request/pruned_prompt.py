@@ -58,18 +58,13 @@ class PrunedPrompt:
         vocab_size: int = MAX_VOCABULARY,
         *,
         bounded: Sequence[bool] = (),
-        compact: bool = False,
     ) -> None:
         """vocab_size: ids from this on name vectors that the model stores, not text.
 
         bounded: whether num_kept is a bound, for each item; by default none is.
-
-        compact: a position is the place in the pruned prompt, for checkpoints that were trained so. Otherwise tokens
-        keep the positions of the full layout, with gaps where tokens were dropped.
         """
         self.plan = plan
         self.vocab_size = vocab_size
-        self._compact = compact
         self.num_kept = list(num_kept)
         self._most_kept = tuple(num_kept)
         self._bounded = tuple(bounded) or (False,) * len(plan.media)
@@ -91,11 +86,11 @@ class PrunedPrompt:
 
     def undelivered(self) -> PrunedPrompt:
         """The state of the same prompt before any item arrived."""
-        return PrunedPrompt(self.plan, self._most_kept, self.vocab_size, bounded=self._bounded, compact=self._compact)
+        return PrunedPrompt(self.plan, self._most_kept, self.vocab_size, bounded=self._bounded)
 
     @property
     def delta(self) -> int:
-        return 0 if self._compact else self._next_position - self.tokens
+        return self._next_position - self.tokens
 
     @property
     def complete(self) -> bool:
@@ -166,8 +161,7 @@ class PrunedPrompt:
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
         self.ids[self.ready : end] = self.plan.input_ids[taken]
-        kept_positions = np.arange(self.ready, end) if self._compact else self.plan.positions[:, taken]
-        self.positions[:, self.ready : end] = kept_positions
+        self.positions[:, self.ready : end] = self.plan.positions[:, taken]
         self.identities[0, self.ready : end] = 0
         self.identities[1, self.ready : end] = self.ids[self.ready : end]
         for index in range(first, min(self._next_item + 1, len(media))):

@@ -31,7 +31,6 @@ class ServedModel:
     defaults: for sampling fields that a request leaves unset; they hold the size of the vocabulary and the end tokens.
     limit: on a prompt and its answer together.
     adapters: those that requests may name.
-    compact: see `PrunedPrompt`.
     reads_calls: whether it writes tool calls in the form that `CallReader` reads.
     pruning: of videos for which a request names none. pruning_methods: those that a request may name.
     """
@@ -43,7 +42,6 @@ class ServedModel:
     limit: PromptLimit
     grammars: Grammars
     adapters: Adapters
-    compact: bool
     reads_calls: bool
     pruning: Pruning
     pruning_methods: Sequence[str]
@@ -61,7 +59,7 @@ class ServedModel:
         pruning_methods: Sequence[str],
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
-        context_tokens = model.context_tokens if model.position_axes == 1 and not model.compact else None
+        context_tokens = model.context_tokens if model.position_axes == 1 else None
         return cls(
             names,
             ModelInput(
@@ -77,7 +75,6 @@ class ServedModel:
             PromptLimit(limit_tokens, context_tokens),
             Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids),
             model.adapters,
-            model.compact,
             writes_calls(chat_templates(checkpoint)),
             pruning,
             pruning_methods,
@@ -85,4 +82,4 @@ class ServedModel:
 
     def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:
         """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept, or most."""
-        return PrunedPrompt(plan, num_kept, self.defaults.vocab_size, bounded=bounded, compact=self.compact)
+        return PrunedPrompt(plan, num_kept, self.defaults.vocab_size, bounded=bounded)
