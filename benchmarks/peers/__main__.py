@@ -4,7 +4,8 @@ The same checkpoint, clip (other bytes in every request) and question; answers o
 each dtype and pruning rate, the contenders answer in turns: one client, then 8, then 32 at once. vLLM cannot change its
 rate while it runs, so it is started again for each. transformers knows no pruning and one question at a time, and is
 left out with the large checkpoint, of which three copies do not fit into memory. Where tokens are pruned, the three
-services answer by EVS, as vLLM does, and by the method that chooses tokens before the tower.
+services answer by EVS, as vLLM does, and by the method that chooses tokens before the tower. vLLM 0.32 ends its engine
+when it prunes a Qwen3.5 (`recurrent`), and computes that in bfloat16 alone: there it keeps every token.
 
     python -m benchmarks.peers --model small --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 8
     python -m benchmarks.peers --model 3b --dtype bfloat16 --rate 0 --rate 0.75 --clients 1 --clients 4
@@ -99,7 +100,8 @@ async def measure(
     flags = {"encoder": ["--dtype", dtype, "--cache-bytes", "0"], "generation": ["--dtype", dtype]}
     async with AsyncExitStack() as held:
         stack = await held.enter_async_context(LocalStack(model, flags=flags))
-        vllm = held.enter_context(VllmServer(python, model, dtype, rate, log))
+        their_rate = 0.0 if model.name.startswith("recurrent") else rate
+        vllm = held.enter_context(VllmServer(python, model, dtype, their_rate, log))
         client = await held.enter_async_context(FramesieveClient(stack.address))
 
         async def ours(method: str, clip: bytes) -> Timed:
