@@ -54,7 +54,7 @@ async def main() -> ExitStatus:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
-    pruning = settings.pruning
+    pruning = settings.pruning(checkpoint.config)
     check_pruning(checkpoint, pruning)
     said = {"rate": pruning.rate, "method": pruning.method, "threshold": pruning.threshold}
     log.info("pruning where a request names none", **said)

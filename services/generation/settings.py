@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -22,6 +23,8 @@ from framesieve.common.contract.retention import (
 )
 from framesieve.common.serving.settings import UpstreamSettings, separated
 
+# Of the config of checkpoints that were trained with EVS: the rate that they are to be used with.
+_TRAINED_RATE = "video_pruning_rate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -97,12 +100,12 @@ class GenerationSettings(UpstreamSettings):
         description="maximum number of tokens of one sequence: the prompt after pruning and its answer; "
         "unset: the smaller of the model's context length and the KV cache",
     )
-    pruning_rate: float = Field(
-        0.0,
+    pruning_rate: float | None = Field(
+        None,
         ge=0,
         lt=1,
         description="fraction of each video's tokens to drop where a request names no rate; a request may name any, 0 "
-        "included",
+        f"included; unset: {_TRAINED_RATE} of the checkpoint's config; without that, or with --pruning-threshold, 0",
     )
     pruning_method: str | None = Field(
         None,
@@ -200,8 +203,14 @@ class GenerationSettings(UpstreamSettings):
             raise ValueError(f"--pruning-threshold is for {', '.join(BEFORE_TOWER)}, the method is {method}")
         return self
 
-    @property
-    def pruning(self) -> Pruning:
-        """Of videos for which a request names none."""
-        method = named_method(self.pruning_method, self.pruning_threshold)
-        return Pruning(self.pruning_rate, method, threshold=self.pruning_threshold)
+    def pruning(self, config: Mapping[str, Any]) -> Pruning:
+        """Of videos for which a request names none. config: of the checkpoint.
+
+        Raises StartupError if the config has a rate that is none.
+        """
+        method, rate = named_method(self.pruning_method, self.pruning_threshold), self.pruning_rate
+        if rate is None:
+            rate = 0.0 if self.pruning_threshold is not None else config.get(_TRAINED_RATE) or 0.0
+            if not isinstance(rate, int | float) or not 0 <= rate < 1:
+                raise StartupError(f"config.json: {_TRAINED_RATE} must be at least 0 and below 1, got {rate!r}")
+        return Pruning(float(rate), method, threshold=self.pruning_threshold)
