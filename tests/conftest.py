@@ -65,6 +65,7 @@ DEEP_FAMILIES = (
     "minicpmv4_6",
     "minicpmv4_7",
     "mistral3",
+    "nemotron_h_omni",
     "qwen2_vl",
     "qwen3_5_moe",
     "video_llama_3",

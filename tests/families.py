@@ -47,7 +47,7 @@ from transformers import (
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
-from tests import minicpm, minicpmv4_6
+from tests import minicpm, minicpmv4_6, nemotron
 from tests.recurrent import as_trained
 
 
@@ -212,6 +212,11 @@ EXPERTS_3_5 = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
+
+
+def _write_nemotron(folder: Path, seed: int) -> Path:
+    nemotron.write(folder, seed)
+    return folder
 
 
 def write_qwen3_5(folder: Path, seed: int, text: Mapping[str, Any] | None = None) -> Path:
@@ -797,6 +802,19 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         rows_stand_alone=True,
         newline_id=NEWLINE_ID,
     ),
+    "nemotron_h_omni": FamilyUnderTest(
+        write=_write_nemotron,
+        model=nemotron.MODEL,
+        patch_px=nemotron.PATCH_PX,
+        merge=nemotron.MERGE,
+        temporal_patch=nemotron.TUBELET,
+        hidden=nemotron.HIDDEN,
+        levels=0,
+        slices_stand_alone=True,
+        text_prefix="language_model.backbone.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+    ),
     "qwen2_vl": FamilyUnderTest(
         write=_write_qwen2_vl,
         model=Qwen2VLForConditionalGeneration,
@@ -839,6 +857,12 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
 
 
 QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
+
+
+def text_and_head(reference: Any) -> tuple[Any, Any]:
+    """The text model and the output layer of what `load_reference` gives; of Nemotron they are one model."""
+    inner = reference._modules.get("language_model")
+    return (reference.model.language_model, reference.lm_head) if inner is None else (inner.model, inner.lm_head)
 
 
 def load_reference(name: str, folder: Path) -> Any:

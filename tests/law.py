@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from tests.families import FamilyUnderTest
+from tests.families import FamilyUnderTest, text_and_head
 from tests.oracle import Item, Text, expected_logprobs, expected_sequence, kept_tokens
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, random_item
 
@@ -153,10 +153,10 @@ def assert_law(
     adapted: Mapping[str, nn.Module] | None = None,
 ) -> None:
     """Compares log-probabilities and greedy tokens. adapted: for each adapter, the reference text model with it."""
-    lm_head = models.reference.lm_head
+    plain_text, lm_head = text_and_head(models.reference)
     for asking, each in zip(questions, asked, strict=True):
         name = each.request.id
-        text_model = (adapted or {})[asking.adapter] if asking.adapter else models.reference.model.language_model
+        text_model = (adapted or {})[asking.adapter] if asking.adapter else plain_text
         expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
         assert each.request.prompt.tokens == len(expected.ids)
         assert each.request.cached_tokens < len(expected.ids)

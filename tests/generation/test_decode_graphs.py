@@ -47,7 +47,7 @@ def rows_overwritten() -> Iterator[None]:
         yield
 
 
-DEEP = ("llava", "llava_pixtral", "qwen3_vl")
+DEEP = ("llava", "llava_pixtral", "nemotron_h_omni", "qwen3_vl")
 FAMILY_PARAMS = [
     *("llava_onevision", "qwen2_5_vl", "qwen3_5", "qwen3_vl_moe"),
     *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),

@@ -28,7 +28,7 @@ from framesieve.services.generation.parallel.sharding import check_sizes
 from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
-from tests.families import FAMILIES, write_qwen3_vl_moe
+from tests.families import FAMILIES, text_and_head, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.integration.forks import Forked
 from tests.law import Question, answer, assert_law
@@ -36,7 +36,10 @@ from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 CPU = torch.device("cpu")
-DEEP = ("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_5_moe", "qwen3_vl")
+DEEP = (
+    *("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "nemotron_h_omni", "qwen3_5_moe"),
+    "qwen3_vl",
+)
 FAMILY_PARAMS = [
     "llava_onevision",
     "qwen2_5_vl",
@@ -45,6 +48,8 @@ FAMILY_PARAMS = [
     *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
 ]
 TARGETS = {"everywhere": "all-linear", "behind-attention": ["o_proj"], "values": ["v_proj"]}
+# PEFT takes no adapter of the projection after a Mamba2 scan.
+MAMBA_TARGETS = TARGETS | {"everywhere": r".*\.(in_proj|[qkvo]_proj|up_proj|down_proj)"}
 
 
 @pytest.fixture(scope="module", params=FAMILY_PARAMS)
@@ -75,12 +80,12 @@ class Shared:
 @pytest.fixture(scope="module")
 def shared(workers: WorkerRanks, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     whole = load_models(family, tmp_path_factory.mktemp(family))
-    reference = whole.reference.model.language_model
+    reference, _ = text_and_head(whole.reference)
     text = {
         name: write_adapter(
             reference, whole.folder / "adapters" / name, seed, r=3, lora_alpha=7, target_modules=targets
         )
-        for seed, (name, targets) in enumerate(TARGETS.items())
+        for seed, (name, targets) in enumerate((MAMBA_TARGETS if family == "nemotron_h_omni" else TARGETS).items())
     }
     load_adapters(parallel_rank.adapters_of(whole.folder), whole.engine)
     workers.ranks.broadcast(str(whole.folder).encode())

@@ -18,12 +18,13 @@ from framesieve.services.generation.loading.text_model import in_float32, make_t
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
+from framesieve.services.generation.parallel.sharding import WHOLE_OUTPUT
 
 
 @dataclass(frozen=True, slots=True)
 class TextClasses:
     """Transformers' classes: of the whole model, of its text model (or a subclass that adds no state), and of the text
-    model's rotary embedding."""
+    model's rotary embedding; None if it has none."""
 
     whole: Any
     text: Any
@@ -37,11 +38,11 @@ class TextFamily:
     config: reads the config of the whole model. Raises StartupError for what the family does not support.
     classes: for a config.
     prefixes: of the text model's weights; the first that the checkpoint has is used.
-    position_axes, compact: see `LanguageModel`.
+    position_axes: see `LanguageModel`.
     embed_levels: for a config, see `LanguageModel`.
     stored: names of a vector that prompts name by the id after the vocabulary's last; the first that the checkpoint has
         is read. Empty if there is none.
-    plan: transformers' tensor-parallel plan, if the text config has none.
+    plan: a tensor-parallel plan in the place of the text config's.
     change: changes the weights that were read to those that the text model takes.
     pruning_methods, why_not_all: those that the encoder takes for videos of the family, and why no others.
     """
@@ -50,7 +51,6 @@ class TextFamily:
     classes: Callable[[Any], TextClasses]
     prefixes: Sequence[str]
     position_axes: int = 3
-    compact: bool = False
     embed_levels: Callable[[Any], int] = lambda config: 0
     stored: Sequence[str] = ()
     plan: Mapping[str, str] | None = None
@@ -67,7 +67,7 @@ def load(
     Raises StartupError for missing or unknown weights, and for what the family or the engine does not support.
     """
     model = _load(family, checkpoint, dtype, device, group)
-    model = replace(model, position_axes=family.position_axes, compact=family.compact)
+    model = replace(model, position_axes=family.position_axes)
     if not family.stored:
         return model
     for name in family.stored:
@@ -88,9 +88,10 @@ def _load(
         in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
         if not in_fp8:
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
-    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
+    shards = shard_text(text, family.plan or text.config.base_model_tp_plan, group)
     weights = read_weights(checkpoint, prefix, dtype, device, shards, in_float32(text, dtype) | in_fp8)
     family.change(text, weights)
     fill(text, weights, prefix)
     del weights  # while layers are joined, both copies of all weights would be held
-    return with_output_layer(checkpoint, config, text, embed_levels, classes.whole._tp_plan["lm_head"], group)
+    style = (classes.whole._tp_plan or {}).get("lm_head", WHOLE_OUTPUT)
+    return with_output_layer(checkpoint, config, text, embed_levels, style, group)

@@ -16,10 +16,10 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.packed_linear import join_linears, pack_linears, packed
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.attention import ATTENTION
-from framesieve.services.generation.model.delta_net import number_layers
 from framesieve.services.generation.model.experts import EXPERTS, waits
 from framesieve.services.generation.model.fused_layers import fuse_layers
 from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.layers import attention_layers, number_layers
 from framesieve.services.generation.model.norms import fuse_norms
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
@@ -38,6 +38,8 @@ def check_text(text_config: Any) -> None:
     switch = "use_sliding_window" if hasattr(text_config, "use_sliding_window") else "sliding_window"
     if getattr(text_config, switch, None):
         raise StartupError(f"text_config.{switch}: sliding window attention is not supported")
+    if not hasattr(text_config, "rope_parameters"):  # nothing in the model knows positions
+        return
     rope = dict(text_config.rope_parameters or {})
     rope_type = rope.get("rope_type")
     if rope_type not in _ROPE_TYPES:
@@ -54,7 +56,7 @@ def check_text(text_config: Any) -> None:
 
 
 def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torch.device) -> Any:
-    """A text model of transformers without weights: on the meta device, except its rotary embedding.
+    """A text model of transformers without weights: on the meta device, except its rotary embedding, if it has one.
 
     Raises StartupError for what this engine's attention lacks.
     """
@@ -62,8 +64,9 @@ def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torc
     text_config._attn_implementation = ATTENTION
     with torch.device("meta"):
         text = text_class(text_config)
-    # The frequencies are not in the checkpoint; they are computed at construction, which the meta device skips.
-    text.rotary_emb = rotary_class(text_config).to(device)
+    if rotary_class is not None:
+        # The frequencies are not in the checkpoint; they are computed at construction, which the meta device skips.
+        text.rotary_emb = rotary_class(text_config).to(device)
     return text
 
 
@@ -114,7 +117,7 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     config: of the whole model.
     """
     sizes = config.text_config
-    if text.rotary_emb.rope_type == "longrope":
+    if hasattr(text, "rotary_emb") and text.rotary_emb.rope_type == "longrope":
         # Its short frequencies, which it has, are right for every position; its forward would choose by the largest
         # one of the whole batch.
         text.rotary_emb.rope_type = "default"
@@ -122,7 +125,7 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
     if has_experts and waits(text.embed_tokens.weight):
         text.config._experts_implementation = EXPERTS
     states = number_layers(text)
-    attention = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
+    attention = attention_layers(text)
     fuse_norms(text)
     fuse_layers(text)
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism

@@ -46,7 +46,8 @@ def read_weights(
     """The weights whose names start with `prefix`, by the rest of their names. Of those in `shards`, this rank's part.
 
     dtypes: of those that are not read in `dtype`. Matrices of single experts are stacked, as transformers' classes have
-    them: gate_up_proj [experts, 2 · I, D] and down_proj [experts, D, I].
+    them: gate_up_proj [experts, 2 · I, D], or up_proj [experts, I, D] of experts without gates; and down_proj
+    [experts, D, I].
     Raises StartupError if the shape of a sharded weight is not the one that the config says.
     """
     weights: dict[str, Tensor] = {}
@@ -89,10 +90,11 @@ class _Experts:
             return []
         del self._read[layer]
         numbers = range(1 + max(number for _, number in read))
+        inner = ("gate_proj", "up_proj") if any(kind == "gate_proj" for kind, _ in read) else ("up_proj",)
         try:
-            gate_and_up = [torch.cat([read.pop(("gate_proj", each)), read.pop(("up_proj", each))]) for each in numbers]
+            of_each = [torch.cat([read.pop((kind, each)) for kind in inner]) for each in numbers]
             return [
-                (f"{layer}.gate_up_proj", torch.stack(gate_and_up)),
+                (f"{layer}.{'gate_up_proj' if len(inner) == 2 else 'up_proj'}", torch.stack(of_each)),
                 (f"{layer}.down_proj", torch.stack([read.pop(("down_proj", each)) for each in numbers])),
             ]
         except KeyError as error:

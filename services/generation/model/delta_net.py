@@ -1,32 +1,145 @@
-"""Gated delta networks over the slots of recurrent states, for the whole packed batch: transformers' layer, whose
-sequences may be at any place.
+"""Gated delta networks over the slots of recurrent states.
 
-Source: `Qwen3_5GatedDeltaNet` of transformers, whose weights and names it keeps.
+transformers' functions compute the rule: on a card with the package fla they are its kernels, which are tried at the
+start, else torch's operators.
+Source: arXiv 2412.06464; `Qwen3_5GatedDeltaNet` of transformers, whose weights and names the layer keeps.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
-from framesieve.services.generation.model.attention.running import RUNNING
+from framesieve.services.compute.kernels import check_result
+from framesieve.services.generation.model.recurrent_layer import RecurrentLayer
 from framesieve.services.generation.model.states import StateBatch, StateSizes
 
+log = structlog.get_logger()
 
-class GatedDeltaNet(nn.Module):
-    """The class that such a layer of transformers takes on. layer_idx: its number among those with states."""
 
-    layer_idx: int
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """transformers' functions: for a chunk of a sequence, for one token of each of several."""
+
+    chunk: Callable[..., tuple[Tensor, Tensor]]
+    step: Callable[..., tuple[Tensor, Tensor]]
+
+
+_BY_TORCH = Kernels(
+    inspect.unwrap(torch_chunk_gated_delta_rule),
+    inspect.unwrap(torch_recurrent_gated_delta_rule),
+)
+_INSTALLED = Kernels(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaRule:
+    """A `Recurrence`. Channels are queries, keys and values; gates are beta and decay, the latter in log space.
+
+    key_heads, value_heads: each key head serves value_heads / key_heads value heads. key_dim, value_dim: of one head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernels: Kernels = _BY_TORCH
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @torch.inference_mode()
+    def fastest(self, like: Tensor) -> GatedDeltaRule:
+        """No card has run other kernels than torch's here yet."""
+        if like.device.type != "cuda":
+            return self
+        try:
+            self._check(like)
+        except Exception as error:  # a kernel that is compiled for the card may fail in any way
+            log.warning("recurrent states are computed by torch: fla does not work", error=str(error))
+            return self
+        return replace(self, kernels=_INSTALLED)
+
+    def step(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        beta, decay = gates
+        out, after = self.kernels.step(
+            *self._heads(convolved[:, None]),
+            g=decay[:, None],
+            beta=beta[:, None],
+            initial_state=matrices,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out[:, 0], after
+
+    def chunk(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        beta, decay = gates
+        out, after = self.kernels.chunk(
+            *self._heads(convolved[None]),
+            g=decay[None],
+            beta=beta[None],
+            initial_state=matrix[None],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out[0], after[0]
+
+    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of [B, L, channels]: [B, L, heads, head_dim] each."""
+        keys = self.key_heads * self.key_dim
+        query, key, value = convolved.split([keys, keys, self.value_heads * self.value_dim], dim=-1)
+        return (
+            query.unflatten(-1, (self.key_heads, self.key_dim)),
+            key.unflatten(-1, (self.key_heads, self.key_dim)),
+            value.unflatten(-1, (self.value_heads, self.value_dim)),
+        )
+
+    def _check(self, like: Tensor) -> None:
+        """Compares the installed kernels with torch's. Raises AssertionError, and whatever they raise."""
+        draw = torch.Generator(like.device).manual_seed(0)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
+
+        for tokens, installed, exact in ((70, _INSTALLED.chunk, _BY_TORCH.chunk), (1, _INSTALLED.step, _BY_TORCH.step)):
+            keys, values = (1, tokens, self.key_heads, self.key_dim), (1, tokens, self.value_heads, self.value_dim)
+            rows = drawn(*keys), drawn(*keys), drawn(*values)
+            state = drawn(1, *self.matrices)
+            more = {
+                "g": -drawn(*values[:3]).abs(),
+                "beta": drawn(*values[:3]).sigmoid(),
+                "output_final_state": True,
+                "use_qk_l2norm_in_kernel": True,
+            }
+            found = installed(*(each.to(like.dtype) for each in rows), initial_state=state.clone(), **more)
+            expected = exact(*rows, initial_state=state.clone(), **more)
+            for one, other in zip(found, expected, strict=True):
+                check_result(one, other)
+
+
+class GatedDeltaNet(RecurrentLayer):
+    """The class that such a layer of transformers takes on."""
+
     num_k_heads: int
     num_v_heads: int
     head_k_dim: int
     head_v_dim: int
     conv_dim: int
     conv_kernel_size: int
-    conv1d: nn.Conv1d
     in_proj_qkv: nn.Module
     in_proj_z: nn.Module
     in_proj_b: nn.Module
@@ -36,60 +149,16 @@ class GatedDeltaNet(nn.Module):
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
+    def sizes(self, layers: int) -> StateSizes:
+        rule = GatedDeltaRule(self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        return StateSizes(layers, self.conv_dim, self.conv_kernel_size, rule)
+
     def forward(self, hidden_states: Tensor, states: StateBatch | None = None, **_: object) -> Tensor:
         """hidden_states: [1, T, D], the packed rows. Returns the same shape."""
         inputs, z = self.in_proj_qkv(hidden_states), self.in_proj_z(hidden_states)
         beta = self.in_proj_b(hidden_states).sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden_states).float() + self.dt_bias)
-        taps = self.conv1d.weight.squeeze(1)
-        if states is None:
-            out = torch.ops.framesieve.gated_delta_rule(inputs, beta, decay, taps, self.layer_idx, self.head_v_dim)
-        else:
-            out = states.advance(self.layer_idx, inputs[0], beta[0], decay[0], taps)[None]
+        out = self.advance(states, inputs, (beta, decay), (), self.head_v_dim)
         normed = self.norm(out.flatten(0, 2), z.reshape(-1, self.head_v_dim))
         rows: Tensor = self.out_proj(normed.view(z.shape))
         return rows
-
-
-def number_layers(text: Any) -> StateSizes | None:
-    """Numbers the layers of a text model by kind, from 0 each, and returns the sizes of its states, if it has any.
-
-    The caches know nothing of layers of the other kind.
-    """
-    attention = [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
-    recurrent = [layer.linear_attn for layer in text.layers if hasattr(layer, "linear_attn")]
-    for layers in (attention, recurrent):
-        for number, layer in enumerate(layers):
-            layer.layer_idx = number
-    for layer in recurrent:
-        layer.__class__ = GatedDeltaNet
-    if not recurrent:
-        return None
-    one = recurrent[0]
-    return StateSizes(
-        layers=len(recurrent),
-        channels=one.conv_dim,
-        kernel=one.conv_kernel_size,
-        key_heads=one.num_k_heads,
-        value_heads=one.num_v_heads,
-        key_dim=one.head_k_dim,
-        value_dim=one.head_v_dim,
-    )
-
-
-def _advance(inputs: Tensor, beta: Tensor, decay: Tensor, taps: Tensor, layer: int, _: int) -> Tensor:
-    assert RUNNING.states is not None
-    return RUNNING.states.advance(layer, inputs[0], beta[0], decay[0], taps)[None]
-
-
-# An operator of its own is opaque to the compiler.
-_library = torch.library.Library("framesieve", "FRAGMENT")
-_library.define(
-    "gated_delta_rule(Tensor inputs, Tensor beta, Tensor decay, Tensor taps, int layer, int value_dim) -> Tensor"
-)
-_library.impl("gated_delta_rule", _advance, "CPU")
-_library.impl(
-    "gated_delta_rule",
-    lambda inputs, beta, decay, taps, layer, value_dim: inputs.new_empty((*beta.shape, value_dim)),
-    "Meta",
-)

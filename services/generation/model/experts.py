@@ -48,7 +48,7 @@ def rows_without_wait(text: Any, rows: int) -> int:
 
 
 def compute_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The function registered with transformers, for experts with a gate and without biases.
+    """The function registered with transformers, for experts without biases.
 
     rows: [T, D]. experts: int64 [T, k], the experts of each row; weights: [T, k], theirs. Returns [T, D].
     """
@@ -63,9 +63,9 @@ def compute_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor)
 
 
 def _by_all_experts(module: Any, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    gate_and_up: nn.Parameter = module.gate_up_proj  # [E, 2 · I, D]
-    product = F.linear(rows, gate_and_up.flatten(0, 1)).unflatten(1, gate_and_up.shape[:2])  # [T, E, 2 · I]
-    inner: Tensor = module._apply_gate(product)  # [T, E, I]
+    weight: nn.Parameter = module.gate_up_proj if module.has_gate else module.up_proj  # [E, 2 · I or I, D]
+    product = F.linear(rows, weight.flatten(0, 1)).unflatten(1, weight.shape[:2])  # [T, E, 2 · I or I]
+    inner: Tensor = module._apply_gate(product) if module.has_gate else module.act_fn(product)  # [T, E, I]
     del product  # the largest of them
     outputs = torch.bmm(inner.transpose(0, 1), module.down_proj.mT)  # [E, T, D]
     own = outputs[experts, torch.arange(len(rows), device=rows.device)[:, None]]  # [T, k, D]

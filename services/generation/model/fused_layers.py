@@ -28,6 +28,7 @@ from transformers.integrations.moe import _default_apply_gate
 from framesieve.services.compute.kernels import check_result
 from framesieve.services.compute.packed_linear import as_one
 from framesieve.services.generation.model.attention.flash_infer import may_work
+from framesieve.services.generation.model.layers import attention_layers
 
 # The name under which transformers' attention finds it, in every family.
 ROTATION = "apply_rotary_pos_emb"
@@ -73,7 +74,7 @@ class FusedMlp(nn.Module):
 
 def fuse_layers(text: Any) -> None:
     """Makes a text model on CUDA use FlashInfer's kernels, if it is installed and they pass a trial."""
-    if may_work(_attention(text)[0].head_dim, text.embed_tokens.weight):
+    if hasattr(text, "rotary_emb") and may_work(attention_layers(text)[0].head_dim, text.embed_tokens.weight):
         try:
             _fuse(importlib.import_module("flashinfer"), text)
         except Exception as error:  # it compiles kernels for the card, which may fail in any way
@@ -87,20 +88,16 @@ def _fuse(library: Any, text: Any) -> None:
     """
     rotate = partial(_rotate, library)
     multiply = partial(_multiply, getattr(library, ACTIVATIONS[text.config.hidden_act]))
-    attention = _over(rotate, type(_attention(text)[0]))
+    attention = _over(rotate, type(attention_layers(text)[0]))
     _check(rotate, multiply, text)
     text.rotary_emb = RotaryTable(text.rotary_emb)
-    for layer in _attention(text):
+    for layer in attention_layers(text):
         layer.__class__ = attention
     for module in text.modules():
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             module.__class__, module.multiply = FusedMlp, multiply
         elif getattr(type(module), "_apply_gate", None) is _default_apply_gate:  # experts
             module._apply_gate = multiply
-
-
-def _attention(text: Any) -> list[Any]:
-    return [layer.self_attn for layer in text.layers if hasattr(layer, "self_attn")]
 
 
 def _rotate(library: Any, query: Tensor, key: Tensor, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +124,7 @@ def _over(rotate: Callable[..., tuple[Tensor, Tensor]], attention: type) -> type
 @torch.inference_mode()
 def _check(rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Tensor], Tensor], text: Any) -> None:
     """Compares the kernels with transformers' functions in float32, on views of one product as joined layers give."""
-    attention, like, device = _attention(text)[0], text.embed_tokens.weight, text.embed_tokens.weight.device
+    attention, like, device = attention_layers(text)[0], text.embed_tokens.weight, text.embed_tokens.weight.device
     draw = torch.Generator(device).manual_seed(0)
     product = torch.rand((1, 5, 3, attention.head_dim), generator=draw, device=device).mul(2).sub(1).to(like.dtype)
     query, key = product.transpose(1, 2).split((2, 1), dim=1)

@@ -24,10 +24,9 @@ class LanguageModel:
     embed_levels: deepstack tensors of a media row beside its embedding.
     adapters: those loaded into `text`; their rows must be set before each forward.
     context_tokens: the longest sequence that the checkpoint supports.
-    compact: its checkpoint was trained with positions that count the kept tokens alone.
     stored: number of vectors after the vocabulary's in `embed_tokens`.
     fp8_cache: keys and values are stored in fp8, else in the model's dtype.
-    position_axes: of the positions that `text` takes: 3, or 1 of a model whose axes are all equal.
+    position_axes: of the positions that `text` takes: 3; 1 of a model whose axes are all equal; 0 if it knows none.
     """
 
     text: nn.Module
@@ -41,14 +40,13 @@ class LanguageModel:
     embed_levels: int
     states: StateSizes | None = None
     position_axes: int = 3
-    compact: bool = False
     stored: int = 0
     fp8_cache: bool = False
     adapters: Adapters = field(default_factory=Adapters)
 
     def position_ids(self, positions: Tensor) -> Tensor:
-        """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T]."""
-        return positions[:, None] if self.position_axes == len(positions) else positions[: self.position_axes]
+        """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T], which a model without positions ignores."""
+        return positions[:, None] if self.position_axes == len(positions) else positions[:1]
 
     def with_stored(self, *vectors: Tensor) -> LanguageModel:
         """The model with vectors [D] that prompts name by the ids after the vocabulary's."""

@@ -7,25 +7,22 @@
 Nothing is written to a slot that is read, so a step that failed can be computed again from the same states. Slot ZERO
 is the state before the first token and never written; slot PADDING is written by rows that only fill a batch.
 
-A state is float32: the last inputs of the convolution, and the matrix of each head. transformers' functions compute it:
-on a card with the package fla they are its kernels, which are tried at the start, else torch's operators.
-Source: gated delta networks, arXiv 2412.06464; `transformers.models.qwen3_5`.
+A state is float32: the last inputs of a causal convolution, and a matrix for each head. How a token changes the
+matrices is the model's `Recurrence`: gated delta networks or Mamba2.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
-from framesieve.services.compute.kernels import check_result
 from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.request.batch import Packed, StateUse
 from framesieve.services.generation.request.request import NO_STATE
@@ -35,75 +32,61 @@ ZERO, PADDING = NO_STATE, 1
 RESERVED = 2
 _BYTES = 4
 
-log = structlog.get_logger()
 
+class Recurrence(Protocol):
+    """How tokens change the matrices of a layer.
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """transformers' functions of the gated delta rule: for a chunk of a sequence, for one token of each of several."""
+    gates: [.., heads] each, float32 or the model's dtype, of the same tokens. weights: of the layer.
+    """
 
-    chunk: Callable[..., tuple[Tensor, Tensor]]
-    step: Callable[..., tuple[Tensor, Tensor]]
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Of one state: heads, and the rows and columns of each head's matrix."""
 
+    def fastest(self, like: Tensor) -> Recurrence:
+        """The same with the fastest functions that work on the device and in the dtype of `like`."""
 
-_BY_TORCH = Kernels(
-    inspect.unwrap(torch_chunk_gated_delta_rule),
-    inspect.unwrap(torch_recurrent_gated_delta_rule),
-)
-_INSTALLED = Kernels(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
+    def step(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One token of each of R sequences. convolved: [R, channels]. matrices: [R, heads, rows, columns], before it.
+
+        Returns the output [R, heads, head_dim], and the matrices after it.
+        """
+
+    def chunk(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """L tokens of one sequence. convolved: [L, channels]. matrix: [heads, rows, columns], before them.
+
+        Returns the output [L, heads, head_dim], and the matrix after them.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """Of one state. layers: that keep one. channels: of the convolution, whose kernel has `kernel` taps.
-
-    key_heads, value_heads: each key head serves value_heads / key_heads value heads. key_dim, value_dim: of one head.
-    """
+    """Of one state. layers: that keep one. channels: of the convolution, whose kernel has `kernel` taps."""
 
     layers: int
     channels: int
     kernel: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    recurrence: Recurrence
 
     @property
     def bytes(self) -> int:
         """Of one slot, in all layers."""
-        matrices = self.value_heads * self.key_dim * self.value_dim
-        return _BYTES * self.layers * (self.channels * (self.kernel - 1) + matrices)
+        return _BYTES * self.layers * (self.channels * (self.kernel - 1) + math.prod(self.recurrence.matrices))
 
 
-@torch.inference_mode()
-def find_kernels(sizes: StateSizes, like: Tensor) -> Kernels:
-    """The fastest that work on the device and in the dtype of `like`. No card has run any of them here yet."""
-    if like.device.type != "cuda":
-        return _BY_TORCH
-    draw = torch.Generator(like.device).manual_seed(0)
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The causal convolution of a layer, a kernel for each channel, followed by silu.
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
+    taps: [channels, kernel]. bias: [channels], or None.
+    """
 
-    try:
-        for tokens, installed, exact in ((70, _INSTALLED.chunk, _BY_TORCH.chunk), (1, _INSTALLED.step, _BY_TORCH.step)):
-            keys, values = (1, tokens, sizes.key_heads, sizes.key_dim), (1, tokens, sizes.value_heads, sizes.value_dim)
-            rows = drawn(*keys), drawn(*keys), drawn(*values)
-            state = drawn(1, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-            more = {
-                "g": -drawn(*values[:3]).abs(),
-                "beta": drawn(*values[:3]).sigmoid(),
-                "output_final_state": True,
-                "use_qk_l2norm_in_kernel": True,
-            }
-            found = installed(*(each.to(like.dtype) for each in rows), initial_state=state.clone(), **more)
-            expected = exact(*rows, initial_state=state.clone(), **more)
-            for one, other in zip(found, expected, strict=True):
-                check_result(one, other)
-    except Exception as error:  # a kernel that is compiled for the card may fail in any way
-        log.warning("recurrent states are computed by torch: fla does not work", error=str(error))
-        return _BY_TORCH
-    return _INSTALLED
+    taps: Tensor
+    bias: Tensor | None = None
 
 
 class StateCache:
@@ -112,9 +95,8 @@ class StateCache:
     def __init__(self, sizes: StateSizes, slots: int, like: Tensor) -> None:
         """slots: their number, the reserved ones included. like: of the model's device."""
         self.sizes = sizes
-        self.kernels = find_kernels(sizes, like)
-        inputs = (slots, sizes.channels, sizes.kernel - 1)
-        matrices = (slots, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.recurrence = sizes.recurrence.fastest(like)
+        inputs, matrices = (slots, sizes.channels, sizes.kernel - 1), (slots, *sizes.recurrence.matrices)
         self.inputs = [like.new_zeros(inputs, dtype=torch.float32) for _ in range(sizes.layers)]
         self.matrices = [like.new_zeros(matrices, dtype=torch.float32) for _ in range(sizes.layers)]
 
@@ -157,71 +139,67 @@ class StateBatch:
     write: Tensor
     chunks: tuple[ChunkStates, ...]
 
-    def advance(self, layer: int, inputs: Tensor, beta: Tensor, decay: Tensor, taps: Tensor) -> Tensor:
+    def advance(
+        self,
+        layer: int,
+        inputs: Tensor,
+        convolution: Convolution,
+        gates: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        head_dim: int,
+    ) -> Tensor:
         """Reads the state of every sequence, takes its new tokens, and writes what becomes of it.
 
-        layer: its number among those with states. inputs: [T, channels], queries, keys and values before the
-        convolution. beta, decay: [T, value_heads], the latter in log space. taps: [channels, kernel], its weights.
-        Returns [T, value_heads, value_dim] in the dtype of inputs.
+        layer: its number among those with states. inputs: [T, channels], before the convolution. gates: [T, heads]
+        each, and weights: as the model's recurrence takes them. head_dim: of the output.
+        Returns [T, heads, head_dim] in the dtype of inputs.
         """
-        sizes = self.cache.sizes
-        out = inputs.new_empty((len(inputs), sizes.value_heads, sizes.value_dim))
+        out = inputs.new_empty((len(inputs), self.cache.sizes.recurrence.matrices[0], head_dim))
         if rows := len(self.read):
-            own = inputs[:rows], beta[:rows], decay[:rows]
-            out[:rows] = self._decode(layer, *own, taps)
+            own = [gate[:rows] for gate in gates]
+            out[:rows] = self._decode(layer, inputs[:rows], convolution, own, weights)
         for chunk in self.chunks:
             rows_of = slice(chunk.first_row, chunk.end_row)
-            out[rows_of] = self._chunk(layer, chunk.use, inputs[rows_of], beta[rows_of], decay[rows_of], taps)
+            own = [gate[rows_of] for gate in gates]
+            self._chunk(layer, chunk.use, inputs[rows_of], convolution, own, weights, out[rows_of])
         return out
 
-    def _decode(self, layer: int, inputs: Tensor, beta: Tensor, decay: Tensor, taps: Tensor) -> Tensor:
+    def _decode(
+        self, layer: int, inputs: Tensor, convolution: Convolution, gates: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Tensor:
         windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
         window = torch.cat([windows[self.read], inputs[:, :, None].float()], dim=2)  # [R, channels, kernel]
         windows.index_copy_(0, self.write, window[:, :, 1:])
-        convolved = F.silu((window.to(taps.dtype) * taps).sum(2))
-        out, state = self.cache.kernels.step(
-            *self._heads(convolved[:, None]),
-            g=decay[:, None],
-            beta=beta[:, None],
-            initial_state=matrices[self.read],
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
+        taps = convolution.taps
+        convolved = (window.to(taps.dtype) * taps).sum(2)
+        if convolution.bias is not None:
+            convolved = convolved + convolution.bias
+        out, state = self.cache.recurrence.step(F.silu(convolved), gates, weights, matrices[self.read])
         matrices.index_copy_(0, self.write, state)
-        found: Tensor = out[:, 0]
-        return found
+        return out
 
-    def _chunk(self, layer: int, use: StateUse, inputs: Tensor, beta: Tensor, decay: Tensor, taps: Tensor) -> Tensor:
+    def _chunk(
+        self,
+        layer: int,
+        use: StateUse,
+        inputs: Tensor,
+        convolution: Convolution,
+        gates: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        out: Tensor,
+    ) -> None:
         windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
-        before = windows[use.read]
+        before, taps = windows[use.read], convolution.taps
         window = torch.cat([before, inputs.T.float()], dim=1)  # [channels, kernel − 1 + tokens]
-        convolved = F.silu(F.conv1d(window[None].to(taps.dtype), taps[:, None], groups=len(taps)))
-        heads = self._heads(convolved.transpose(1, 2))
-        state, parts, start = matrices[use.read][None], [], 0
+        convolved = F.silu(F.conv1d(window[None].to(taps.dtype), taps[:, None], convolution.bias, groups=len(taps)))[
+            0
+        ].T
+        matrix, start = matrices[use.read], 0
         for end, slot in (*use.saves, (len(inputs), use.write)):
             if end > start:
                 rows = slice(start, end)
-                out, state = self.cache.kernels.chunk(
-                    *(each[:, rows] for each in heads),
-                    g=decay[None, rows],
-                    beta=beta[None, rows],
-                    initial_state=state,
-                    output_final_state=True,
-                    use_qk_l2norm_in_kernel=True,
-                )
-                parts.append(out[0])
+                own = [gate[rows] for gate in gates]
+                out[rows], matrix = self.cache.recurrence.chunk(convolved[rows], own, weights, matrix)
             windows[slot] = window[:, end : end + before.shape[1]]
-            matrices[slot] = state[0]
+            matrices[slot] = matrix
             start = end
-        return torch.cat(parts)
-
-    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of [B, L, channels]: [B, L, heads, head_dim] each."""
-        sizes = self.cache.sizes
-        keys = sizes.key_heads * sizes.key_dim
-        query, key, value = convolved.split([keys, keys, sizes.value_heads * sizes.value_dim], dim=-1)
-        return (
-            query.unflatten(-1, (sizes.key_heads, sizes.key_dim)),
-            key.unflatten(-1, (sizes.key_heads, sizes.key_dim)),
-            value.unflatten(-1, (sizes.value_heads, sizes.value_dim)),
-        )

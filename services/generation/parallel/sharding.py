@@ -28,7 +28,8 @@ from framesieve.services.generation.parallel.group import Group
 PACKED = "packed_colwise"
 # Styles of layers of which a rank has some rows, but whose outputs are put together. So are recurrent layers' inputs,
 # since every rank keeps the whole state.
-_GATHERED = ("colwise_gather_output", "colwise_rep")
+WHOLE_OUTPUT = "colwise_gather_output"
+_GATHERED = (WHOLE_OUTPUT, "colwise_rep")
 # torch's grouped matrix products require rows aligned to 16 bytes; this many columns are, in every dtype.
 _EXPERT_COLUMNS = 8
 

@@ -1,0 +1,176 @@
+"""Mamba2 over the slots of recurrent states.
+
+transformers' functions compute the scan: on a card with the package mamba-ssm they are its kernels, which are tried at
+the start, else torch's operators. Time steps are clamped from below in chunks and in decode steps alike; transformers
+clamps them in chunks alone, so its answers depend on where a chunk ends.
+Source: arXiv 2405.21060; `NemotronHMamba2Mixer` of transformers, whose weights and names the layer keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
+
+from framesieve.services.compute.kernels import check_result
+from framesieve.services.generation.model.recurrent_layer import RecurrentLayer
+from framesieve.services.generation.model.states import StateBatch, StateSizes
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """transformers' functions: for a chunk of a sequence, for one token of each of several."""
+
+    chunk: Callable[..., tuple[Tensor, Tensor]]
+    step: Callable[..., Tensor]
+
+
+_BY_TORCH = Kernels(inspect.unwrap(mamba2_chunk_scan), inspect.unwrap(mamba2_selective_state_update))
+_INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """A `Recurrence`. Channels are x, B and C; the gate is the time step; weights are A and D, float32 [heads].
+
+    heads, head_dim: of x. groups: of B and C, each of which serves heads / groups heads. state_dim: of one head.
+    chunk_tokens: of a chunk of the scan.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    chunk_tokens: int
+    kernels: Kernels = _BY_TORCH
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        return self.heads, self.head_dim, self.state_dim
+
+    @torch.inference_mode()
+    def fastest(self, like: Tensor) -> SelectiveScan:
+        """No card has run other kernels than torch's here yet."""
+        if like.device.type != "cuda":
+            return self
+        installed = replace(self, kernels=_INSTALLED)
+        try:
+            self._check(installed, like)
+        except Exception as error:  # a kernel that is compiled for the card may fail in any way
+            log.warning("recurrent states are computed by torch: mamba-ssm does not work", error=str(error))
+            return self
+        return installed
+
+    def step(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        (time_step,), (rates, skip) = gates, weights
+        x, b, c = self._parts(convolved)
+        after = matrices.clone()  # which the function changes
+        out = self.kernels.step(
+            after,
+            x,
+            time_step[:, :, None].expand(x.shape),
+            rates[:, None, None].expand(self.matrices),
+            b,
+            c,
+            skip[:, None].expand(x.shape[1:]),
+        )
+        return out, after
+
+    def chunk(
+        self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrix: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        (time_step,), (rates, skip) = gates, weights
+        x, b, c = (part[None] for part in self._parts(convolved))
+        out, after = self.kernels.chunk(
+            x,
+            time_step[None],
+            rates,
+            b,
+            c,
+            chunk_size=self.chunk_tokens,
+            D=skip,
+            initial_states=matrix[None],
+            return_final_states=True,
+        )
+        return out[0], after[0]
+
+    def _parts(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [L, heads, head_dim], B and C [L, groups, state_dim] of [L, channels]."""
+        shared = self.groups * self.state_dim
+        x, b, c = convolved.split([self.heads * self.head_dim, shared, shared], dim=-1)
+        return (
+            x.unflatten(-1, (self.heads, self.head_dim)),
+            b.unflatten(-1, (self.groups, self.state_dim)),
+            c.unflatten(-1, (self.groups, self.state_dim)),
+        )
+
+    def _check(self, installed: SelectiveScan, like: Tensor) -> None:
+        """Compares the installed kernels with torch's. Raises AssertionError, and whatever they raise."""
+        draw = torch.Generator(like.device).manual_seed(0)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
+
+        tokens = self.chunk_tokens + 6
+        convolved = drawn(tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
+        gates, weights = [drawn(tokens, self.heads).abs()], (-drawn(self.heads).abs(), drawn(self.heads))
+        matrix = drawn(*self.matrices)
+        pairs = (
+            (
+                each.chunk(rows, gates, weights, matrix)
+                for each, rows in ((installed, convolved), (self, convolved.float()))
+            ),
+            (
+                each.step(rows[:1], [gates[0][:1]], weights, matrix[None])
+                for each, rows in ((installed, convolved), (self, convolved.float()))
+            ),
+        )
+        for found, expected in pairs:
+            for one, other in zip(found, expected, strict=True):
+                check_result(one, other)
+
+
+class Mamba2(RecurrentLayer):
+    """The class that such a layer of transformers takes on."""
+
+    num_heads: int
+    head_dim: int
+    n_groups: int
+    ssm_state_size: int
+    intermediate_size: int
+    conv_dim: int
+    conv_kernel_size: int
+    chunk_size: int
+    time_step_limit: tuple[float, float]
+    in_proj: nn.Module
+    norm: nn.Module
+    out_proj: nn.Module
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def sizes(self, layers: int) -> StateSizes:
+        scan = SelectiveScan(self.num_heads, self.head_dim, self.n_groups, self.ssm_state_size, self.chunk_size)
+        return StateSizes(layers, self.conv_dim, self.conv_kernel_size, scan)
+
+    def forward(self, hidden_states: Tensor, states: StateBatch | None = None, **_: object) -> Tensor:
+        """hidden_states: [1, T, D], the packed rows. Returns the same shape."""
+        sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
+        gate, inputs, time_step = self.in_proj(hidden_states).split(sizes, dim=-1)
+        time_step = F.softplus(time_step.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
+        weights = (-self.A_log.float().exp(), self.D.float())
+        out = self.advance(states, inputs, (time_step,), weights, self.head_dim)
+        rows: Tensor = self.out_proj(self.norm(out.flatten(2), gate))
+        return rows
