@@ -47,10 +47,12 @@ def test_each_row_is_computed_by_its_experts_and_few_rows_without_a_wait(count: 
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_law_holds_and_decode_steps_are_captured_where_torch_would_wait(tmp_path: Path) -> None:
-    """Chunks of more rows than all experts compute, chunks of fewer, and replayed decode steps."""
+@pytest.mark.parametrize("family", ["nemotron_h_omni", "qwen3_vl_moe"])
+def test_the_law_holds_and_decode_steps_are_captured_where_torch_would_wait(family: str, tmp_path: Path) -> None:
+    """Chunks of more rows than all experts compute, chunks of fewer, and replayed decode steps. Nemotron's experts have
+    no gates."""
     with patch.object(text_model, "waits", return_value=True):
-        models = load_models("qwen3_vl_moe", tmp_path)
+        models = load_models(family, tmp_path)
     config = cast(Any, models.engine.text.config)
     assert config._experts_implementation == EXPERTS
     assert rows_without_wait(models.engine.text, 1000) == MAX_ROWS
