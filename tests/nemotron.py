@@ -120,7 +120,8 @@ def write(
 
 @torch.no_grad()
 def _as_trained(model: Any) -> None:
-    """Gives the heads of Mamba layers decays from one token to hundreds, and the tower no scales of layers, which published files lack."""
+    """Gives the heads of Mamba layers decays from one token to hundreds. Layers of the tower are not scaled, as published
+    files have no scales."""
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.copy_(torch.linspace(-3.0, 1.5, len(parameter)))
