@@ -120,8 +120,9 @@ def write(
 
 @torch.no_grad()
 def _as_trained(model: Any) -> None:
-    """Gives the heads of Mamba layers decays from one token to hundreds. Layers of the tower are not scaled, as published
-    files have no scales."""
+    """Gives the heads of Mamba layers decays from one token to hundreds. The layers of the tower have no scales, as in
+    published files.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.copy_(torch.linspace(-3.0, 1.5, len(parameter)))
