@@ -1,15 +1,37 @@
-"""Nemotron H Omni: tiny checkpoints, made by transformers' own class."""
+"""Nemotron H Omni: tiny checkpoints, made by transformers' own class, and its processors to compare with.
+
+The image and the video processor cannot be imported without torchvision, so their source is compiled here without it.
+"""
 
 from __future__ import annotations
+import __future__
 
+import ast
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import transformers
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, NemotronH_Omni_Reasoning_V3, NemotronH_Omni_Reasoning_V3_Config
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    NemotronH_Omni_Reasoning_V3,
+    NemotronH_Omni_Reasoning_V3_Config,
+)
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.image_transforms import group_images_by_shape, reorder_images
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import NemotronH_Omni_Reasoning_V3Processor
+from transformers.video_utils import VideoMetadata, group_videos_by_shape, reorder_videos
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
 
@@ -135,3 +157,141 @@ def _as_trained(model: Any) -> None:
     for each in model.modules():
         if hasattr(each, "e_score_correction_bias"):
             each.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, len(each.e_score_correction_bias)))
+
+
+@dataclass(frozen=True)
+class Video:
+    """The sampled frames of a video, uint8 (F, H, W, 3), their numbers in it, and its frames a second."""
+
+    frames: NDArray[Any]
+    indices: Sequence[int]
+    fps: float
+
+
+def processed(
+    folder: Path, text: str, images: Sequence[NDArray[Any]] = (), videos: Sequence[Video] = ()
+) -> dict[str, Any]:
+    """What transformers' processor makes of a text with <image> and <video>: input_ids, and the model's other inputs.
+
+    images: uint8 (H, W, 3). All videos have one shape.
+    """
+    made: Any = object.__new__(NemotronH_Omni_Reasoning_V3Processor)
+    made.tokenizer, made.video_temporal_patch_dim = AutoTokenizer.from_pretrained(folder), TUBELET
+    made.image_processor, made.video_processor = image_processor(), video_processor()
+    made.image_token, made.image_start_token, made.image_end_token = TOKENS[:3]
+    made.video_token, made.audio_token = "<video>", TOKENS[3]
+    inputs: dict[str, Any] = {}
+    replaced: dict[str, list[str]] = {"images": [], "videos": []}
+    if images:
+        inputs = dict(made.image_processor(images))
+        replaced["images"] = [made.replace_image_token(inputs, index) for index in range(len(images))]
+    if videos:
+        found = made.video_processor._preprocess([_planes(each.frames) for each in videos], return_tensors="pt")
+        metadata = [
+            VideoMetadata(total_num_frames=len(each.frames), fps=each.fps, frames_indices=list(each.indices))
+            for each in videos
+        ]
+        labelled = {**found, "video_metadata": metadata}
+        replaced["videos"] = [made.replace_video_token(labelled, index) for index in range(len(videos))]
+        inputs["pixel_values_videos"] = found["pixel_values_videos"]
+    (expanded,), _ = made.get_text_with_replacements(
+        [text], images_replacements=replaced["images"], videos_replacements=replaced["videos"]
+    )
+    return {**inputs, "input_ids": made.tokenizer(expanded, add_special_tokens=False, return_tensors="pt")["input_ids"]}
+
+
+def levels(normalised: Tensor) -> Tensor:
+    """Levels from 0 to 255, and beyond, of normalised values (N, 3, H, W)."""
+    mean, std = (torch.tensor(SETTINGS[f"norm_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
+    return (normalised * std + mean) * 255
+
+
+def video_processor(**settings: Any) -> Any:
+    """transformers', with SETTINGS but for these; without its base class."""
+    made = _compiled("video", "NemotronH_Omni_Reasoning_V3VideoProcessor")()
+    vars(made).update({**SETTINGS, **settings})
+    return made
+
+
+def image_processor() -> Any:
+    """transformers', with SETTINGS: a function of pictures, uint8 (H, W, 3)."""
+    return _Images()
+
+
+class _Images:
+    downsample_ratio = SETTINGS["downsample_ratio"]
+
+    def __call__(self, images: Sequence[NDArray[Any]]) -> Any:
+        made = _compiled("image", "NemotronH_Omni_Reasoning_V3ImageProcessor")()
+        names = ("patch_size", "downsample_ratio", "min_num_patches", "max_num_patches", "max_model_len")
+        return made._preprocess(
+            [_planes(each) for each in images],
+            resample=3,
+            do_rescale=True,
+            rescale_factor=1 / 255,
+            do_normalize=True,
+            image_mean=SETTINGS["norm_mean"],
+            image_std=SETTINGS["norm_std"],
+            disable_grouping=True,
+            return_tensors="pt",
+            **{name: SETTINGS[name] for name in names},
+        )
+
+
+class _WithoutTorchvision:
+    """Stands for the base classes. torchvision resizes float32 with this call."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def resize(self, images: Tensor, size: Any, resample: Any) -> Tensor:
+        return F.interpolate(images, (size.height, size.width), mode="bicubic", align_corners=False, antialias=True)
+
+    def rescale_and_normalize(
+        self, images: Tensor, rescales: bool, factor: float, normalises: bool, mean: Any, std: Any
+    ) -> Tensor:
+        return (images * factor - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+
+
+def picture_grid_of(*arguments: int) -> tuple[int, int]:
+    """transformers' `get_patch_grid_size`."""
+    grid: tuple[int, int] = _compiled("image", "get_patch_grid_size")(*arguments)
+    return grid
+
+
+@cache
+def _compiled(kind: str, name: str) -> Any:
+    """A class or function of the module of the image or the video processor."""
+    path = Path(transformers.__file__).parent / f"models/nemotron_h_omni/{kind}_processing_nemotron_h_omni.py"
+    nodes: list[Any] = [
+        each for each in ast.parse(path.read_text()).body if isinstance(each, ast.ClassDef | ast.FunctionDef)
+    ]
+    for node in nodes:
+        node.decorator_list = []
+    names: dict[str, Any] = {
+        "math": math,
+        "torch": torch,
+        "BatchFeature": BatchFeature,
+        "SizeDict": SimpleNamespace,
+        "PILImageResampling": SimpleNamespace(BICUBIC=3),
+        "OPENAI_CLIP_MEAN": None,
+        "OPENAI_CLIP_STD": None,
+        "auto_docstring": lambda made: made,
+        "ImagesKwargs": dict,
+        "VideosKwargs": dict,
+        "TorchvisionBackend": _WithoutTorchvision,
+        "BaseVideoProcessor": _WithoutTorchvision,
+        "group_images_by_shape": group_images_by_shape,
+        "reorder_images": reorder_images,
+        "group_videos_by_shape": group_videos_by_shape,
+        "reorder_videos": reorder_videos,
+    }
+    kwargs = [each for each in nodes if each.name.endswith("Kwargs")]
+    names |= {each.name: dict for each in kwargs}
+    body = [each for each in nodes if each not in kwargs]
+    exec(compile(ast.Module(body, []), str(path), "exec", flags=__future__.annotations.compiler_flag), names)
+    return names[name]
+
+
+def _planes(pixels: NDArray[Any]) -> Tensor:
+    """(…, H, W, 3) to (…, 3, H, W)."""
+    return torch.from_numpy(pixels).movedim(-1, -3)
