@@ -22,12 +22,13 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Modality
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import DType
+from framesieve.common.handover import Receiver
 from framesieve.services.preprocessing.conversation import MediaRequest
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.pruning.change import block_means
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron
 from tests.media import picture
@@ -36,6 +37,7 @@ from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 from tests.preprocessing.service import Queues, Service, asked, frames_of, plan_of, prompt_of, text, video
 from tests.preprocessing.test_llava import conversation, image
 from tests.preprocessing.test_picture_frames import plan as plan_frames
+from tests.preprocessing.test_pixel_change import chosen_of, clip_of
 
 TOKEN_PX = MERGE * PATCH_PX
 ROUNDING = 0.02  # of 255 levels, between sums of float32 in another order
@@ -210,13 +212,24 @@ async def stub(folder: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[An
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_workers_and_messages_carry_frames_unrounded(folder: Path, stub: Any) -> None:
+@pytest.mark.parametrize("handed_over", [False, True])
+async def test_workers_and_messages_carry_frames_unrounded(folder: Path, stub: Any, handed_over: bool) -> None:
     data, photo = clip(30, 30, size=(100, 180)), picture(300, 200)
-    call = await asked(stub, prompt_of(video(data, frame_sampling=FEW), text("and"), video(photo)))
-    received, _ = await frames_of(call, await plan_of(call))
+    receiver, taken = Receiver(), list[int]()
+
+    def take(size_bytes: int) -> NDArray[np.uint8]:
+        taken.append(size_bytes)
+        return receiver.take(size_bytes)
+
+    request = prompt_of(video(data, frame_sampling=FEW), text("and"), video(photo))
+    request.handover = receiver.address if handed_over else b""
+    call = await asked(stub, request)
+    received, _ = await frames_of(call, await plan_of(call), take)
+    receiver.close()
     planned = plan(folder, movie(data, **FEW), "and", image(photo))
     for index, frames in received.items():
         assert np.array_equal(frames, pixels_of(planned, index))
+    assert sum(taken) == (sum(frames.nbytes for frames in received.values()) if handed_over else 0)
 
 
 @pytest.mark.parametrize("name", ["NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"])
@@ -234,7 +247,13 @@ def test_a_checkpoint_of_the_code_published_with_it_is_read_or_refused_by_name(
         assert load_family(Checkpoint(tmp_path)) == loaded
 
 
-def test_changes_of_pixels_are_those_of_rounded_frames() -> None:
-    frames = np.random.default_rng(2).normal(128, 90, (2, TOKEN_PX, 2 * TOKEN_PX, 3)).astype(np.float32)
-    rounded = np.clip(np.rint(frames), 0, 255).astype(np.uint8)
-    assert np.array_equal(block_means(frames, TOKEN_PX), block_means(rounded, TOKEN_PX))
+@pytest.mark.parametrize(
+    "pruning", [Pruning(0.6, "pixel_change"), Pruning(method="pixel_change", threshold=0.1)], ids=str
+)
+def test_tokens_chosen_by_their_pixels_are_those_of_rounded_frames(how: dict[str, float]) -> None:
+    """They are sent unrounded."""
+    grid, pruning = Grid(6, 2, 2), Pruning(method="pixel_change", **how)  # type: ignore[arg-type]
+    frames = clip_of(grid, TOKEN_PX, seed=5).astype(np.float32)
+    frames += np.random.default_rng(2).normal(0, 9, frames.shape).astype(np.float32)
+    rounded = np.rint(frames).clip(0, 255).astype(np.uint8)
+    assert chosen_of(frames, grid, pruning) == chosen_of(rounded, grid, pruning)
