@@ -43,6 +43,13 @@ _LFS_POINTER = b"version https://git-lfs"
 _SAMPLE_BYTES = 64 * 1024
 _MAX_HEADER_BYTES = 100 * 2**20
 
+# Of checkpoints that came out before transformers had their class, which reads them.
+_RENAMED = {"NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
+_REFUSED = {
+    "NemotronH_Nano_VL_V2": "Nemotron Nano 12B v2 VL, whose processor and tower are code in the checkpoint, and in no "
+    "release of transformers"
+}
+
 T = TypeVar("T")
 
 
@@ -102,7 +109,8 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        return str(self.config.get("model_type", ""))
+        name = str(self.config.get("model_type", ""))
+        return _RENAMED.get(name, name)
 
     def config_as(self, config_class: Any) -> Any:
         """config.json as transformers' config class. Raises StartupError, with the field, for a value it refuses."""
@@ -115,6 +123,8 @@ class Checkpoint:
 
     def pick(self, families: Mapping[str, T]) -> T:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
+        if self.model_type in _REFUSED:
+            raise StartupError(f"--model {self.folder} is {_REFUSED[self.model_type]}: not supported")
         if self.model_type not in families:
             supported = ", ".join(sorted(families))
             raise StartupError(f"--model {self.folder} has the model_type {self.model_type!r}; supported: {supported}")

@@ -34,6 +34,7 @@ from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import Nemot
 from transformers.video_utils import VideoMetadata, group_videos_by_shape, reorder_videos
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
+from framesieve.common.contract.plan import Modality, PromptPlan
 
 MODEL: Any = NemotronH_Omni_Reasoning_V3
 PATCH_PX, MERGE, TUBELET, HIDDEN = 16, 2, 2, 64
@@ -200,10 +201,26 @@ def processed(
     return {**inputs, "input_ids": made.tokenizer(expanded, add_special_tokens=False, return_tensors="pt")["input_ids"]}
 
 
-def levels(normalised: Tensor) -> Tensor:
-    """Levels from 0 to 255, and beyond, of normalised values (N, 3, H, W)."""
+def model_inputs(plan: PromptPlan, frames: Mapping[int, bytes | bytearray]) -> dict[str, Tensor]:
+    """The model's inputs as `processed` names them, from a plan and the frames of each item as preprocessing sends."""
     mean, std = (torch.tensor(SETTINGS[f"norm_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
-    return (normalised * std + mean) * 255
+    patches, sides, tubelets = [], [], []
+    for index, item in enumerate(plan.media):
+        shape = (item.frames.count, *item.frames.size_px, 3)
+        shown = torch.frombuffer(bytearray(frames[index]), dtype=torch.float32).view(shape).movedim(-1, 1)
+        pixels = (shown / 255 - mean) / std
+        if item.modality is Modality.IMAGE:
+            patches.append(F.unfold(pixels, PATCH_PX, stride=PATCH_PX)[0].T)
+            sides.append([side // PATCH_PX for side in item.frames.size_px])
+        else:
+            tubelets.append(pixels.reshape(-1, 3 * TUBELET, *pixels.shape[2:]))
+    ids = torch.from_numpy(plan.input_ids).long()[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if patches:
+        inputs |= {"pixel_values": torch.cat(patches), "image_grid_hw": torch.tensor(sides)}
+    if tubelets:
+        inputs["pixel_values_videos"] = torch.stack(tubelets)
+    return inputs
 
 
 def video_processor(**settings: Any) -> Any:

@@ -4,7 +4,8 @@
     media[0]:          runs ((4, 6),)  grid (t=3, h=1, w=2)      t·h·w = sum of the runs' lengths
     positions:  [3, N], for the full grid, as if nothing were pruned
 
-This module knows neither protobuf (`wire.py`) nor the transport of arrays (`tensors.py`) nor any model family.
+This module knows neither protobuf (`wire.py`) nor the transport of arrays (`tensors.py`, whose element types it
+names) nor any model family.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from framesieve.common.contract.tensors import DType
+
 Int32Array: TypeAlias = NDArray[np.int32]
 Bytes: TypeAlias = bytes | bytearray | memoryview
 # Height and width.
@@ -33,6 +36,8 @@ MAX_PROMPT_TOKENS = 2**22
 # Positions of the completion, which come after it, must be int32 as well.
 MAX_POSITION = 2**31 - 1 - MAX_PROMPT_TOKENS
 MAX_FRAME_SIDE_PX = 2**15
+# Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends.
+FRAME_DTYPES = (DType.UINT8, DType.FLOAT32)
 DIGEST_BYTES = 32
 
 
@@ -94,6 +99,7 @@ class FrameShape:
         else 0.
     group_frames: frames of each temporal slice of a video whose slices are groups, the last of which may have fewer; 0
         if all slices have equally many.
+    dtype: of the values, one of FRAME_DTYPES.
     """
 
     count: int = 0
@@ -101,6 +107,7 @@ class FrameShape:
     tile_px: SizePx | None = None
     tile_columns: int = 0
     group_frames: int = 0
+    dtype: DType = DType.UINT8
 
     def frame_px(self, index: int) -> SizePx:
         """Height and width of a frame."""
@@ -170,6 +177,8 @@ class MediaPlan:
         min_px, max_px = (1, MAX_FRAME_SIDE_PX) if frames.count else (0, 0)
         if not min_px <= min(frames.size_px) <= max(frames.size_px) <= max_px:
             raise ValueError(f"a frame's side must be between {min_px} and {max_px} pixels, got {frames.size_px}")
+        if frames.dtype not in FRAME_DTYPES:
+            raise ValueError(f"frames are {' or '.join(each.label for each in FRAME_DTYPES)}, got {frames.dtype.label}")
         if 0 < frames.count < self.grid.t:
             raise ValueError(f"{frames.count} frames do not fill {self.grid.t} temporal slices")
         if tile_px and (not is_image or frames.count < 2):

@@ -279,6 +279,7 @@ def _media_message(item: MediaPlan) -> prompt_pb2.MediaPlan:
         tile_columns=frames.tile_columns,
         fixed_tokens=item.fixed_tokens,
         timed_by_first=item.timed_by_first,
+        frame_dtype=_DTYPE_TO_WIRE[frames.dtype],
     )
 
 
@@ -305,6 +306,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
             tile_px if any(tile_px) else None,
             message.tile_columns,
             message.group_frames,
+            dtype_of(message.frame_dtype),
         ),
         seconds_per_grid=Fraction(base.numerator, base.denominator) if message.HasField("seconds_per_grid") else None,
         timestamps_s=tuple(message.timestamps_s),

@@ -64,7 +64,7 @@ from framesieve.common.contract.retention import (
     Pruning,
     named_method,
 )
-from framesieve.common.contract.tensors import DType, TensorBuffer
+from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.common.contract.wire import add_chunk, buffer_for
 from framesieve.common.security.credentials import Credentials
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
@@ -151,8 +151,8 @@ def inspect(
 class Inspection:
     """The frames that the model is shown of a media item, and the tokens that pruning keeps.
 
-    frames: as `plan.frames` says, each uint8 [height, width, 3], RGB; the tiles of an image may have another size than
-        the first.
+    frames: as `plan.frames` says, each [height, width, 3], RGB, uint8, rounded; an image's tiles may have another size
+        than the first.
     kept: int32 [K], strictly increasing indices into the plan's grid.
     """
 
@@ -207,10 +207,11 @@ async def _frames(
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
                 shape = (*piece.chunk.shape[:1], *item.frames.frame_px(len(frames)), 3)
-                buffer = buffer or buffer_for(piece.chunk, [DType.UINT8], shape)
+                buffer = buffer or buffer_for(piece.chunk, [item.frames.dtype], shape)
                 add_chunk(buffer, piece.chunk)
                 if buffer.complete:
-                    frames.extend(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
+                    values = np.frombuffer(buffer.data, buffer.dtype.label).reshape(buffer.shape)
+                    frames.extend(values.round().clip(0, 255).astype(np.uint8))
                     buffer = None
     if len(frames) != plan.media[0].frames.count:
         raise PeerContract("preprocessing's stream ended before all frames were sent")

@@ -208,14 +208,15 @@ class Planner:
         with _too_large():
             laid = self._family.image(picture.height_px, picture.width_px, request.sampling, index, images)
         picture_px = picture.height_px, picture.width_px
-        sizes = [laid.frames.frame_px(number) for number in range(laid.frames.count)]
+        frames = replace(laid.frames, dtype=self._family.frame_dtype)
+        sizes = [frames.frame_px(number) for number in range(frames.count)]
         for size in sizes:
             _check_side(size, picture_px)
         sent = (_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.IMAGE,
-            planned=PlannedPicture(source, picture, laid.frames, laid.views),
-            frames=laid.frames,
+            planned=PlannedPicture(source, picture, frames, laid.views),
+            frames=frames,
             grid=laid.grid,
             expansion=laid.expansion,
             content=(b"image", source.digest, *sent),
@@ -236,7 +237,7 @@ class Planner:
     def _video(
         self, source: Source, index: PacketIndex | PictureIndex, times: FrameTimes, sampling: FrameSampling
     ) -> _Item:
-        bounds = self._family.frame_bounds
+        bounds, dtype = self._family.frame_bounds, self._family.frame_dtype
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
         source_px = index.height_px, index.width_px
         size = self._family.video_size(*source_px, sampled.frames, sampling)
@@ -250,6 +251,7 @@ class Planner:
         base = TimeBase.of_frames(
             slice_frames * frame_s, sampled.timestamps_s, slice_frames, of_first=self._family.timed_by_first
         )
+        base = replace(base, frames_s=sampled.timestamps_s[: sampled.frames], source_fps=sampled.source_fps)
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
@@ -258,8 +260,8 @@ class Planner:
             grid = self._family.video_grid(-(-frames // (group or 1)), *size)
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, slice_frames, size, view),
-            frames=FrameShape(frames, size, group_frames=group),
+            planned=PlannedVideo(source, index, sampled.places, slice_frames, size, view, dtype),
+            frames=FrameShape(frames, size, group_frames=group, dtype=dtype),
             grid=grid,
             expansion=self._family.expansion(grid, base),
             base=base,

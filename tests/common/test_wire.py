@@ -25,7 +25,7 @@ from framesieve.common.contract.plan import (
     Run,
 )
 from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.tensors import PIECE_BYTES
+from framesieve.common.contract.tensors import PIECE_BYTES, DType
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
 Message: TypeAlias = prompt_pb2.PromptPlan
@@ -49,7 +49,7 @@ def sliced_image(offset: int) -> MediaPlan:
         modality=Modality.IMAGE,
         grid=Grid(1, 7, 1),
         runs=(Run(offset, 7),),
-        frames=FrameShape(7, (28, 42), (14, 56), tile_columns=3),
+        frames=FrameShape(7, (28, 42), (14, 56), tile_columns=3, dtype=DType.FLOAT32),
         seconds_per_grid=None,
         timestamps_s=(),
         content_hash=bytes(range(32)),
@@ -149,6 +149,8 @@ FAULTS: dict[str, Callable[[Message], Any]] = {
     "frames without size": lambda m: setattr(m.media[0], "frame_width_px", 0),
     "fewer pixels than tokens": lambda m: m.media[0].MergeFrom(type(m.media[0])(frame_width_px=1, frame_height_px=1)),
     "frames of 2^31 pixels": lambda m: setattr(m.media[0], "frame_height_px", 2**31 - 1),
+    "frames of half precision": lambda m: setattr(m.media[0], "frame_dtype", tensor_pb2.DTYPE_FLOAT16),
+    "frames of no dtype": lambda m: m.media[0].ClearField("frame_dtype"),
     "columns of a video": lambda m: setattr(m.media[0], "tile_columns", 1),
     "short content hash": lambda m: setattr(m.media[0], "content_hash", bytes(31)),
     "short fingerprint": lambda m: setattr(m, "fingerprint", b"short"),

@@ -32,6 +32,7 @@ BENT_PLANS: dict[str, BentPlan] = {
     "half a patch higher": lambda plan: other_frames(plan, size_px=(2 * PX + 7, 3 * PX)),
     "a token narrower": lambda plan: other_frames(plan, size_px=(2 * PX, 2 * PX)),
     "frames beyond": lambda plan: other_frames(plan, count=9),
+    "frames of floats": lambda plan: other_frames(plan, dtype=DType.FLOAT32),
     "embeddings not brought": lambda plan: other_item(plan, frames=FrameShape()),
 }
 BENT_PLANS_OF_EMBEDS: dict[str, BentPlan] = {

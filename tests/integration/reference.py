@@ -24,6 +24,7 @@ from framesieve.common.contract.wire import PlanReceiver
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from tests import nemotron
 from tests.families import FamilyUnderTest
 from tests.vision import patches_of
 
@@ -60,6 +61,8 @@ async def model_inputs(
     ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)
+    if config.model_type == "nemotron_h_omni":
+        return nemotron.model_inputs(plan, frames)
     if config.model_type == "video_llama_3":
         return _merging(plan, frames, ids, folder, family)
     if family.linear:

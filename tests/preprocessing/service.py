@@ -19,8 +19,8 @@ import pytest
 from framesieve.common.channels import error_from_status
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.common.contract.wire import PlanReceiver, add_chunk, buffer_for
+from framesieve.common.contract.tensors import TensorBuffer
+from framesieve.common.contract.wire import PlanReceiver, Take, add_chunk, buffer_for
 from framesieve.common.serving.interceptors import RequestInterceptor
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
 from framesieve.services.preprocessing.fetch.policy import FetchPolicy
@@ -156,8 +156,13 @@ async def plan_of(call: Any) -> PromptPlan:
             return plan
 
 
-async def frames_of(call: Any, plan: PromptPlan) -> tuple[dict[int, np.ndarray[Any, Any]], int]:
-    """The frames of each item, the items in the order of arrival, and the number of repaired frames."""
+async def frames_of(
+    call: Any, plan: PromptPlan, take: Take | None = None
+) -> tuple[dict[int, np.ndarray[Any, Any]], int]:
+    """The frames of each item, the items in the order of arrival, and the number of repaired frames.
+
+    take: of frames in shared memory.
+    """
     received: dict[int, list[np.ndarray[Any, Any]]] = {}
     repaired = 0
     buffer: TensorBuffer | None = None
@@ -173,10 +178,10 @@ async def frames_of(call: Any, plan: PromptPlan) -> tuple[dict[int, np.ndarray[A
         if buffer is None:
             assert chunk.first_frame == count * len(held)
             shape = (count, *item.frames.size_px, 3)
-            buffer = buffer_for(chunk.chunk, [DType.UINT8], shape)
+            buffer = buffer_for(chunk.chunk, [item.frames.dtype], shape, take)
         add_chunk(buffer, chunk.chunk)
         if buffer.complete:
-            held.append(np.frombuffer(buffer.data, np.uint8).reshape(buffer.shape))
+            held.append(np.frombuffer(buffer.data, buffer.dtype.label).reshape(buffer.shape))
             buffer = None
     return {index: np.concatenate(held) for index, held in received.items()}, repaired
 

@@ -13,6 +13,7 @@ from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modalit
 from framesieve.common.contract.retention import Pruning, chosen_before_tower
 from framesieve.services.preprocessing.pruning.change import block_means, change
 from framesieve.services.preprocessing.pruning.choice import Choice
+from framesieve.services.preprocessing.video.resize import FrameArray
 from framesieve.services.preprocessing.video.slices import Slice
 from tests.choice import chosen_tokens
 
@@ -39,7 +40,7 @@ def clip_of(grid: Grid, token_px: int, seed: int) -> NDArray[np.uint8]:
     return frames
 
 
-def chosen_of(frames: NDArray[np.uint8], grid: Grid, pruning: Pruning) -> list[int]:
+def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning) -> list[int]:
     """The kept tokens of the whole video, whose pixels are compared with the frames'."""
     side, found = frames.shape[1] // grid.h, list[int]()
     plan = MediaPlan(

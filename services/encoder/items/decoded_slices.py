@@ -27,7 +27,7 @@ SliceKey: TypeAlias = tuple[bytes, int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class FrameSlice:
-    """One temporal slice of a media item: uint8 [frames, height, width, 3].
+    """One temporal slice of a media item: [frames, height, width, 3], of the dtype that its plan names.
 
     index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
     monotonic clock. kept: which of its tokens are there, one below the other, int32 [k], increasing; None: all of it.

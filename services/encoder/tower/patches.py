@@ -34,7 +34,7 @@ class PatchShape:
 
     lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. crops: frames may be
     larger than their whole tokens, the rest is left out. queries: tokens of each slice, whatever its size, which a
-    resampler makes of its patches; 0: as many as it has merged patches.
+    resampler makes of its patches; 0: as many as it has merged patches. frame_dtype: of frames and patches.
     """
 
     patch_px: int
@@ -44,6 +44,7 @@ class PatchShape:
     dropped: int = 0
     crops: bool = False
     queries: int = 0
+    frame_dtype: torch.dtype = torch.uint8
 
     @property
     def token_px(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from framesieve.common.contract.errors import PeerContract
 from framesieve.common.contract.plan import MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import check_plan
@@ -33,6 +35,8 @@ class PlanCheck:
 
     def check_frames(self, item: MediaPlan) -> None:
         """Raises PeerContract unless the tower makes the item's grid of its frames."""
+        if getattr(torch, item.frames.dtype.label) is not self.patches.frame_dtype:
+            raise PeerContract(f"frames of {item.frames.dtype.label} are sent to a tower of {self.patches.frame_dtype}")
         if self.arrange is not None:
             try:
                 self.arrange(item)

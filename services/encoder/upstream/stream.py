@@ -23,7 +23,6 @@ from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
 from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import received_plan
-from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from framesieve.common.handover import Receiver
 from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery
@@ -188,7 +187,7 @@ class PreprocessStream:
         side = item.frames.size_px[0] // item.grid.h
         size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
         take = self._receiver.take if self._receiver else None
-        buffer = buffer_for(first.chunk, [DType.UINT8], (frames, *size_px, 3), take)
+        buffer = buffer_for(first.chunk, [item.frames.dtype], (frames, *size_px, 3), take)
         add_chunk(buffer, first.chunk)
         while not buffer.complete:
             add_chunk(buffer, _expected(delivery, start, await self._read_frames()).chunk)

@@ -12,6 +12,7 @@ from framesieve.services.preprocessing.families.llava_next_video import LlavaNex
 from framesieve.services.preprocessing.families.llava_onevision import LlavaOnevision
 from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
 from framesieve.services.preprocessing.families.minicpmv4_6 import MiniCPMV46
+from framesieve.services.preprocessing.families.nemotron_h_omni import NemotronHOmni
 from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
 from framesieve.services.preprocessing.families.qwen3_5 import Qwen35
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "minicpmv4_6": MiniCPMV46.from_checkpoint,
     "minicpmv4_7": MiniCPMV46.from_checkpoint,
     "mistral3": Llava.from_checkpoint,
+    "nemotron_h_omni": NemotronHOmni.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
     "qwen3_5": Qwen35.from_checkpoint,

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid, Modality, SizePx
+from framesieve.common.contract.tensors import DType
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.video.resize import View
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
@@ -21,11 +22,13 @@ class Family(ABC):
     """The settings of one checkpoint.
 
     placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
-    pad: the token of each of an item's tokens; None: its placeholder.
+    pad: the token of each of an item's tokens; None: its placeholder. With it, a placeholder need not be in the
+        vocabulary: the chat template alone writes it.
     token_px: side in pixels of the square that becomes one token; sides of resized frames are multiples of it.
     frame_bounds: the checkpoint's defaults for sampling frames.
     timed_by_first: whether the time of a slice is that of its first frame, and not the middle of its frames'.
     embed_levels: tensors that each media token has besides its embedding.
+    frame_dtype: of frames as they are sent: float32 where the processor does not round them after resizing.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
         that take parts.
@@ -39,6 +42,7 @@ class Family(ABC):
     frame_bounds: FrameBounds
     timed_by_first: bool = False
     embed_levels: int = 0
+    frame_dtype: DType = DType.UINT8
     fixed_tokens: bool = False
     joins_parts: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)

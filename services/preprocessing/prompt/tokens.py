@@ -35,7 +35,8 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 class ChatTokens:
     """Tokenises conversations with a checkpoint's chat template and tokenizer.
 
-    placeholders: the control token of a media item, by modality. pad: that of each of its tokens; None: the same.
+    placeholders: what the template writes for a media item, by modality. pad: the control token of each of its tokens;
+        None: the placeholder, which then is one.
     joins_parts: the text between the parts of a message, for a template that takes text only; None: it takes parts.
     options: variables of the template besides the messages and the tokenizer's special tokens.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
@@ -51,7 +52,7 @@ class ChatTokens:
     ) -> None:
         self._text = PlainText(checkpoint)
         self._control = self._text.control
-        wanted = (*placeholders.values(), *([pad] if pad else []))
+        wanted = [pad] if pad else placeholders.values()
         missing = [token for token in wanted if token not in self._control]
         if missing:
             raise StartupError(f"{self._text.path} has no token {', '.join(missing)}")
@@ -62,7 +63,7 @@ class ChatTokens:
         names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
         self._begin = names.get("bos_token")
         self._options = options
-        self._marks = Marks(self._control)
+        self._marks = Marks({*self._control, *placeholders.values()})
         templates = [
             ChatTemplate(
                 source.text,

@@ -1,4 +1,4 @@
-"""How much the pixels of each token changed since the temporal slice before, from resized uint8 frames.
+"""How much the pixels of each token changed since the temporal slice before, from resized frames.
 
     frames of a slice ─▶ mean colours of 4 × 4 blocks a token ─▶ differences to the slice before ─▶ a token's largest
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from framesieve.common.contract.plan import Int32Array
-from framesieve.services.preprocessing.video.resize import Float32Array, UInt8Array
+from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
 
 _CHANNELS = 3
 _BLOCKS_A_SIDE = 4
@@ -22,10 +22,11 @@ _BLOCKS_A_SIDE = 4
 _STEPS_A_LEVEL = 16
 
 
-def block_means(frames: UInt8Array, token_px: int) -> Int32Array:
+def block_means(frames: FrameArray, token_px: int) -> Int32Array:
     """The mean colours of the blocks of one slice, over all its frames, in sixteenths of a level.
 
-    frames: uint8 [f, H, W, 3], f up to 32. token_px: the side of a token, 28 or 32, which divides H and W.
+    frames: [f, H, W, 3], f up to 32; uint8, or float32, which is rounded first. token_px: the side of a token, 28 or
+        32, which divides H and W.
     Returns int32 [3, 4·H / token_px, 4·W / token_px].
     """
     count, height, width, _ = frames.shape
@@ -33,7 +34,8 @@ def block_means(frames: UInt8Array, token_px: int) -> Int32Array:
     rows, columns = height // side, width // side
     # numpy's sums over an axis as short as a block take several times as long as these additions.
     lines = np.zeros((rows, width * _CHANNELS), np.uint16)
-    for frame in frames:
+    levels = frames if frames.dtype == np.uint8 else np.rint(frames).clip(0, 255).astype(np.uint8)
+    for frame in levels:
         for line in frame.reshape(rows, side, -1).swapaxes(0, 1):
             lines += line
     sums = np.zeros((_CHANNELS, rows, columns), np.int32)

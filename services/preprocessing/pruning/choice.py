@@ -28,7 +28,7 @@ from framesieve.common.contract.retention import (
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.pruning.change import block_means, change
 from framesieve.services.preprocessing.pruning.pixel_change import changed, keep
-from framesieve.services.preprocessing.video.resize import Float32Array, UInt8Array
+from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
 from framesieve.services.preprocessing.video.slices import Slice
 
 
@@ -72,7 +72,8 @@ class Choice:
         self._means: Int32Array | None = None
         self._changes: list[Float32Array] = []
         self._held: list[Slice] = []
-        self.held_bytes = 0 if self._at_once else 3 * plan.frames.count * height * width
+        frame_bytes = 3 * plan.frames.dtype.itemsize * height * width
+        self.held_bytes = 0 if self._at_once else plan.frames.count * frame_bytes
 
     def add(self, whole: Slice) -> Slice | None:
         """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will."""
@@ -112,7 +113,7 @@ class Choice:
         return replace(whole, pixels=pixels, memory=memory, kept=kept)
 
 
-def cut(pixels: UInt8Array, kept: Int32Array, side: int) -> UInt8Array:
+def cut(pixels: FrameArray, kept: Int32Array, side: int) -> FrameArray:
     """The squares of the kept tokens, one below the other: [F, H, W, 3] to [F, k · side, side, 3].
 
     kept: int32 [k], indices of tokens, row by row.

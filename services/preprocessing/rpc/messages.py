@@ -247,9 +247,10 @@ def frames_responses(
         return
     first |= {"kept": None if piece.kept is None else int32_tensor(piece.kept), "digest": piece.digest}
     data = piece.pixels.data if piece.pixels.size else memoryview(b"")
+    dtype = DType[piece.pixels.dtype.name.upper()]
     for offset, part in [(0, None)] if shared else pieces(data):
         frames = preprocessing_pb2.FramesChunk(media_index=media_index, first_frame=piece.first_frame, **first)
         response = preprocessing_pb2.PreprocessResponse(frames=frames)
-        fill_chunk(response.frames.chunk, DType.UINT8, piece.pixels.shape, offset, part)
+        fill_chunk(response.frames.chunk, dtype, piece.pixels.shape, offset, part)
         yield response
         first = {}

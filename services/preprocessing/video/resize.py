@@ -1,10 +1,10 @@
 """Computes the size of a frame after resizing, and resizes frames.
 
 Source: `smart_resize` of transformers' Qwen2-VL processors, and of its Qwen3-VL video processor where frames share a
-budget, formula for formula. Resampling follows `F.interpolate(uint8, bicubic, antialias=True)`, which they call, and
-Pillow, to within two of 255 levels; it is computed as matrix products, which are faster than Pillow's loops. Many
-small ones, as each multiplies mostly zeros, and a few calls of `matmul` over overlapping views, as a call takes longer
-than a product.
+budget, formula for formula. Resampling follows `F.interpolate(bicubic, antialias=True)`, which they call, of uint8 or
+float32. Of uint8 it is that, and Pillow's, to within two of 255 levels. It is computed as matrix products, which are
+faster than Pillow's loops. Many small ones, as each multiplies mostly zeros, and a few calls of `matmul` over
+overlapping views, as a call takes longer than a product.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from framesieve.common.contract.errors import MediaRejected
 
 UInt8Array: TypeAlias = NDArray[np.uint8]
+# Frames as they are sent.
+FrameArray: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 Float32Array: TypeAlias = NDArray[np.float32]
 Float64Array: TypeAlias = NDArray[np.float64]
 
@@ -147,12 +149,12 @@ class _Call:
         return int(products * step)
 
 
-def view_into(pixels: UInt8Array, view: View | None, sent: UInt8Array) -> None:
-    """Fills uint8 [h, w, 3] with a view of uint8 [H, W, 3]; None: with the whole, resized."""
+def view_into(pixels: UInt8Array, view: View | None, sent: FrameArray) -> None:
+    """Fills uint8 or float32 [h, w, 3] with a view of uint8 [H, W, 3]; None: with the whole, resized."""
     if view is None:
         resize_into(pixels, sent)
         return
-    resized = np.empty((view.height_px, view.width_px, _CHANNELS), np.uint8)
+    resized = np.empty((view.height_px, view.width_px, _CHANNELS), sent.dtype)
     resize_into(pixels if view.squared is None else _squared(pixels, view.squared), resized)
     sent[:] = 0
     taken, placed = zip(
@@ -182,14 +184,18 @@ def _squared(pixels: UInt8Array, colour: tuple[int, int, int]) -> UInt8Array:
     return square
 
 
-def resize_into(pixels: UInt8Array, resized: UInt8Array) -> None:
-    """Fills uint8 [h, w, 3], contiguous, from uint8 [H, W, 3]: bicubic with antialiasing."""
+def resize_into(pixels: UInt8Array, resized: FrameArray) -> None:
+    """Fills uint8 or float32 [h, w, 3], contiguous, from uint8 [H, W, 3]: bicubic with antialiasing.
+
+    Of float32 some values lie below 0 or above 255, where bicubic resampling overshoots.
+    """
     if pixels.shape == resized.shape:
         resized[:] = pixels
         return
     (rows, columns), (height, width) = pixels.shape[:2], resized.shape[:2]
     values = pixels.reshape(rows, columns * _CHANNELS)
-    levels = np.ndarray((height, width * _CHANNELS), np.uint8, resized)
+    levels = np.ndarray((height, width * _CHANNELS), resized.dtype, resized)
+    rounds = resized.dtype == np.uint8
     across = _calls(columns, width, _CHANNELS, _VALUES_A_PRODUCT, _VALUES_A_CALL)
     down = _calls(rows, height, 1, _ROWS_A_PRODUCT, _ROWS_A_CALL)
     # Zeros, as what lies outside the frame must be finite.
@@ -200,8 +206,15 @@ def resize_into(pixels: UInt8Array, resized: UInt8Array) -> None:
         for band in down:
             read[band.placed, panel.placed] = values[band.taken, panel.taken]
             # Horizontally first, and rounded to whole levels in between, as torch does: the other order differs by 15.
-            _multiply_across(read, panel, sums[: band.reads, : panel.makes])
-            _multiply_down(sums, band, made[: band.makes, : panel.makes])
+            across_sums, down_sums = sums[: band.reads, : panel.makes], made[: band.makes, : panel.makes]
+            _multiply_across(read, panel, across_sums)
+            if rounds:
+                np.rint(across_sums, out=across_sums)
+                across_sums.clip(0, 255, out=across_sums)
+            _multiply_down(sums, band, down_sums)
+            if rounds:
+                down_sums += _HALF  # truncating rounds them
+                down_sums.clip(0, 255, out=down_sums)
             part = levels[band.made, panel.made]
             part[:] = made[: part.shape[0], : part.shape[1]]
 
@@ -213,20 +226,15 @@ def _multiply_across(read: Float32Array, panel: _Call, sums: Float32Array) -> No
         (products, len(sums), reach), np.float32, read, 0, (panel.stride * value_bytes, row_bytes, value_bytes)
     )
     np.matmul(windows, panel.weights, out=sums.reshape(-1, products, step).transpose(1, 0, 2))
-    np.rint(sums, out=sums)
-    sums.clip(0, 255, out=sums)
 
 
 def _multiply_down(sums: Float32Array, band: _Call, made: Float32Array) -> None:
-    """Adds 0.5, so that truncating the values made rounds them."""
     products, reach, step = band.weights.shape
     row_bytes, value_bytes = sums.strides
     windows = np.ndarray(
         (products, reach, made.shape[1]), np.float32, sums, 0, (band.stride * row_bytes, row_bytes, value_bytes)
     )
     np.matmul(band.weights.transpose(0, 2, 1), windows, out=made.reshape(products, step, -1))
-    made += _HALF
-    made.clip(0, 255, out=made)
 
 
 @lru_cache(maxsize=8)

@@ -243,12 +243,14 @@ class Sampled:
 
     frames: their number before padding, which determines seconds_per_grid.
     timestamps_s: when each is shown, from the video's start.
+    source_fps: frames a second of the video, if every frame keeps to it.
     """
 
     places: tuple[int, ...]
     frames: int
     timestamps_s: tuple[float, ...]
     seconds_per_grid: Fraction
+    source_fps: Fraction | None
 
 
 def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: PickIndices) -> Sampled:
@@ -270,7 +272,7 @@ def sample(times: FrameTimes, bounds: FrameBounds, wish: FrameSampling, pick: Pi
         times_s = [times.timestamp_s(place, whole) for place in places]
     else:
         times_s = [part.timestamp_s(place, whole) for place in within]
-    return _padded(places, times_s, step_s, bounds.temporal_patch)
+    return _padded(places, times_s, step_s, bounds.temporal_patch, whole)
 
 
 def _exactly(times: FrameTimes, indices: Sequence[int], temporal_patch: int) -> Sampled:
@@ -280,7 +282,7 @@ def _exactly(times: FrameTimes, indices: Sequence[int], temporal_patch: int) -> 
         limit = f"below {total}, the number of frames"
         raise InvalidRequest(field="frame_sampling.frame_indices", limit=limit, value=indices[-1])
     times_s = [times.timestamp_s(place, rate) for place in indices]
-    return _padded(indices, times_s, times.mean_step_s(indices, rate), temporal_patch)
+    return _padded(indices, times_s, times.mean_step_s(indices, rate), temporal_patch, rate)
 
 
 def _chosen(times: FrameTimes, rate: FrameRate, bounds: FrameBounds, pick: PickIndices) -> Sequence[int]:
@@ -321,7 +323,7 @@ def _step(shown: Sequence[int], frames: int) -> Fraction:
 
 
 def _padded(
-    places: Sequence[int], times_s: Sequence[float], seconds_per_frame: Fraction, temporal_patch: int
+    places: Sequence[int], times_s: Sequence[float], seconds_per_frame: Fraction, temporal_patch: int, rate: FrameRate
 ) -> Sampled:
     """The frames at `places`, the last repeated to a whole temporal patch."""
     missing = -len(places) % temporal_patch
@@ -330,6 +332,7 @@ def _padded(
         frames=len(places),
         timestamps_s=(*times_s, *[times_s[-1]] * missing),
         seconds_per_grid=temporal_patch * seconds_per_frame,
+        source_fps=rate.per_s if rate.constant else None,
     )
 
 

@@ -13,19 +13,20 @@ from time import monotonic_ns
 import numpy as np
 
 from framesieve.common.contract.plan import FrameShape, Int32Array, SizePx
+from framesieve.common.contract.tensors import DType
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
 from framesieve.services.preprocessing.video.packets import PacketIndex
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
-from framesieve.services.preprocessing.video.resize import UInt8Array, View, view_into
+from framesieve.services.preprocessing.video.resize import FrameArray, View, view_into
 
 _NS = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """One temporal slice: the index of its first frame in the item, and its frames, uint8 [frames, H, W, 3], RGB.
+    """One temporal slice: the index of its first frame in the item, and its frames, [frames, H, W, 3], RGB.
 
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
@@ -34,7 +35,7 @@ class Slice:
     """
 
     first_frame: int
-    pixels: UInt8Array
+    pixels: FrameArray
     repaired_frames: int
     decode_s: float
     resize_s: float
@@ -62,7 +63,7 @@ class PlannedPicture:
         decoded_ns = monotonic_ns()
         for number, view in enumerate(self.views[first:], first):
             begun_ns = monotonic_ns()
-            resized = np.empty((1, *self.frames.frame_px(number), 3), np.uint8)
+            resized = np.empty((1, *self.frames.frame_px(number), 3), self.frames.dtype.label)
             view_into(pixels, view, resized[0])
             resized_ns = monotonic_ns()
             decode_s = 0.0 if number > first else (decoded_ns - start_ns) * _NS
@@ -74,7 +75,7 @@ class PlannedVideo:
     """A video, the places of its selected frames, and their height and width as they are sent.
 
     index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
-        the last may have fewer. view: what each frame shows; None: all.
+        the last may have fewer. view: what each frame shows; None: all. dtype: of their values as they are sent.
     """
 
     source: Source
@@ -83,6 +84,7 @@ class PlannedVideo:
     slice_frames: int
     size_px: SizePx
     view: View | None = None
+    dtype: DType = DType.UINT8
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
         """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
@@ -99,7 +101,7 @@ class PlannedVideo:
 
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
         frames_left = len(self.places) - first
-        pixels = np.empty((min(self.slice_frames, frames_left), *self.size_px, 3), np.uint8)
+        pixels = np.empty((min(self.slice_frames, frames_left), *self.size_px, 3), self.dtype.label)
         repaired, decode_ns, resize_ns = 0, 0, 0
         resized_ns = monotonic_ns()
         for row in pixels:

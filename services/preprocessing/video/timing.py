@@ -19,10 +19,16 @@ _MAX_DENOMINATOR = 2**40
 
 @dataclass(frozen=True, slots=True)
 class TimeBase:
-    """seconds_per_grid: from one slice to the next, above 0. slices_s: time of each slice from the video's start."""
+    """seconds_per_grid: from one slice to the next, above 0. slices_s: time of each slice from the video's start.
+
+    frames_s: of each frame that was sampled; empty where only slices are known. source_fps: frames a second of the
+        video itself, if every frame keeps to it; None where the rate varies or is not known.
+    """
 
     seconds_per_grid: Fraction
     slices_s: tuple[float, ...]
+    frames_s: tuple[float, ...] = ()
+    source_fps: Fraction | None = None
 
     @classmethod
     def of_frames(

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, SizePx
+from framesieve.common.contract.plan import FRAME_DTYPES, MAX_FRAME_SIDE_PX, SizePx
+from framesieve.common.contract.tensors import DType
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
@@ -166,7 +167,7 @@ class VideoSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return 3 * self.video.slice_frames * math.prod(self.video.size_px)
+        return 3 * self.video.dtype.itemsize * self.video.slice_frames * math.prod(self.video.size_px)
 
     @property
     def frames(self) -> int:
@@ -190,13 +191,14 @@ class VideoSlices:
             "again": following - begin,
             "slice_frames": video.slice_frames,
         }
-        return Order(name, facts | sent | _sent_facts(video.size_px, [video.view]), np.concatenate([places, numbers]))
+        frames = _sent_facts(video.size_px, [video.view], video.dtype)
+        return Order(name, facts | sent | frames, np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
         video = self.video
         first = (self.begin + number) * video.slice_frames
         frames = min(video.slice_frames, len(video.places) - first)
-        made = _slice(first, (frames, *video.size_px, 3), facts, data, memory)
+        made = _slice(first, (frames, *video.size_px, 3), video.dtype, facts, data, memory)
         self._repaired.append(made.repaired_frames)
         return made
 
@@ -221,7 +223,8 @@ class PictureSlices:
 
     @property
     def piece_bytes(self) -> int:
-        return 3 * max(math.prod(self.picture.frames.frame_px(number)) for number in (0, 1))
+        frames = self.picture.frames
+        return 3 * frames.dtype.itemsize * max(math.prod(frames.frame_px(number)) for number in (0, 1))
 
     def order(self, done: int) -> Order:
         header, frames = self.picture.picture, self.picture.frames
@@ -232,20 +235,22 @@ class PictureSlices:
             "tile_px": frames.tile_px or (),
             "first": done,
         }
-        return Order("picture_slices", facts | _sent_facts(frames.size_px, self.picture.views))
+        return Order("picture_slices", facts | _sent_facts(frames.size_px, self.picture.views, frames.dtype))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
-        return _slice(number, (1, *self.picture.frames.frame_px(number), 3), facts, data, memory)
+        frames = self.picture.frames
+        return _slice(number, (1, *frames.frame_px(number), 3), frames.dtype, facts, data, memory)
 
 
-def _sent_facts(size_px: SizePx, views: Sequence[View | None]) -> dict[str, Any]:
-    return {"size_px": size_px, "views": [view and asdict(view) for view in views]}
+def _sent_facts(size_px: SizePx, views: Sequence[View | None], dtype: DType) -> dict[str, Any]:
+    return {"size_px": size_px, "views": [view and asdict(view) for view in views], "dtype": FRAME_DTYPES.index(dtype)}
 
 
-def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...]]:
-    """Height and width of the frames that are sent, and their views, from the fields of an order."""
+def sent_of(facts: Facts) -> tuple[SizePx, tuple[View | None, ...], DType]:
+    """Height and width of the frames that are sent, their views and dtype, from the fields of an order."""
     height, width = facts.integers("size_px", 2, 1, MAX_FRAME_SIDE_PX)
-    return (height, width), tuple(None if view is None else _view(**view) for view in facts.values["views"])
+    views = tuple(None if view is None else _view(**view) for view in facts.values["views"])
+    return (height, width), views, FRAME_DTYPES[facts.integer("dtype", 0, len(FRAME_DTYPES) - 1)]
 
 
 def _view(squared: Sequence[int] | None, **places: int) -> View:
@@ -264,14 +269,14 @@ def slices_job(media: PlannedMedia) -> Job[Slice] | None:
 
 
 def _slice(
-    first_frame: int, shape: tuple[int, ...], facts: Facts, data: UInt8Array, memory: SealedMemory | None
+    first_frame: int, shape: tuple[int, ...], dtype: DType, facts: Facts, data: UInt8Array, memory: SealedMemory | None
 ) -> Slice:
-    if data.size != np.prod(shape):
-        raise PeerContract(f"a worker's slice has {data.size} bytes, which is not the size of {shape}")
+    if data.size != dtype.itemsize * np.prod(shape):
+        raise PeerContract(f"a worker's slice has {data.size} bytes, which is not the size of {dtype.label} {shape}")
     repaired = facts.integer("repaired_frames", 0, shape[0])
     return Slice(
         first_frame=first_frame,
-        pixels=data.reshape(shape),
+        pixels=data.view(dtype.label).reshape(shape),
         repaired_frames=repaired,
         decode_s=facts.seconds("decode_s"),
         resize_s=facts.seconds("resize_s"),

@@ -111,7 +111,7 @@ def _slices(
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
-    size_px, (view,) = sent_of(task.facts)
+    size_px, (view,), dtype = sent_of(task.facts)
     video = PlannedVideo(
         source=task.source,
         index=index(task.numbers[places:]),
@@ -119,6 +119,7 @@ def _slices(
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
         size_px=size_px,
         view=view,
+        dtype=dtype,
     )
     slices = video.slices(task.progress)
     for _ in range(task.facts.integer("again", 0, whole)):
@@ -131,8 +132,8 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
         task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation")
     )
     tile_px = task.facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
-    size_px, views = sent_of(task.facts)
-    frames = FrameShape(len(views), size_px, (tile_px[0], tile_px[1]) if tile_px else None)
+    size_px, views, dtype = sent_of(task.facts)
+    frames = FrameShape(len(views), size_px, (tile_px[0], tile_px[1]) if tile_px else None, dtype=dtype)
     picture = PlannedPicture(task.source, Picture(height, width, orientation), frames, views)
     return _pieces(picture.slices(task.facts.integer("first", 0, len(views))))
 

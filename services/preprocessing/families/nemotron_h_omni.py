@@ -1,0 +1,192 @@
+"""Nemotron 3 Nano Omni: an image at a resolution of its own; a video as tubelets of two frames, after their times.
+
+    an image    <img>, a token for each 2 × 2 patches, </img>
+    a video     Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>, tokens, </img>, newline,
+                Frame 3 sampled at 1.00 seconds: …                          the last tubelet may have one frame
+
+The time of a frame is its number times the whole milliseconds that a frame of the video lasts; where the rate varies,
+it is when the frame is shown. The chat template writes <video>, which the vocabulary lacks; tokens of videos are those
+of images. Frames are not rounded after resizing. Positions are one-dimensional, and the model's attention reads none.
+The processor does not sample frames unless it is asked: here a video has two a second, at most 128, as NVIDIA serves
+its vision models, each the first of its share, as the processor's own sampling has them.
+Source: `NemotronH_Omni_Reasoning_V3Processor` and its image and video processors of transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.common.contract.tensors import DType
+from framesieve.services.preprocessing.layouts.family import Family
+from framesieve.services.preprocessing.layouts.processors import check_processors
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.resize import check_aspect, shrink_to
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from framesieve.services.preprocessing.video.timing import TimeBase
+
+_FPS, _MAX_FRAMES = 2.0, 128
+# Of transformers' classes.
+_PATCH_PX, _DOWNSAMPLE_RATIO = 16, 0.5
+_MIN_PATCHES, _MAX_PATCHES, _MAX_MODEL_LEN = 1024, 13312, 16384
+# Of the context, what the processor leaves to text.
+_TEXT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemotronHOmni(Family):
+    """patch_px: side of a patch. start, end: the tokens around those of an image or a tubelet.
+
+    image_patches: the fewest and the most of an image; no most: 0. model_tokens: the context that images share.
+    video_patches: of a frame of a video. keeps_shape: whether that has the video's shape, or is a square.
+    """
+
+    patch_px: int
+    start: str
+    end: str
+    image_patches: tuple[int, int]
+    model_tokens: int
+    video_patches: int
+    keeps_shape: bool
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> NemotronHOmni:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        image = checkpoint.processor("image")
+        video = checkpoint.processor("video") or image
+        patch_px, ratio = int(image.get("patch_size", _PATCH_PX)), image.get("downsample_ratio", _DOWNSAMPLE_RATIO)
+        check_processors(checkpoint, patch_size=patch_px, downsample_ratio=ratio, num_frames=None)
+        names: Mapping[str, Any] = checkpoint.read_json("tokenizer_config.json")
+        token = str(names.get("image_token", "<image>"))
+        return cls(
+            placeholders={Modality.IMAGE: token, Modality.VIDEO: str(names.get("video_token", "<video>"))},
+            pad=token,
+            token_px=round(1 / ratio) * patch_px,
+            frame_bounds=FrameBounds(
+                fps=float(video.get("fps") or _FPS),
+                min_frames=1,
+                max_frames=_MAX_FRAMES,
+                temporal_patch=int(checkpoint.config.get("video_temporal_patch_size", 2)),
+            ),
+            timed_by_first=True,
+            frame_dtype=DType.FLOAT32,
+            patch_px=patch_px,
+            start=str(names.get("image_start_token", "<img>")),
+            end=str(names.get("image_end_token", "</img>")),
+            image_patches=(
+                int(image.get("min_num_patches", _MIN_PATCHES)),
+                int(image.get("max_num_patches", _MAX_PATCHES)),
+            ),
+            model_tokens=int(image.get("max_model_len", _MAX_MODEL_LEN)),
+            video_patches=int(video.get("video_target_num_patches", 1024)),
+            keeps_shape=bool(video.get("video_maintain_aspect_ratio", True)),
+        )
+
+    @property
+    def _merge(self) -> int:
+        return self.token_px // self.patch_px
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """The first of each of evenly divided shares."""
+        wanted = int(total_frames / float(average_rate) * bounds.fps)
+        frames = bounds.num_frames or min(max(wanted, bounds.min_frames), bounds.max_frames)
+        frames = max(1, min(frames, total_frames))
+        return tuple(number * total_frames // frames for number in range(frames))
+
+    def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
+        """One frame, near the picture's own size."""
+        check_aspect(height_px, width_px)
+        least, most = self.image_patches
+        budget = max((self.model_tokens - _TEXT_TOKENS) * self._merge**2, least * images)
+        budget = max(min(budget, most) if most else budget, least)
+        if wish.max_pixels is not None:
+            budget = min(budget, wish.max_pixels // self.patch_px**2)
+        rows, columns = self._picture_patches(height_px, width_px, least, budget)
+        size = rows * self.patch_px, columns * self.patch_px
+        if wish.max_pixels is not None:
+            size = shrink_to(*size, self.token_px, wish.max_pixels)
+        grid = self.video_grid(1, *size)
+        return ImageLayout(FrameShape(1, size), (None,), grid, self.expansion(grid, None))
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """Height and width of every frame: near the number of patches that each has. Raises MediaRejected."""
+        check_aspect(height_px, width_px)
+        patches = self.video_patches
+        if wish.max_pixels is not None:
+            patches = min(patches, wish.max_pixels // self.patch_px**2)
+        rows, columns = self._frame_patches(width_px / height_px, patches)
+        return rows * self.patch_px, columns * self.patch_px
+
+    def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
+        """A slice for each tubelet."""
+        tubelets = -(-frames // self.frame_bounds.temporal_patch)
+        return Grid(tubelets, height_px // self.token_px, width_px // self.token_px)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """For each tubelet the times of its frames and its tokens; of an image its tokens."""
+        one = LinearSpan(grid.slice_tokens)
+        if base is None:
+            return (self.start, one, self.end)
+        each, times = self.frame_bounds.temporal_patch, self._times(grid, base)
+        labels = [
+            f"{'frame' if number % each else 'Frame'} {number + 1} sampled at {time_s:.2f} seconds"
+            for number, time_s in enumerate(times)
+        ]
+        return tuple(
+            part
+            for first in range(0, len(labels), each)
+            for part in (
+                f"{chr(10) if first else ''}{' and '.join(labels[first : first + each])}: {self.start}",
+                one,
+                self.end,
+            )
+        )
+
+    def _times(self, grid: Grid, base: TimeBase) -> list[float]:
+        """The time of each frame in the text. Those of embeddings are evenly spaced within their slice."""
+        if not base.frames_s:
+            each = self.frame_bounds.temporal_patch
+            within = [float(number * base.seconds_per_grid / each) for number in range(each)]
+            return [time_s + later for time_s in base.slices_s for later in within]
+        if base.source_fps is None:
+            return list(base.frames_s)
+        per_s = float(base.source_fps)
+        frame_ms = int(1000.0 / per_s)
+        return [round(time_s * per_s) * frame_ms / 1000.0 for time_s in base.frames_s]
+
+    def _picture_patches(self, height_px: int, width_px: int, least: int, most: int) -> tuple[int, int]:
+        """Rows and columns of a picture: those that cover it, scaled into the limits, as whole tokens."""
+        sides = [round(side / self.patch_px + 0.5) for side in (height_px, width_px)]
+        shrink = min(math.sqrt(most / math.prod(sides)), 1.0)
+        sides = [max(math.floor(shrink * side), 1) for side in sides]
+        if most > least > math.prod(sides):
+            grow = math.sqrt(least / math.prod(sides))
+            sides = [math.ceil(grow * side) for side in sides]
+        for axis in (0, 1):  # columns are rounded once rows are
+            down, up = (_multiple(sides[axis], self._merge, up=up) for up in (False, True))
+            sides[axis] = up if up * sides[1 - axis] <= most else max(self._merge, down)
+        return sides[0], sides[1]
+
+    def _frame_patches(self, aspect: float, wanted: int) -> tuple[int, int]:
+        """Rows and columns of a frame: about as many patches as wanted, as whole tokens. aspect: width / height."""
+        merge = self._merge
+        if not self.keeps_shape:
+            side = max(merge, _multiple(int(math.sqrt(wanted)), merge, up=False))
+            return side, side
+        sides = [max(round(math.sqrt(wanted / aspect)), 1), max(round(math.sqrt(wanted * aspect)), 1)]
+        up = [_multiple(side, merge, up=True) for side in sides]
+        if math.prod(up) <= wanted:
+            return up[0], up[1]
+        rows, columns = (max(merge, _multiple(side, merge, up=False)) for side in sides)
+        return rows, columns
+
+
+def _multiple(side: int, of: int, *, up: bool) -> int:
+    """The nearest multiple, not above `side`, or not below it."""
+    return -(-side // of) * of if up else side // of * of

@@ -1,0 +1,254 @@
+"""Nemotron's text, sizes and frames are those of its processors in transformers; frames keep what resampling made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from fractions import Fraction
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.tensors import DType
+from framesieve.common.handover import Receiver
+from framesieve.services.preprocessing.conversation import MediaRequest
+from framesieve.services.preprocessing.families import load_family
+from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from tests import nemotron
+from tests.media import picture
+from tests.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed
+from tests.preprocessing.preprocessing_media import clip, decoded_in_order
+from tests.preprocessing.service import Queues, Service, asked, frames_of, plan_of, prompt_of, text, video
+from tests.preprocessing.test_llava import conversation, image
+from tests.preprocessing.test_picture_frames import plan as plan_frames
+from tests.preprocessing.test_pixel_change import chosen_of, clip_of
+
+TOKEN_PX = MERGE * PATCH_PX
+ROUNDING = 1e-4  # of normalised values, between sums of float32 in another order
+FEW = {"fps": 4.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nemotron")
+    nemotron.write(folder, 7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Any:
+    return load_family(Checkpoint(folder))
+
+
+SIDES = st.integers(1, 4000)
+PATCHES = st.integers(4, 14000)
+
+
+@given(height=SIDES, width=SIDES, least=PATCHES, most=PATCHES)
+def test_pictures_have_the_size_that_transformers_gives_them(
+    loaded: Any, height: int, width: int, least: int, most: int
+) -> None:
+    if max(height, width) > 100 * min(height, width) or least > most:
+        return
+    family = replace(loaded, image_patches=(least, most))
+    expected = picture_grid_of(height, width, PATCH_PX, MERGE, least, most)
+    laid = family.image(height, width, FrameSampling(), 0, 1)
+    assert laid.frames.size_px == tuple(PATCH_PX * side for side in expected)
+
+
+@given(height=SIDES, width=SIDES, patches=PATCHES, keeps_shape=st.booleans())
+def test_frames_have_the_size_that_transformers_gives_them(
+    loaded: Any, height: int, width: int, patches: int, keeps_shape: bool
+) -> None:
+    if max(height, width) > 200 * min(height, width):
+        return
+    settings = {"video_target_num_patches": patches, "video_maintain_aspect_ratio": keeps_shape}
+    columns, rows = nemotron.video_processor(**settings)._compute_target_patches(height, width)
+    family = replace(loaded, video_patches=patches, keeps_shape=keeps_shape)
+    assert family.video_size(height, width, 2, FrameSampling()) == (PATCH_PX * rows, PATCH_PX * columns)
+
+
+def test_many_images_have_the_fewest_patches_that_each_may_have(loaded: Any) -> None:
+    """The context that images share is then less than these."""
+    tight = replace(loaded, model_tokens=8, image_patches=(16, 1000))
+    for images, most in ((1, 16), (20, 320)):
+        expected = picture_grid_of(2000, 2000, PATCH_PX, MERGE, 16, most)
+        size = tight.image(2000, 2000, FrameSampling(), 0, images).frames.size_px
+        assert size == tuple(PATCH_PX * side for side in expected)
+
+
+@given(max_pixels=st.integers(TOKEN_PX**2, 10**6), height=SIDES, width=SIDES)
+def test_max_pixels_bounds_pictures_and_frames(loaded: Any, max_pixels: int, height: int, width: int) -> None:
+    if max(height, width) > 100 * min(height, width):
+        return
+    wish = FrameSampling(max_pixels=max_pixels)
+    high, wide = loaded.image(height, width, wish, 0, 1).frames.size_px
+    assert high * wide <= max_pixels
+
+
+@given(frames=st.integers(1, 4000), rate=st.sampled_from([Fraction(24000, 1001), Fraction(30)]), fps=st.floats(0.5, 20))
+def test_indices_equal_those_of_transformers(loaded: Any, frames: int, rate: Fraction, fps: float) -> None:
+    metadata = VideoMetadata(total_num_frames=frames, fps=float(rate))
+    expected = default_sample_indices_fn(metadata, fps=fps).tolist()
+    assert list(loaded.sample_indices(frames, rate, FrameBounds(fps, 1, 10**6, TUBELET))) == expected
+
+
+def plan(folder: Path, *parts: str | MediaRequest) -> PlannedPrompt:
+    return Planner(Checkpoint(folder), None).plan(conversation(*parts))
+
+
+def movie(data: bytes, **wish: Any) -> MediaRequest:
+    return MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish))
+
+
+def asking(*media: str) -> str:
+    return f"<|im_start|>user\n{''.join(media)}What?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def rgb(data: bytes) -> NDArray[np.uint8]:
+    return np.array(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def pixels_of(planned: PlannedPrompt, item: int = 0) -> NDArray[np.float32]:
+    """All frames of an item, float32 [F, H, W, 3]."""
+    slices = [each.pixels for each in planned.media[item].slices()]
+    assert {each.dtype for each in slices} == {np.dtype(np.float32)}
+    return np.concatenate(slices)
+
+
+def check_equal(planned: PlannedPrompt, expected: dict[str, Tensor]) -> None:
+    """Whether transformers' model gets the same tokens and pixels."""
+    frames = {item: pixels_of(planned, item).tobytes() for item in range(len(planned.media))}
+    inputs = nemotron.model_inputs(planned.plan, frames)
+    for name, values in expected.items():
+        torch.testing.assert_close(inputs[name], values, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("frames", "rate", "size", "wish"),
+    [
+        (30, 30, (48, 64), FEW),
+        (33, Fraction(30000, 1001), (100, 180), {"fps": 5.0}),  # five frames: the last tubelet has one
+        (40, 24, (300, 64), {"num_frames": 7}),
+        (20, 25, (96, 96), {"frame_indices": (3, 4, 9)}),  # no frame is resized
+        (1, 30, (48, 64), {}),
+    ],
+)
+def test_videos_become_the_tokens_and_pixels_of_transformers(
+    folder: Path, frames: int, rate: Fraction | int, size: tuple[int, int], wish: dict[str, Any]
+) -> None:
+    data = clip(frames, rate, size=size)
+    planned = plan(folder, movie(data, **wish), "What?")
+    (item,) = planned.plan.media
+    indices = [round(time_s * float(rate)) for time_s in dict.fromkeys(item.timestamps_s)]
+    taken = np.stack([decoded_in_order(data)[index] for index in indices])
+    inputs = processed(folder, asking("<video>"), videos=[Video(taken, indices, float(rate))])
+    check_equal(planned, inputs)
+    assert item.frames.dtype is DType.FLOAT32
+    resized = item.frames.size_px != size
+    assert (pixels_of(planned).max() > 256) == (resized and frames > 1)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (40, 30), (300, 200), (31, 157)])
+def test_images_become_the_tokens_and_pixels_of_transformers(folder: Path, size: tuple[int, int]) -> None:
+    data = picture(*size)
+    planned = plan(folder, image(data), image(picture(90, 70)), "What?")
+    inputs = processed(folder, asking("<image>", "<image>"), images=[rgb(data), rgb(picture(90, 70))])
+    check_equal(planned, inputs)
+
+
+def test_frames_given_as_pictures_are_those_of_a_video(folder: Path) -> None:
+    frames = decoded_in_order(clip(5, 4, size=(96, 160)))
+    files = [BytesIO() for _ in frames]
+    for frame, file in zip(frames, files, strict=True):
+        Image.fromarray(frame).save(file, "PNG")
+    data = [file.getvalue() for file in files]
+    ends = tuple(np.cumsum([len(each) for each in data]).tolist())
+    planned: PlannedPrompt = plan_frames(folder, b"".join(data), [number / 4 for number in range(5)], ends)
+    asked = asking("<video>").replace("What?", "What moves?")
+    inputs = processed(folder, asked, videos=[Video(np.stack(frames), range(5), 4.0)])
+    check_equal(planned, inputs)
+
+
+def test_where_the_rate_varies_the_text_has_the_time_when_a_frame_is_shown(folder: Path) -> None:
+    pts = [0, 40, 80, 500, 540, 1000, 1333, 1400]
+    planned = plan(folder, movie(clip(8, pts=pts, time_base=Fraction(1, 1000)), frame_indices=(0, 3, 6)), "What?")
+    tokens = planned.plan.media[0].grid.slice_tokens * "<image>"
+    spelt = (
+        f"Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>{tokens}</img>\n"
+        f"Frame 3 sampled at 1.33 seconds: <img>{tokens}</img>"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert planned.plan.input_ids.tolist() == tokenizer(asking(spelt), add_special_tokens=False)["input_ids"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(folder: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Any]:
+    async with Service(folder, tmp_path, queues).serving() as made:
+        yield made
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("handed_over", [False, True])
+async def test_workers_and_messages_carry_frames_unrounded(folder: Path, stub: Any, handed_over: bool) -> None:
+    data, photo = clip(30, 30, size=(100, 180)), picture(300, 200)
+    receiver, taken = Receiver(), list[int]()
+
+    def take(size_bytes: int) -> NDArray[np.uint8]:
+        taken.append(size_bytes)
+        return receiver.take(size_bytes)
+
+    request = prompt_of(video(data, frame_sampling=FEW), text("and"), video(photo))
+    request.handover = receiver.address if handed_over else b""
+    call = await asked(stub, request)
+    received, _ = await frames_of(call, await plan_of(call), take)
+    receiver.close()
+    planned = plan(folder, movie(data, **FEW), "and", image(photo))
+    for index, frames in received.items():
+        assert np.array_equal(frames, pixels_of(planned, index))
+    assert sum(taken) == (sum(frames.nbytes for frames in received.values()) if handed_over else 0)
+
+
+@pytest.mark.parametrize("name", ["NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2"])
+def test_a_checkpoint_of_the_code_published_with_it_is_read_or_refused_by_name(
+    folder: Path, tmp_path: Path, name: str, loaded: Any
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": name}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in ("model.safetensors", "preprocessor_config.json", "tokenizer_config.json"):
+        (tmp_path / file).symlink_to(folder / file)
+    if name == "NemotronH_Nano_VL_V2":
+        with pytest.raises(StartupError, match=r"is Nemotron Nano 12B v2 VL, .*: not supported"):
+            load_family(Checkpoint(tmp_path))
+    else:
+        assert load_family(Checkpoint(tmp_path)) == loaded
+
+
+@pytest.mark.parametrize(
+    "pruning", [Pruning(0.6, "pixel_change"), Pruning(method="pixel_change", threshold=0.1)], ids=str
+)
+def test_tokens_chosen_by_their_pixels_are_those_of_rounded_frames(how: dict[str, float]) -> None:
+    """They are sent unrounded."""
+    grid, pruning = Grid(6, 2, 2), Pruning(method="pixel_change", **how)  # type: ignore[arg-type]
+    frames = clip_of(grid, TOKEN_PX, seed=5).astype(np.float32)
+    frames += np.random.default_rng(2).normal(0, 9, frames.shape).astype(np.float32)
+    rounded = np.rint(frames).clip(0, 255).astype(np.uint8)
+    assert chosen_of(frames, grid, pruning) == chosen_of(rounded, grid, pruning)
