@@ -42,7 +42,7 @@ from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.parallel.exchange import Exchange
 from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from framesieve.services.encoder.tower.tower import Tower
-from tests import minicpm
+from tests import minicpm, nemotron
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_llava import frames_of
@@ -192,6 +192,15 @@ def test_groups_of_frames_are_shared_out_with_their_times(make: MakeRanks, tmp_p
     tower = tower_of(tmp_path)
     towers, others = make(2, tower)
     check_equal(towers.encode(groups()), [tower.encode([each])[0] for each in groups()])
+    assert all(forwards_of(towers, others))
+
+
+def test_frames_that_are_not_rounded_are_shared_out_as_they_are(make: MakeRanks, tmp_path: Path) -> None:
+    nemotron.write(tmp_path, 1)
+    tower = tower_of(tmp_path)
+    towers, others = make(2, tower)
+    slices = [each / 1.7 for each in slices_of(tower, (1, 2, 3), (2, 2, 3), (2, 1, 1), (1, 4, 2))]
+    check_equal(towers.encode(slices), [tower.encode([each])[0] for each in slices])
     assert all(forwards_of(towers, others))
 
 

@@ -20,7 +20,7 @@ from transformers.models.glm4v.modeling_glm4v import (
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.tower.attention import Wanted
-from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
@@ -49,7 +49,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         config,
         _Tower,
         Glm4vVisionRotaryEmbedding,
-        shape=TowerShape(config.spatial_merge_size, table_side=table_side, cubic=True),
+        shape=TowerShape(config.spatial_merge_size, table_side=table_side, fit=Fit.CELLS),
         keywords=_keywords,
         hidden=config.hidden_size,
         embed_dim=config.out_hidden_size,

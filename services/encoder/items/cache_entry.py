@@ -25,14 +25,14 @@ from torch import Tensor
 
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import Unavailable
-from framesieve.common.contract.plan import Int32Array, MediaPlan
+from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
 from framesieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
 from framesieve.services.encoder.metrics import REUSED_SLICES
 from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
-from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames
+from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, whole
 from framesieve.services.encoder.tower.tower import Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
@@ -303,7 +303,8 @@ class CacheEntry:
             self._ahead.release()
             return
         assert piece.frames is not None
-        pixels = torch.frombuffer(piece.frames.data, dtype=torch.uint8).view(piece.frames.shape)
+        dtype = self._tower.patches.frame_dtype
+        pixels = torch.frombuffer(piece.frames.data, dtype=dtype).view(piece.frames.shape)
         frames = self._frames(piece, pixels)
         try:
             load = self._tower.patches.load(pixels.shape)
@@ -322,7 +323,9 @@ class CacheEntry:
         self._encoded[index] = encoded
 
     def _frames(self, piece: FrameSlice, pixels: Tensor) -> Frames:
-        """What the tower is given of a slice. pixels: uint8 (F, H, W, 3)."""
+        """What the tower is given of a slice. pixels: (F, H, W, 3); the last ones of a video are made whole."""
+        if self.plan.modality is Modality.VIDEO:
+            pixels = whole(pixels, self._tower.patches)
         if piece.kept is not None:
             return KeptFrames(pixels, (self.plan.grid.h, self.plan.grid.w), tuple(piece.kept.tolist()))
         times = self.slices.times_of(piece.index)

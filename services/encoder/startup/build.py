@@ -103,5 +103,5 @@ def compile_tower(tower: Tower) -> bool:
     fixed = forward.shape.fixed
     sides = [fixed, fixed] if fixed else [Side(shape.merge * tokens, shape.merge * tokens) for tokens in (2, 3)]
     frames = [(shape.temporal_patch, rows * shape.patch_px, columns * shape.patch_px, 3) for rows, columns, *_ in sides]
-    slices = [torch.zeros(each, dtype=torch.uint8) for each in frames]
+    slices = [torch.zeros(each, dtype=shape.frame_dtype) for each in frames]
     return compile_layers(forward.layers, lambda: tower.encode(slices))

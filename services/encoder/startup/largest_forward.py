@@ -45,11 +45,11 @@ def run_largest(towers: DataParallelTower, largest: Size) -> None:
 
 
 def largest_slices(tower: Tower, largest: Size) -> list[Tensor]:
-    """Black slices, uint8 (F, H, W, 3), that fill one forward of one rank."""
+    """Black slices, (F, H, W, 3), that fill one forward of one rank."""
     assert isinstance(tower.forward, TowerGraphs)
-    frames, patch_px = tower.patches.temporal_patch, tower.patches.patch_px
+    frames, px, dtype = tower.patches.temporal_patch, tower.patches.patch_px, tower.patches.frame_dtype
     sides = squares(largest, tower.forward.shape)
-    return [torch.zeros(frames, side.rows * patch_px, side.columns * patch_px, 3, dtype=torch.uint8) for side in sides]
+    return [torch.zeros(frames, side.rows * px, side.columns * px, 3, dtype=dtype) for side in sides]
 
 
 def _prune(tower: Tower, embeds: Tensor) -> None:

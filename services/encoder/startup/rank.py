@@ -57,7 +57,7 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, max_tokens: int
     packing = packing_of(tower, max_tokens)
     while (order := orders.receive()) is not None:
         with torch.inference_mode():
-            values = torch.empty(values_of(order), dtype=torch.uint8, device=tower.device)
+            values = torch.empty(values_of(order), dtype=tower.patches.frame_dtype, device=tower.device)
             slices = unpacked(exchange.receive(values, 0), order)
             try:
                 embeds = encode_share(tower, slices, packing)

@@ -1,6 +1,6 @@
 """CUDA graphs of a tower's forward: one captured per bucket at the start, replayed for any slices that fit into it.
 
-    patches:   [ a a a a b b b c c · · · ]      uint8; all rows are written before each replay, padding included
+    patches:   [ a a a a b b b c c · · · ]      all rows are written before each replay, padding included
     layout:    [ a a a a b b b c c · · · ]      positions, order, ends, interpolation: see `packing.pad`
 
 Padding is in no sequence and in tokens of its own, so it affects no slice. The output is copied, because the next
@@ -41,7 +41,7 @@ from framesieve.services.encoder.tower.graph_buckets import (
     pays,
 )
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape, lay_out, pad, size_of
-from framesieve.services.encoder.tower.patches import side_of
+from framesieve.services.encoder.tower.patches import PatchShape, side_of
 from framesieve.services.encoder.tower.tower import ModelForward, Tower
 
 # The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
@@ -89,11 +89,11 @@ class TowerGraphs:
         return self._graphs[chosen].replay(patches, sides)
 
 
-def capture(forward: ModelForward, patch_values: int, max_tokens: int, device: Device) -> TowerGraphs:
+def capture(forward: ModelForward, patches: PatchShape, max_tokens: int, device: Device) -> TowerGraphs:
     """Captures all buckets, largest first, so that smaller graphs reuse its memory. Raises RuntimeError on failure."""
     ranges = bucket_ranges(forward.shape, max_tokens)
     largest_first = sorted(dict.fromkeys(chain.from_iterable(ranges)), key=lambda each: -each.tokens)
-    graphs = {each: _captured(forward, patch_values, each, device) for each in largest_first}
+    graphs = {each: _captured(forward, patches, each, device) for each in largest_first}
     measured = {each: _measure(forward, graph, device) for each, graph in graphs.items()}
     return TowerGraphs(forward, graphs, [[measured[each] for each in buckets] for buckets in ranges])
 
@@ -113,7 +113,7 @@ def bucket_ranges(shape: TowerShape, max_tokens: int) -> list[list[Size]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
-    """The captured graph of one bucket, and the buffers that it reads: patches, uint8, and their layout."""
+    """The captured graph of one bucket, and the buffers that it reads: patches and their layout."""
 
     size: Size
     shape: TowerShape
@@ -133,10 +133,10 @@ class _Graph:
         return self.captured.output[:, : self.shape.tokens(sides)].clone()
 
 
-def _captured(forward: ModelForward, patch_values: int, size: Size, device: Device) -> _Graph:
+def _captured(forward: ModelForward, of: PatchShape, size: Size, device: Device) -> _Graph:
     shape = forward.shape
     token = pad(lay_out([Side(shape.merge, shape.merge)], shape), size, shape)
-    patches = torch.zeros(shape.rows(size), patch_values, dtype=torch.uint8, device=forward.device)
+    patches = torch.zeros(shape.rows(size), of.patch_values, dtype=of.frame_dtype, device=forward.device)
     layout = token.map(lambda array: torch.from_numpy(array).to(forward.device))
     captured = device([patches, *layout.arrays], partial(forward.compute, patches, layout))
     return _Graph(size, shape, patches, layout, captured)
@@ -188,7 +188,7 @@ def with_graphs(tower: Tower, max_tokens: int, device: Device | None = None) -> 
         return uncaptured
     start = time.perf_counter()
     try:
-        graphs = capture(forward, tower.patches.patch_values, max_tokens, device or CudaDevice(tower.device))
+        graphs = capture(forward, tower.patches, max_tokens, device or CudaDevice(tower.device))
     except RuntimeError as error:
         # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form
         # a cycle with this frame and keep the buffers of the capture alive.

@@ -22,15 +22,22 @@ A slice may be a group of frames, whose patches are sequences of their own:
     ends:       0           24           48         64
     slice_ends: 0                        48         64
 
+Class tokens and registers are rows before the patches of each sequence, whatever is kept of it:
+
+    slice:      [ − − a: 4 × 6 ]                        two such rows
+    ends:       0              26
+    token_rows: [2 3 … 25]                              the rows that become tokens
+
 It knows numpy, and torch only for cells. The tests compare it with `transformers.vision_utils`, which computes the same
 on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -56,13 +63,27 @@ B = TypeVar("B")
 class Side(NamedTuple):
     """Rows and columns of a slice, in patches, multiples of merge. times: the numbered time of each of its frames.
 
-    kept: the tokens of the slice whose patches are there, increasing; None: all.
+    kept: the tokens of the slice whose patches are there, increasing; None: all. still: it is a picture, not frames of
+    a video.
     """
 
     rows: int
     columns: int
     times: tuple[int, ...] = (UNTIMED,)
     kept: tuple[int, ...] | None = None
+    still: bool = False
+
+
+class Fit(Enum):
+    """How a square table of position embeddings is laid over a slice, and between its entries.
+
+    CORNERS: corner on corner, linear. CELLS: cell on cell, cubic. LONGER_SIDE: cell on cell over the square of the
+    slice's longer side, linear.
+    """
+
+    CORNERS = "corners"
+    CELLS = "cells"
+    LONGER_SIDE = "longer side"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +91,20 @@ class TowerShape:
     """Sizes of a tower from which its layouts follow.
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
-    table_side: side of the square table from which position embeddings are interpolated; 0 without a table. cubic:
-        bicubic, laid over a slice cell on cell; else linear, corner on corner.
+    table_side: side of the square table from which position embeddings are interpolated; 0 without a table. fit: how.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
     cell_side: side of a square table of cells, laid over every slice: a patch takes the entry of the cell in which it
         begins; 0 without a table. cells_in_a_row: a slice's patches are one row, in the first row of cells.
         cells_by_quotient: where a patch begins is a quotient, and not an element of a range with the patch as its step.
-    timed: whether patches have the time of their frame.
+    timed: whether patches have the time of their frame. stills: whether pictures have a patch embedding of their own.
     """
 
     merge: int
     window_side: int = 0
     table_side: int = 0
-    cubic: bool = False
+    fit: Fit = Fit.CORNERS
     lead: int = 0
     dropped: int = 0
     fixed: Side | None = None
@@ -93,6 +113,7 @@ class TowerShape:
     cells_in_a_row: bool = False
     cells_by_quotient: bool = False
     timed: bool = False
+    stills: bool = False
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
@@ -107,14 +128,14 @@ class TowerShape:
 class PackedLayout(Generic[A]):
     """Layout of P patches in T tokens, F frames, S slices and W windows; None for arrays that a tower does not need.
 
-    positions: int64 (P, 2), row and column; −1 of rows before a slice's patches. ends: int32 (F + 1,), ends of frames
-    in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
-    ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, E), the E
-    table entries whose weighted sum is a patch's position embedding, 4 or 16; interpolation_weights: float32 (P, E).
-    token_rows: int64
-    (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of slices in queries.
-    cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's frame. slice_ends: int32
-    (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
+    positions: int64 (P, 2), row and column; −1 and i of the i-th row before a slice's patches. ends: int32 (F + 1,),
+    ends of frames in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends:
+    int32 (W + 1,), ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64
+    (P, E), the E table entries whose weighted sum is a patch's position embedding, 4 or 16; interpolation_weights:
+    float32 (P, E). token_rows: int64 (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of
+    slices in queries. cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's frame.
+    slice_ends: int32 (S + 1,), ends of slices in patches, the longest of which has `longest_slice`. stills: bool (P,),
+    whether a patch is of a picture.
     """
 
     positions: A
@@ -131,6 +152,7 @@ class PackedLayout(Generic[A]):
     times: A | None = None
     slice_ends: A | None = None
     longest_slice: int = 0
+    stills: A | None = None
 
     def map(self, change: Callable[[A], B]) -> PackedLayout[B]:
         """A copy with `change` applied to every array."""
@@ -199,6 +221,7 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         times=np.repeat([time for side in sides for time in side.times], patches) if shape.timed else None,
         slice_ends=_ends(slices) if shape.timed else None,
         longest_slice=max(slices),
+        stills=np.repeat([side.still for side in sides for _ in side.times], patches) if shape.stills else None,
     )
 
 
@@ -228,6 +251,7 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         times=_lengthen(layout.times, patches, UNTIMED),
         slice_ends=_lengthen_ends(layout.slice_ends, slices),
         longest_slice=patches,
+        stills=_lengthen(layout.stills, patches),
     )
 
 
@@ -252,16 +276,17 @@ class _Frame:
         # by token, then within it: (2, rows, merge, columns, merge) to (rows, columns, merge, merge, 2)
         places = np.indices(side).reshape(2, rows // merge, merge, columns // merge, merge)
         by_patch = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
-        self.positions = np.concatenate([np.full((shape.lead, 2), -1), by_patch])
+        before = np.stack([np.full(shape.lead, -1), np.arange(shape.lead)], axis=1)
+        self.positions = np.concatenate([before, by_patch])
         if shape.window_side:
             row, column = np.indices((rows // merge, columns // merge)) // shape.window_side
             self.window = (row * (column.max() + 1) + column).ravel()
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
         if shape.table_side:
-            along = _cubic_axis if shape.cubic else _axis
+            lengths = (max(side),) * 2 if shape.fit is Fit.LONGER_SIDE else side
             (row_indices, row_weights), (column_indices, column_weights) = (
-                along(self.positions[:, axis], side[axis], shape.table_side) for axis in (0, 1)
+                _AXES[shape.fit](self.positions[:, axis], lengths[axis], shape.table_side) for axis in (0, 1)
             )
             entries = row_indices[:, :, None] * shape.table_side + column_indices[:, None]
             self.indices = entries.reshape(len(entries), -1)
@@ -276,13 +301,13 @@ class _Frame:
         self._shape = shape
 
     def only(self, kept: Sequence[int]) -> _Frame:
-        """The layout of these tokens alone, increasing. Towers whose slices have lead rows or cells have none."""
+        """The layout of the rows before the patches and of these tokens, increasing. Towers with cells have none."""
         shape, tokens = self._shape, np.array(kept, np.int64)
-        assert not shape.lead
         assert not shape.cell_side
         frame = copy(self)
-        frame.tokens, frame.patches = len(tokens), len(tokens) * shape.merge**2
-        rows = (tokens[:, None] * shape.merge**2 + np.arange(shape.merge**2)).ravel()
+        patches = (tokens[:, None] * shape.merge**2 + np.arange(shape.merge**2)).ravel()
+        rows = np.concatenate([np.arange(shape.lead), shape.lead + patches])
+        frame.tokens, frame.patches = len(tokens), len(rows)
         frame.positions = self.positions[rows]
         if shape.window_side:
             window = self.window[tokens]
@@ -323,6 +348,26 @@ def _cubic_axis(places: Array, length: int, table_side: int) -> tuple[Array, Arr
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     weights = np.where(x <= 1, near, far).astype(np.float32)
     return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), weights
+
+
+def _cell_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
+    """The two table entries nearest to each place of an axis, and their weights: linear, cell on cell.
+
+    Computed in float32, as `torch.nn.functional.interpolate` does.
+    """
+    half = np.float32(0.5)
+    at = np.maximum(np.float32(table_side) / np.float32(length) * (places.astype(np.float32) + half) - half, 0)
+    below = np.floor(at)
+    above = (at - below)[:, None]
+    entries = np.clip(below.astype(np.int64)[:, None] + np.arange(2), 0, table_side - 1)
+    return entries, np.concatenate([1 - above, above], axis=1)
+
+
+_AXES: Mapping[Fit, Callable[[Array, int, int], tuple[Array, Array]]] = {
+    Fit.CORNERS: _axis,
+    Fit.CELLS: _cubic_axis,
+    Fit.LONGER_SIDE: _cell_axis,
+}
 
 
 def _cells(length: int, shape: TowerShape) -> Array:

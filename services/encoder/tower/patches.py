@@ -5,7 +5,7 @@
 
 A patch embedding W of normalised values is, for uint8 values u, W·(u·rescale − mean)/std, which equals
 W'·(u − 128) + b' (without centring, the bfloat16 error would be a fifth larger). So frames stay uint8 until the
-tower's first product.
+tower's first product. Frames of families whose processors do not round after resizing are float32, on the same scale.
 It knows no family.
 Source: patchify and rescale_and_normalize of transformers' Qwen2VLVideoProcessor.
 """
@@ -55,9 +55,13 @@ class PatchShape:
         return CHANNELS * self.temporal_patch * self.patch_px**2
 
     def side(self, frames: Sequence[int]) -> Side:
-        """Rows and columns of patches in a slice, without times. frames: its shape, (F, H, W, 3)."""
+        """Rows and columns of patches in a slice, without times. frames: its shape, (F, H, W, 3).
+
+        A slice of fewer frames than a patch has is a picture.
+        """
         times = (UNTIMED,) * -(-frames[0] // self.temporal_patch)
-        return Side(frames[1] // self.patch_px, frames[2] // self.patch_px, times)
+        still = frames[0] < self.temporal_patch
+        return Side(frames[1] // self.patch_px, frames[2] // self.patch_px, times, still=still)
 
     def tokens(self, frames: Sequence[int]) -> int:
         """Tokens of one temporal slice. frames: its shape, (F, H, W, 3)."""
@@ -65,7 +69,7 @@ class PatchShape:
 
     def load(self, frames: Sequence[int]) -> int:
         """Merged patches of one temporal slice, which limit a forward. frames: its shape, (F, H, W, 3)."""
-        rows, columns, times, _ = self.side(frames)
+        rows, columns, times, *_ = self.side(frames)
         return len(times) * (rows * columns // self.merge**2 + self.lead - self.dropped)
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int] | None:
@@ -164,15 +168,19 @@ def pixels_of(frames: Frames) -> Tensor:
     return frames if isinstance(frames, Tensor) else frames.frames
 
 
+def whole(frames: Tensor, shape: PatchShape) -> Tensor:
+    """Frames (F, H, W, 3), of which the last is repeated to a whole temporal patch."""
+    short = -len(frames) % shape.temporal_patch
+    return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
+
+
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3); the last is repeated to a whole temporal patch, and rows and columns after the last
-    whole token are left out. Returns uint8 (F / temporal_patch · (lead + H·W / patch²), patch_values).
+    frames: uint8 (F, H, W, 3), made whole here; rows and columns after the last whole token are left out.
+    Returns uint8 (F / temporal_patch · (lead + H·W / patch²), patch_values).
     """
-    short = -frames.shape[0] % shape.temporal_patch
-    if short:
-        frames = torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)])
+    frames = whole(frames, shape)
     rows, columns = frames.shape[1] // shape.token_px, frames.shape[2] // shape.token_px
     frames = frames[:, : rows * shape.token_px, : columns * shape.token_px]
     # (f, t, h, merge, y, w, merge, x, c) to (f, h, w, merge, merge, c, t, y, x)
@@ -186,7 +194,7 @@ def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
 
 
 class FoldedPatchEmbed(nn.Module):
-    """A patch embedding with normalisation folded in: uint8 patches (P, patch_values) to (P, hidden)."""
+    """A patch embedding with normalisation folded in: patches (P, patch_values) to (P, hidden)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, normalisation: Normalisation, dtype: torch.dtype) -> None:
         """weight: (hidden, 3, temporal_patch, patch, patch) of the convolution. bias: (hidden,) or None."""
@@ -203,4 +211,6 @@ class FoldedPatchEmbed(nn.Module):
         self.bias = nn.Parameter(folded_bias.to(dtype), requires_grad=False)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches.to(self.weight.dtype) - _CENTRE, self.weight, self.bias)
+        # uint8 is exact in any dtype; float32 is rounded once it is centred.
+        centred = patches.to(torch.promote_types(patches.dtype, self.weight.dtype)) - _CENTRE
+        return F.linear(centred.to(self.weight.dtype), self.weight, self.bias)

@@ -1,6 +1,6 @@
 """Transfers between ranks: frames to another rank, embeddings back, one tensor each way.
 
-    rank 0 ── frames, uint8 (all values of all slices of a share,) ─────────────────▶ rank r
+    rank 0 ── frames, (all values of all slices of a share,), their dtype ──────────▶ rank r
            ◀── embeddings, (1 + levels, all tokens of these, D), the tower's dtype ──
 
 Rank 0 sends a rank the shapes before the transfer, so both sides know every size. Transfers are point to point, not
@@ -46,7 +46,7 @@ class Exchange:
 
 
 def packed(slices: Sequence[Frames], device: torch.device) -> Tensor:
-    """All values of the slices as one tensor on `device`: uint8 (values,)."""
+    """All values of the slices as one tensor on `device`: (values,)."""
     return to_device(torch.cat([pixels_of(each).reshape(-1) for each in slices]), device)
 
 

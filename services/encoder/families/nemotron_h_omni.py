@@ -1,0 +1,211 @@
+"""Nemotron 3 Nano Omni's tower: RADIO over pictures and tubelets of any size, a pixel shuffle, and a projector.
+
+    picture     a frame                          a patch projection ─┐
+    tubelet     two frames of a video      another patch projection ─┴▶ layers ─▶ 2 × 2 patches to a token ─▶ projector
+
+Class tokens and registers come before the patches of each slice, attend with them, and become no tokens. A stored
+square of positions is laid over the square of a slice's longer side, and the slice takes its upper left part. Where the
+language model predicts several tokens, a norm follows the layers.
+Source: `NemotronH_Omni_Reasoning_V3` and `RadioModel` of transformers 5.24, whose classes these are; AM-RADIO, arXiv
+2312.06709.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
+from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3MultiModalProjector,
+)
+from transformers.models.radio.modeling_radio import RadioModel
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import METHODS
+from framesieve.services.compute.packed_linear import pack_linears
+from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+
+_TOWER, _EMBEDDINGS, _LAYERS = "vision_model.", "vision_model.embeddings.", "vision_model.encoder.layer."
+# Parts of published checkpoints, and their names in transformers.
+_PARTS = {
+    _TOWER: _TOWER,
+    "multi_modal_projector.": "multi_modal_projector.",
+    "mlp1.0.": "multi_modal_projector.layer_norm.",
+    "mlp1.1.": "multi_modal_projector.linear_1.",
+    "mlp1.3.": "multi_modal_projector.linear_2.",
+    "vision_final_layernorm.": "vision_final_layernorm.",
+    "vision_projector.vision_final_layernorm.": "vision_final_layernorm.",
+}
+_PUBLISHED = f"{_TOWER}radio_model."
+_RENAMED = {
+    f"{_PUBLISHED}model.patch_generator.video_embedder.": f"{_EMBEDDINGS}video_patch_projection.",
+    f"{_PUBLISHED}model.patch_generator.embedder.": f"{_EMBEDDINGS}patch_projection.",
+    f"{_PUBLISHED}model.patch_generator.pos_embed": f"{_EMBEDDINGS}position_embedding",
+    f"{_PUBLISHED}model.patch_generator.cls_token.token": f"{_EMBEDDINGS}cls_register_token",
+    f"{_PUBLISHED}model.blocks.": _LAYERS,
+    f"{_PUBLISHED}input_conditioner.": f"{_TOWER}input_conditioner.",
+    f"{_PUBLISHED}summary_idxs": f"{_TOWER}summary_idxs",
+    ".attn.proj.": ".attention.o_proj.",
+    ".attn.qkv.": ".attention.qkv.",
+}
+# The processor normalises, and summaries are not read.
+_UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
+    config: Any = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
+    vision, merge = config.vision_config, round(1 / config.downsample_ratio)
+    vision._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = _Nemotron(config, merge)
+    stored = _find(checkpoint)
+    runs_in = choose_dtype(stored, dtype, device)
+    if runs_in == torch.float16:
+        raise StartupError("--dtype float16: the projector squares its values, use bfloat16 or float32")
+    weights = read_weights(stored, runs_in, device, _EMBEDDINGS)
+    _split(weights)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".lambda1") and name not in weights:  # published checkpoints have no scales of layers
+            weights[name] = torch.full(parameter.shape, vision.layerscale_value, dtype=runs_in, device=device)
+    fill(model, weights, runs_in)
+    heads = vision.num_attention_heads
+    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
+    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    model.embed = _embedding(checkpoint, vision, weights, runs_in)
+    del model.vision_model.embeddings
+    sizes, layers = _sizes(model), tuple(model.vision_model.encoder.layer)
+    pack_linears(model.eval().requires_grad_(False).to(device))
+
+    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        tokens: Tensor = model(patches, layout, attend)
+        return tokens[None]
+
+    lead, frames = vision.num_summary_tokens, vision.video_temporal_patch_size
+    table_side = vision.max_img_size // vision.patch_size
+    shape = TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=True)
+    return Tower(
+        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
+        patches=PatchShape(vision.patch_size, merge, frames, lead, lead, frame_dtype=torch.float32),
+        embed_dim=config.text_config.hidden_size,
+        embed_levels=0,
+        dtype=runs_in,
+        device=device,
+        sizes=sizes,
+        pruning_methods=METHODS,
+    )
+
+
+class _Nemotron(nn.Module):
+    """Transformers' modules, under their names. merge: patches per side of a token."""
+
+    embed: _Embedding
+
+    def __init__(self, config: Any, merge: int) -> None:
+        super().__init__()
+        vision, width, text = config.vision_config, config.vision_hidden_size, config.text_config
+        self.vision_model: Any = RadioModel(vision)
+        del self.vision_model.input_conditioner
+        del self.vision_model.summary_idxs
+        if text.num_nextn_predict_layers > 0:
+            self.vision_final_layernorm: nn.Module = nn.LayerNorm(width, eps=vision.layer_norm_eps)
+        else:
+            self.vision_final_layernorm = nn.Identity()
+        self.multi_modal_projector = NemotronH_Omni_Reasoning_V3MultiModalProjector(
+            width * merge**2, config.projector_hidden_size, text.hidden_size
+        )
+        self._merged = merge**2
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
+        """Tokens (T, D) of patches (P, values)."""
+        rows = self.embed(patches, layout)[None]
+        for layer in self.vision_model.encoder.layer:
+            rows = layer(rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, attend=attend)
+        features = self.vision_final_layernorm(rows[0][layout.token_rows])
+        # The patches of a token are in the order in which transformers' pixel shuffle puts them.
+        tokens: Tensor = self.multi_modal_projector(features.unflatten(0, (-1, self._merged)).flatten(1))
+        return tokens
+
+
+class _Embedding(nn.Module):
+    """Patches, projected and placed, with the class tokens and registers before them.
+
+    patch_embed: to both projections, (P, 2 · hidden), pictures' before tubelets'. positions: float32 (side², hidden).
+    before: (rows, hidden).
+    """
+
+    def __init__(self, patch_embed: FoldedPatchEmbed, positions: Tensor, before: Tensor) -> None:
+        super().__init__()
+        self.patch_embed = patch_embed
+        self.positions, self.before = (nn.Parameter(each, requires_grad=False) for each in (positions, before))
+
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+        assert layout.stills is not None
+        of_picture, of_tubelet = self.patch_embed(patches).chunk(2, dim=1)
+        projected = torch.where(layout.stills[:, None], of_picture, of_tubelet)
+        entries, weights = layout.interpolation_indices, layout.interpolation_weights
+        places = F.embedding_bag(entries, self.positions, per_sample_weights=weights, mode="sum")
+        row, number = layout.positions.unbind(1)
+        is_before = row < 0
+        before = self.before[torch.where(is_before, number, 0)]
+        return torch.where(is_before[:, None], before, projected + places.to(projected.dtype))
+
+
+def _embedding(checkpoint: Checkpoint, vision: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Embedding:
+    of_picture, of_tubelet, positions, before = (
+        weights[f"{_EMBEDDINGS}{name}"]
+        for name in (
+            "patch_projection.weight",
+            "video_patch_projection.weight",
+            "position_embedding",
+            "cls_register_token",
+        )
+    )
+    square = (vision.patch_size, vision.patch_size)
+    tubelets = of_tubelet.unflatten(1, (-1, CHANNELS, *square)).transpose(1, 2)
+    # Of a picture, which is repeated to a whole patch, the first frame.
+    pictures = torch.zeros_like(tubelets)
+    pictures[:, :, 0] = of_picture.unflatten(1, (CHANNELS, *square))
+    patch_embed = FoldedPatchEmbed(torch.cat([pictures, tubelets]), None, read_normalisation(checkpoint), dtype)
+    # As transformers does, which interpolates in float32 and rounds the result.
+    return _Embedding(patch_embed, positions[0].float(), before.to(dtype))
+
+
+def _find(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """The weights of tower and projector by their names in transformers, but `qkv` where they are stored as one."""
+    found: dict[str, Stored] = {}
+    for part, renamed in _PARTS.items():
+        for name, each in find_weights(checkpoint, (part,)).items():
+            name = renamed + name
+            for before, after in _RENAMED.items():
+                name = name.replace(before, after)
+            if not name.startswith(_UNREAD):
+                found[name] = each
+    return found
+
+
+def _split(weights: dict[str, Tensor]) -> None:
+    """Splits weights of queries, keys and values that are stored as one."""
+    for name in [name for name in weights if ".attention.qkv." in name]:
+        for part, own in zip("qkv", weights.pop(name).chunk(3), strict=True):
+            weights[name.replace("qkv", f"{part}_proj")] = own
+
+
+def _sizes(model: _Nemotron) -> TowerSizes:
+    in_layers, projector = (
+        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
+        for part in (model.vision_model.encoder, model.multi_modal_projector)
+    )
+    weight = model.embed.patch_embed.weight
+    return TowerSizes(
+        weight.shape[0] // 2, in_layers + weight.numel(), projector, len(model.vision_model.encoder.layer)
+    )
