@@ -19,7 +19,7 @@ from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
 from framesieve.services.preprocessing.video.packets import PacketIndex
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
-from framesieve.services.preprocessing.video.resize import FrameArray, View, view_into
+from framesieve.services.preprocessing.video.resize import FrameArray, UInt8Array, View, view_into
 
 _NS = 1e-9
 
@@ -88,9 +88,10 @@ class PlannedVideo:
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
         """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
+        resizing = _Resizing(self.view)
         with closing(self._frames(progress)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
-                yield self._slice(first, frames)
+                yield self._slice(first, frames, resizing)
 
     def _frames(self, progress: Callable[[], None]) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
@@ -99,7 +100,7 @@ class PlannedVideo:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)
 
-    def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
+    def _slice(self, first: int, frames: Iterator[DecodedFrame], resizing: _Resizing) -> Slice:
         frames_left = len(self.places) - first
         pixels = np.empty((min(self.slice_frames, frames_left), *self.size_px, 3), self.dtype.label)
         repaired, decode_ns, resize_ns = 0, 0, 0
@@ -108,12 +109,28 @@ class PlannedVideo:
             start_ns = resized_ns
             frame = next(frames)
             decoded_ns = monotonic_ns()
-            view_into(frame.pixels, self.view, row)
+            resizing.into(frame.pixels, row)
             resized_ns = monotonic_ns()
             decode_ns += decoded_ns - start_ns
             resize_ns += resized_ns - decoded_ns
             repaired += frame.repaired
         return Slice(first, pixels, repaired, decode_ns * _NS, resize_ns * _NS, decoded_ns, resized_ns)
+
+
+class _Resizing:
+    """Resizes the frames of a video in order. One that equals the one before, as most of a screen do, is copied."""
+
+    def __init__(self, view: View | None) -> None:
+        self._view = view
+        self._last: tuple[UInt8Array, FrameArray] | None = None
+
+    def into(self, pixels: UInt8Array, row: FrameArray) -> None:
+        """pixels: uint8 [H, W, 3]. row: [height, width, 3] as they are sent, which is written."""
+        if self._last and np.array_equal(pixels, self._last[0]):
+            row[:] = self._last[1]
+        else:
+            view_into(pixels, self._view, row)
+        self._last = pixels, row
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""Nemotron through three real processes: answers, kept tokens and log-probabilities are those of transformers.
+
+Its own forward prunes by EVS, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
+
+from framesieve.client.client import FramesieveClient
+from framesieve.client.encoding import encode
+from framesieve.client.messages import generate_request
+from framesieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
+from framesieve.common.contract.plan import Modality
+from tests import media, nemotron
+from tests.families import load_reference
+from tests.integration.fleet import Stack, running
+from tests.integration.reference import NEW_TOKENS, check_answer, plan_and_frames
+
+QUESTION = "What moves?"
+GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
+TRAINED_RATE = 0.7
+CLIP, ODD = media.clip(16, fps=8, seed=3), media.clip(11, fps=8, width=160, height=96, seed=4)
+MIXES: dict[str, tuple[Part, ...]] = {
+    "an odd number of frames": (Video(data=ODD, fps=8),),
+    "two videos": (Video(data=CLIP, fps=4), Text("and"), Video(data=media.clip(16, fps=8, seed=5), fps=4)),
+    "two images": (Image(data=media.picture(112, 84)), Text("and"), Image(data=media.picture(64, 128, seed=1))),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a checkpoint whose time steps are not clamped: `generate` does not clamp those of its answer."""
+    folder = tmp_path_factory.mktemp("nemotron")
+    nemotron.write(folder, 7, text={"time_step_min": 1e-6}, config={"video_pruning_rate": TRAINED_RATE})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[Stack]:
+    with running(folder) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return load_reference("nemotron_h_omni", folder)
+
+
+async def inputs_of(stack: Stack, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """What transformers' processors make of the frames of preprocessing, which need no resizing, and its ids."""
+    prompt = generate_request([user_turn(list(parts), QUESTION)], {}).prompt
+    plan, frames = await plan_and_frames(stack.addresses["preprocessing"], prompt)
+    ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
+    shown = [
+        np.frombuffer(frames[index], np.float32).reshape(item.frames.count, *item.frames.size_px, 3)
+        for index, item in enumerate(plan.media)
+    ]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if plan.media[0].modality is Modality.IMAGE:
+        return inputs | dict(nemotron.image_processor()([frames[0] for frames in shown]))
+    planes = [torch.from_numpy(frames).movedim(-1, -3) for frames in shown]
+    made = nemotron.video_processor()._preprocess(planes, return_tensors="pt")
+    return inputs | {"pixel_values_videos": made["pixel_values_videos"]}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+async def test_at_rate_0_the_answer_is_that_of_transformers_generate(stack: Stack, reference: Any, mix: str) -> None:
+    reference.video_pruning_rate = 0.0
+    async with FramesieveClient(stack.addresses["generation"]) as client:
+        answer = await client.ask(list(MIXES[mix]), QUESTION, pruning_rate=0, **GREEDY)
+    check_answer(answer, reference, await inputs_of(stack, MIXES[mix]))
+
+
+@torch.no_grad()
+def pruned(reference: Any, inputs: dict[str, Tensor], answer: Tensor, rate: float) -> tuple[list[int], Tensor, int]:
+    """The kept tokens of the one video, the log-probabilities after the prompt and each token of an answer but the
+    last, and the length of the pruned prompt."""
+    videos = inputs["pixel_values_videos"]
+    (features,) = reference.get_video_features(videos).pooler_output
+    kept: list[int] = torch.nonzero(compute_retention_mask(features, videos.shape[1], rate))[:, 0].tolist()
+    ids = torch.cat([inputs["input_ids"], answer[None, :-1]], dim=1)
+    reference.video_pruning_rate = rate
+    logits = reference(**inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).logits[0]
+    return kept, logits[-len(answer) :].log_softmax(dim=-1), len(logits) - len(answer) + 1
+
+
+@pytest.mark.parametrize("rate", [0.5, TRAINED_RATE, 0.9])
+async def test_pruned_answers_are_those_of_transformers_own_pruned_forward(
+    stack: Stack, reference: Any, rate: float
+) -> None:
+    """The rate of the checkpoint's config needs no naming."""
+    video = Video(data=ODD, fps=8)
+    async with FramesieveClient(stack.addresses["generation"]) as client:
+        named: Any = {} if rate == TRAINED_RATE else {"pruning_rate": rate}
+        answer = await client.ask(video, QUESTION, **named, **GREEDY)
+    (encoded,) = await encode(stack.addresses["encoder"], video, pruning=Pruning(rate))
+    inputs = await inputs_of(stack, (video,))
+    kept, logprobs, tokens = pruned(reference, inputs, torch.tensor(answer.token_ids), rate)
+    assert encoded.kept.tolist() == kept
+    assert answer.usage.prompt_tokens == tokens
+    assert logprobs.argmax(dim=-1).tolist() == list(answer.token_ids)
+    assert answer.logprobs == pytest.approx(logprobs.max(dim=-1).values.tolist(), abs=1e-4)
