@@ -64,6 +64,9 @@ MODEL_FAMILIES = (
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),
     ModelFamily("internvl", "InternVL 2.5, 3, 3.5 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
+    ModelFamily(
+        "nemotron_h_omni", "Nemotron 3 Nano Omni", _BOTH, _PRUNING, "one-dimensional, read by no layer", "no audio"
+    ),
     ModelFamily("video_llama_3", "VideoLLaMA 3 (-HF)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
