@@ -150,6 +150,7 @@ class _Embedding(nn.Module):
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
         assert layout.stills is not None
+        assert layout.interpolation_indices is not None
         of_picture, of_tubelet = self.patch_embed(patches).chunk(2, dim=1)
         projected = torch.where(layout.stills[:, None], of_picture, of_tubelet)
         entries, weights = layout.interpolation_indices, layout.interpolation_weights
