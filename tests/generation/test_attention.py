@@ -19,7 +19,6 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from framesieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
-from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
@@ -95,37 +94,15 @@ def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
-def flash_infer() -> FlashInferCache:
-    return FlashInferCache(SIZES, torch.zeros(()), Kernels(SIZES, torch.zeros(())))
-
-
-@settings(max_examples=20)
-@given(batch=batches(), seed=st.integers(0, 2**16))
-def test_a_kernel_that_reads_paged_blocks_gets_each_sequences_blocks(
-    batch: list[tuple[list[int], int, int]], seed: int
-) -> None:
-    check(flash_infer(), batch, seed)
-
-
 @settings(max_examples=20)
 @given(batch=batches(), seed=st.integers(0, 2**16), width=st.integers(4, 6))
-def test_a_decode_batch_needs_only_a_plan_a_block_table_and_lengths(
+def test_a_kernel_that_reads_paged_blocks_gets_each_sequences_blocks(
     batch: list[tuple[list[int], int, int]], seed: int, width: int
 ) -> None:
-    check(flash_infer(), [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
-
-
-@given(batch=batches())
-def test_plans_of_blocks_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
-    spare = [0, 0]  # blocks after the chunk's end are not read
-    plan = plan_blocks([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
-    row, block = 0, 0
-    for index, (blocks, start, end) in enumerate(batch):
-        assert (plan.row_ends[index], plan.block_ends[index]) == (row, block)
-        assert plan.blocks[block : block + len(blocks)].tolist() == blocks
-        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_block_tokens[index] == end
-        row, block = row + end - start, block + len(blocks)
-    assert (plan.row_ends[-1], plan.block_ends[-1], len(plan.blocks)) == (row, block, block)
+    """A decode batch needs only a plan, a block table of that width, and lengths."""
+    cache = FlashInferCache(SIZES, torch.zeros(()), Kernels(SIZES, torch.zeros(())))
+    check(cache, batch, seed)
+    check(cache, [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
 
 
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

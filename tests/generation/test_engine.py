@@ -200,27 +200,6 @@ def test_an_answer_whose_text_cannot_be_decoded_fails_alone(tiny: TinyEngine, mo
     assert neighbour.finished
 
 
-def test_the_engine_knows_how_long_its_step_takes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
-    launch = tiny.runner.launch
-
-    def stuck(chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
-        begun.set()
-        assert go_on.wait(20)
-        return launch(chunks, before)
-
-    monkeypatch.setattr(tiny.runner, "launch", stuck)
-    tiny.engine.start()
-    asked = tiny.ask("a", PROMPT, SamplingParams(1))
-    assert begun.wait(20)
-    assert tiny.engine.step_began_ns is not None
-    assert tiny.engine.step_began_ns < time.monotonic_ns()
-    go_on.set()
-    tiny.engine.stop()
-    assert tiny.engine.step_began_ns is None
-    assert asked.finished
-
-
 def test_a_failing_listener_costs_only_its_own_request(tiny: TinyEngine) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(30)), tiny.ask("b", PROMPT, SamplingParams(3))
     asked.request.on_event = Mock(side_effect=RuntimeError("the loop is closed"))
@@ -360,7 +339,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
 
 
 def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the device waited for a rank that never answers."""
+    """As if the device waited for a rank that never answers. How long the step takes is known."""
     tiny, begun, go_on = TinyEngine(models.engine), threading.Event(), threading.Event()
     launch = tiny.runner.launch
 
@@ -373,6 +352,7 @@ def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, m
     tiny.engine.start()
     asked = tiny.ask("a", PROMPT, SamplingParams(4))
     assert begun.wait(20)
+    assert 0 < (tiny.engine.step_began_ns or 0) < time.monotonic_ns()
     tiny.engine.give_up()
     assert not tiny.engine.alive
     assert asked.failed
@@ -382,4 +362,5 @@ def test_giving_up_fails_requests_without_waiting_for_the_step(models: Models, m
     events = len(asked.events)
     go_on.set()
     tiny.engine.stop()
+    assert tiny.engine.step_began_ns is None
     assert len(asked.events) == events

@@ -168,10 +168,6 @@ def test_a_wrong_kernel_is_not_used_and_the_cpu_has_none() -> None:
     assert find_product(sizes, like) is None
 
 
-def on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 class Reference(nn.Module):
     """A linear layer of the reference, by the formula."""
 
@@ -224,13 +220,6 @@ def test_the_law_holds_with_products_in_fp8_with_and_without_adapters(
         adapted={"lora": in_formula(adapted, stored.weights)},
     )
     assert_law(models, engine, questions[::2], asked[::2], BOUND, 2 * BOUND)
-
-
-def test_what_has_no_kernel_is_dequantised(stored: Stored) -> None:
-    model = load(stored.folder, torch.float32)
-    assert not any(isinstance(each, Fp8Linear) for each in model.text.modules())
-    engine, questions = TinyEngine(model), [Question((Text((20, 21, 22)),), 3)]
-    assert_law(stored.models, engine, questions, answer(engine, questions))
 
 
 def test_unquantised_weights_have_the_dtype_of_the_settings(stored: Stored, with_kernel: None) -> None:

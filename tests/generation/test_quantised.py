@@ -89,12 +89,6 @@ def test_answers_are_those_of_the_dequantised_weights_with_and_without_adapters(
     assert_law(models, engine, questions, answer(engine, questions), adapted={"lora": with_adapter})
 
 
-def test_unquantised_weights_have_the_dtype_of_the_settings(checkpoints: Checkpoints) -> None:
-    model = load_language_model(Checkpoint(checkpoints.quantised), torch.bfloat16, CPU)
-    assert {model.dtype, *(each.dtype for each in model.text.parameters())} == {torch.bfloat16}
-    assert model.text.rotary_emb.inv_freq.dtype == torch.float32
-
-
 def test_the_vision_tower_of_a_quantised_checkpoint_is_unchanged(checkpoints: Checkpoints) -> None:
     frames = torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     towers = [load_tower(Checkpoint(folder), "auto", CPU) for folder in (checkpoints.quantised, checkpoints.plain)]

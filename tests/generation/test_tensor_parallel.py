@@ -36,12 +36,12 @@ from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
 CPU = torch.device("cpu")
-DEEP = ("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_5_moe", "qwen3_vl")
+DEEP = (
+    *("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5"),
+    *("qwen2_5_vl", "qwen3_5_moe", "qwen3_vl"),
+)
 FAMILY_PARAMS = [
-    "llava_onevision",
-    "qwen2_5_vl",
-    "qwen3_5",
-    "qwen3_vl_moe",
+    *("llava_onevision", "qwen3_5", "qwen3_vl_moe"),
     *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
 ]
 TARGETS = {"everywhere": "all-linear", "behind-attention": ["o_proj"], "values": ["v_proj"]}
@@ -204,14 +204,8 @@ def ended(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=environment)
 
 
-@pytest.mark.parametrize(
-    ("failing", "where"),
-    [
-        ("0", "inside"),
-        pytest.param("1", "after", marks=pytest.mark.deep),
-        pytest.param("1", "inside", marks=pytest.mark.deep),
-    ],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize(("failing", "where"), [("0", "inside"), ("1", "after"), ("1", "inside")])
 def test_a_rank_that_cannot_capture_what_the_others_can_ends_all_and_says_why(
     tiny_checkpoint: Path, tmp_path: Path, failing: str, where: str
 ) -> None:

@@ -139,12 +139,6 @@ def test_towers_compute_what_float32_on_the_cpu_computes(
         assert difference < TOLERANCE[tower.dtype] * expected.abs().mean()
 
 
-def test_frames_that_are_already_on_the_device_are_encoded_alike(graphed: Tower, shape: FamilyUnderTest) -> None:
-    slices = slices_of([(3, 4), (7, 2)], shape, 0)
-    for sent, there in zip(graphed.encode(slices), graphed.encode([each.to(CUDA) for each in slices]), strict=True):
-        assert torch.equal(sent, there)
-
-
 def test_frames_that_the_current_stream_is_still_making_are_encoded(graphed: Tower, shape: FamilyUnderTest) -> None:
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
     there = [each.to(CUDA) for each in slices]
