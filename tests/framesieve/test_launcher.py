@@ -67,6 +67,13 @@ def test_a_port_in_use_is_reported_before_anything_starts(record: Path, service:
     assert not stack.processes
 
 
+def test_the_extras_of_all_services_without_their_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "find_spec", lambda _: None)
+    extras = r"pip install 'framesieve\[preprocessing,encoder,generation,gateway\]'$"
+    with pytest.raises(StartupError, match=extras):
+        LocalStack(services=(*SERVICES, launcher.GATEWAY)).start()
+
+
 def test_two_services_start_over_a_stale_socket_file_with_a_client_certificate_in_the_environment(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
