@@ -244,6 +244,18 @@ def test_blocks_that_running_requests_share_do_not_count_as_room_for_a_new_reque
     assert desk.engine.stats().totals.preemptions == 0
 
 
+def test_simultaneous_questions_share_what_the_first_has_computed() -> None:
+    desk = Desk(64)
+    for _ in range(2):
+        desk.ask([OPENING, VIDEO, Text((1, 2, 2))], 3)
+    for _ in range(2):
+        desk.step()
+        desk.deliver()
+    desk.run()
+    request = desk.asked[1].request
+    assert request.cached_tokens == request.prompt.tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def test_siblings_end_with_the_request_that_they_wait_for() -> None:
     desk = Desk(24)
     desk.ask([OPENING, VIDEO, Text((1,))], 5, siblings=2)

@@ -256,7 +256,6 @@ def test_few_weights_are_held_twice_while_layers_are_joined(tiny_checkpoint: Pat
             super().__init__(linears)
             held.append(tensor_bytes())
 
-    gc.collect()
     gc.freeze()  # what other tests left is not counted, and costs no time
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
