@@ -155,15 +155,14 @@ def test_an_adapter_computes_what_peft_computes(adapted: Adapted, name: str) -> 
     assert float((own - plain).abs().max()) > 0.01, "the adapter changes nothing, so the test would prove nothing"
 
 
-@pytest.mark.parametrize(
-    "targets", [["q_proj", "down_proj"], r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)"]
-)
-def test_an_adapter_of_the_published_minicpm_is_found_by_its_names(targets: str | list[str], tmp_path: Path) -> None:
+def test_an_adapter_of_the_published_minicpm_is_found_by_its_names(tmp_path: Path) -> None:
     models = load_models("minicpmv_2_6", tmp_path)
     published = nn.Module()
     published.llm = nn.Module()
     published.llm.model = models.reference.model.language_model
-    text = write_adapter(published, tmp_path / "adapter", r=3, target_modules=targets).llm.model
+    text = write_adapter(
+        published, tmp_path / "adapter", r=3, target_modules=r"llm\..*layers\.\d+\.self_attn\.(q_proj|v_proj)"
+    ).llm.model
     load_adapters([AdapterFolder("mine", tmp_path / "adapter")], models.engine)
     asking = Question((Text((20, 21, 22, 23)),), 6, adapter="mine")
     engine = TinyEngine(models.engine)
@@ -218,8 +217,8 @@ def test_adapters_have_one_digest_only_if_config_and_weights_are_equal(adapted: 
         load_adapters([mine], model)
         return model.adapters.find("mine").digest
 
-    plain = adapted.models.engine.adapters.find("plain").digest
-    assert digest() == plain
+    plain = digest()
+    assert plain == adapted.models.engine.adapters.find("plain").digest
     configure(mine, lora_alpha=8)
     louder = digest()
     rewrite(mine, lambda weights: next(iter(weights.values())).view(-1)[:1].add_(1e-6))
