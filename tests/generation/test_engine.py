@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from unittest.mock import Mock
 
@@ -242,25 +241,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.002)
-
-
-def test_requests_of_many_threads_are_answered(models: Models) -> None:
-    tiny = TinyEngine(models.engine, blocks=24, max_num_batched_tokens=16, max_num_seqs=3)
-    tiny.engine.start()
-
-    def client(number: int) -> list[int]:
-        asked = tiny.ask(str(number), ABOUT_VIDEO if number % 2 else PROMPT, SamplingParams(6))
-        if number % 2:
-            tiny.deliver(asked, 0, VIDEO, KEPT)
-        until(lambda: bool(asked.finished))
-        return asked.answer
-
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(client, range(12)))
-    until(lambda: tiny.engine.stats().blocks_used == 0)
-    tiny.engine.stop()
-    assert answers[::2] == [greedy_answer(models, PROMPT, 6)] * 6
-    assert answers[1::2] == [answers[1]] * 6
 
 
 def test_the_thread_sleeps_while_nothing_can_run(models: Models) -> None:
