@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -95,6 +97,28 @@ def test_tiles_are_drawn_in_their_rows_and_columns_behind_the_source(
         assert (right - left + 3) / (red[3] - red[1] + 3) == pytest.approx(tile[1] / source[1], rel=0.02)
         assert sheet.getpixel((left - 1, top)) == sheet.getpixel((left, top - 1)) == ACCENT
     assert not pixels_of(sheet, (0, 0, 0)).any()
+
+
+def test_a_group_of_frames_has_one_border_around_its_frames_and_their_times() -> None:
+    kept, times = np.arange(3, dtype=np.int32), [number / 3 for number in range(5)]
+    sheet = contact_sheet(red_frames(5), Grid(3, 1, 1), kept, times, "clip.mp4", "", 2, in_groups=True)
+    pixels, accent, red = np.asarray(sheet), pixels_of(sheet, ACCENT), pixels_of(sheet, RED)
+    accent[:80] = False  # the legend
+
+    def across(row: int) -> str:
+        """What a line crosses: | border, r frame."""
+        names = [("|" if accent[row, x] else "r" if red[row, x] else "-") for x in range(sheet.width)]
+        return "".join(name for name, before in zip(names, ["", *names], strict=False) if name != before)
+
+    found = "".join(line for line, _ in groupby(map(across, range(76, sheet.height))) if "r" in line)
+    assert found.count("|") == 6
+    assert found.count("|-r-r-|") == 2
+    assert found.count("|-r-|") == 1
+    # Below the frames of the first group are their times, inside its border.
+    (top, *_), (left, *_) = np.nonzero(accent.any(axis=1))[0], np.nonzero(accent.any(axis=0))[0]
+    bordered = next(row for row in range(top, sheet.height) if not accent[row, left])
+    below = next(row for row in range(top + 9, sheet.height) if not red[row].any())
+    assert (pixels[below : bordered - 2, left + 5 : left + 40] != np.array(PAPER)).any()
 
 
 @pytest.mark.parametrize(
