@@ -188,16 +188,6 @@ def test_neighbours_with_other_adapters_or_none_change_nothing(adapted: Adapted,
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
-def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
-    video = random_item(adapted.models.family, (3, 2, 3), Fraction(1), rate=0.5)
-    asking = Question((Text((20, 21, 22)), video, Text((30, 31))), 4)
-    engine = TinyEngine(adapted.models.engine)
-    questions = [replace(asking, adapter=name) for name in ("plain", "patterns", None, "plain")]
-    asked = [answer(engine, [each])[0] for each in questions]
-    assert [each.spared for each in asked] == [(), (), (), (0,)]
-    assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
-
-
 def test_steps_with_adapters_are_not_replayed_as_graphs(adapted: Adapted) -> None:
     capture, engine = Recorder(), use_paged(TinyEngine(adapted.models.engine))
     engine.runner.capture_decoding(4, 256, capture)
