@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +30,8 @@ from tests.adapters import write_adapter
 from tests.families import FAMILIES, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.integration.forks import Forked
-from tests.law import Question, answer, assert_law
-from tests.oracle import Text
-from tests.tiny import Models, TinyEngine, load_models, random_item
+from tests.law import Question, answer, assert_law, several_questions
+from tests.tiny import Models, TinyEngine, load_models
 
 CPU = torch.device("cpu")
 DEEP = (
@@ -96,15 +94,9 @@ def half_of(folder: Path, workers: WorkerRanks) -> LanguageModel:
 
 
 def questions(family: str) -> list[Question]:
-    """Prompts of several lengths, pruned videos and images, some with equal prefixes, with adapters and without."""
-    asked = []
-    for number, adapter in enumerate((None, *TARGETS, None, None)):
-        video = random_item(FAMILIES[family], (4, 2, 3), Fraction(2, 3), seed=number // 2, rate=0.75)
-        image = random_item(FAMILIES[family], (1, 3, 2), None, seed=number)
-        text = Text(tuple(range(10, 15 + 3 * number)))
-        parts = (text, video, Text((7, 8)), image, Text((9, 10 + number))) if number % 3 else (text,)
-        asked.append(Question(parts, new_tokens=8 + number, answers=1 + number % 2, adapter=adapter))
-    return asked
+    """With adapters and without, some with two answers."""
+    asked = zip(several_questions(FAMILIES[family]), (None, *TARGETS, None, None), strict=True)
+    return [replace(each, answers=1 + number % 2, adapter=adapter) for number, (each, adapter) in enumerate(asked)]
 
 
 @pytest.mark.parametrize(
