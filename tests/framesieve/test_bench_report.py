@@ -55,12 +55,6 @@ def test_percentiles_are_interpolated_linearly(values: list[float]) -> None:
     assert found.mean == pytest.approx(sum(values) / len(values))
 
 
-def test_tokens_of_a_message_share_the_time_since_the_previous_message() -> None:
-    record = Record(0, PLAIN, 0.0, 0.0, 3.0, ((1.0, 2), (1.5, 1), (2.1, 3)))
-    assert record.token_gaps_s == pytest.approx((0.5, 0.2, 0.2, 0.2))
-    assert Record(0, PLAIN, 0.0, 0.0, 3.0, ((1.0, 4),)).token_gaps_s == ()
-
-
 def test_a_report_counts_answered_requests_and_errors_by_reason_with_their_first_message() -> None:
     report = Report.of(PRUNED, RECORDS, wall_s=8.0)
     assert (report.asked, report.answered) == (7, 4)
