@@ -97,6 +97,18 @@ def question(draw: st.DrawFn, family: FamilyUnderTest) -> Question:
     return Question(tuple(parts), draw(st.integers(1, 14)))
 
 
+def several_questions(family: FamilyUnderTest) -> list[Question]:
+    """Six prompts of several lengths, with pruned videos and pictures; some begin alike."""
+    asked = []
+    for number in range(6):
+        film = random_item(family, (4, 2, 3), Fraction(2, 3), seed=number // 2, rate=0.75)
+        picture = random_item(family, (1, 3, 2), None, seed=number)
+        opening = Text(tuple(range(10, 15 + 3 * number)))
+        parts = (opening, film, Text((7, 8)), picture, Text((9, 10 + number))) if number % 3 else (opening,)
+        asked.append(Question(parts, new_tokens=8 + number))
+    return asked
+
+
 def answer(
     engine: TinyEngine,
     questions: Sequence[Question],

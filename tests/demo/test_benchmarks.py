@@ -14,7 +14,6 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from benchmarks.clips import another_file, another_path, clip
 from benchmarks.engine.operations import decode_operations, prefill_operations
-from benchmarks.media.memory import early_and_late
 from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
@@ -51,11 +50,6 @@ def test_the_table_has_units_goals_and_notes_and_a_goal_includes_its_bound() -> 
     ]
 
 
-def test_memory_at_the_end_is_compared_with_that_after_the_warm_up() -> None:
-    samples = [0] * 50 + [100] * 50 + [10**9] * 50 + [105] * 49 + [10**9]
-    assert early_and_late(samples) == (100, 105)
-
-
 def test_costs_of_a_process_include_its_descendants() -> None:
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -82,28 +76,22 @@ def test_another_file_has_the_same_packets_in_different_bytes(tmp_path: Path) ->
     assert len(another_file(data, 10_000)) == 10_000
 
 
-def test_operations_of_a_prefill_agree_with_torchs_count(tmp_path: Path) -> None:
+def test_operations_agree_with_torchs_count(tmp_path: Path) -> None:
+    """Of a prefill of as many tokens as one sequence has, and of a decode step of three such sequences."""
+    sequences, tokens = 3, 48
     config = make_config(TINY, make_tokenizer(TINY))
     model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
-    tokens, text = 48, model.config.text_config
+    ours, text = tiny_model(tmp_path), model.config.text_config
+    ids = torch.ones(sequences, tokens, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
-        model(input_ids=torch.ones(1, tokens, dtype=torch.int64), logits_to_keep=1)
+        model(input_ids=ids[:1], logits_to_keep=1)
     unseen = 2 * tokens**2 * text.hidden_size * text.num_hidden_layers  # masked positions, which torch counts
-    ours = prefill_operations(tiny_model(tmp_path), tokens)
-    assert ours == pytest.approx(counter.get_total_flops() - unseen, rel=1e-2)
-
-
-def test_operations_of_a_decode_step_agree_with_torchs_count(tmp_path: Path) -> None:
-    config = make_config(TINY, make_tokenizer(TINY))
-    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="eager")
-    sequences, context = 3, 48
-    ids = torch.ones(sequences, context, dtype=torch.int64)
+    assert prefill_operations(ours, tokens) == pytest.approx(counter.get_total_flops() - unseen, rel=1e-2)
     with torch.inference_mode():
         before = model(input_ids=ids[:, 1:], use_cache=True).past_key_values
         with FlopCounterMode(display=False) as counter:
             model(input_ids=ids[:, :1], cache=before)
-    ours = decode_operations(tiny_model(tmp_path), sequences, context)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=1e-2)
+    assert decode_operations(ours, sequences, tokens) == pytest.approx(counter.get_total_flops(), rel=1e-2)
 
 
 def tiny_model(folder: Path) -> LanguageModel:

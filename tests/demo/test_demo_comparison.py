@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.comparison import Answered, Cell, paired_p, wilson
-from demo.evaluate import GRID, RATES, pruning_at, questions_of
+from demo.evaluate import GRID, RATES, pruning_at
 from framesieve.common.contract.retention import METHODS, NONE, num_kept
 
 
@@ -56,10 +56,3 @@ def test_the_paired_test_is_that_over_all_signs_of_the_differences_of_clips() ->
     assert paired_p(cell(better), cell(better)) == 1
     with pytest.raises(ValueError, match="the same questions"):
         paired_p(cell(better), Cell(0.5, "evs", cell(worse).answers[::-1]))
-
-
-def test_a_clip_is_asked_about_as_many_topics_as_possible() -> None:
-    for seed in range(5_000_000, 5_000_026):
-        questions = questions_of(seed, 5)
-        assert len(questions) == len({question.text for question in questions}) == 5
-        assert questions == questions_of(seed, 5)

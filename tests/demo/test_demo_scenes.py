@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import combinations
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,18 +39,16 @@ def answers_to(scene: Scene, kind: str) -> set[str]:
     return {question.answer for question in questions_about(scene, Random(0)) if question.kind == kind}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.sampled_from(KINDS), st.integers(0, 10_000))
 def test_objects_stay_inside_the_frame_and_apart(kind: str, seed: int) -> None:
     scene = random_scene(seed, kind)
     for time_s in range(16):
-        things = scene.things_at(time_s)
-        centres = [scene.place_at(thing, time_s) for thing in things]
-        for thing, centre in zip(things, centres, strict=True):
-            assert all(thing.half - 1e-9 <= share <= 1 - thing.half + 1e-9 for share in centre)
-        for (thing, centre), (other, beside) in combinations(zip(things, centres, strict=True), 2):
-            gap = max(abs(one - two) for one, two in zip(centre, beside, strict=True))
-            assert gap > thing.half + other.half
+        placed = [(thing.half, scene.place_at(thing, time_s)) for thing in scene.things_at(time_s)]
+        for half, centre in placed:
+            assert all(half - 1e-9 <= share <= 1 - half + 1e-9 for share in centre)
+        for (half, centre), (other, beside) in combinations(placed, 2):
+            assert max(abs(one - two) for one, two in zip(centre, beside, strict=True)) > half + other
 
 
 def test_no_clip_is_used_for_two_purposes() -> None:
@@ -62,25 +59,6 @@ def test_no_clip_is_used_for_two_purposes() -> None:
     assert validation.stop <= evaluation.start
     assert evaluation.stop <= minicpm.EVALUATION_SEEDS
     assert {clips.scene_of(seed).kind for seed in evaluation} == set(KINDS)
-
-
-def test_a_clip_changes_only_while_its_object_moves() -> None:
-    clip = sample(encode(one_mover())).astype(int)
-    change = np.abs(clip[1:] - clip[:-1]).max(axis=(1, 2, 3))
-    moving = change > 60
-    assert not moving[:5].any()
-    assert moving[7:9].all()
-    assert not moving[11:].any()
-
-
-def test_questions_have_the_answers_of_the_scene() -> None:
-    scene = one_mover()
-    assert answers_to(scene, "happens") == {"A red circle moves right and a blue square stands still."}
-    assert answers_to(scene, "mover") == {"the red circle"}
-    assert answers_to(scene, "count") == {"two"}
-    told = {" ".join(answer.split()[-2:]) for answer in answers_to(scene, "direction")}
-    assert told == {"moves right."}
-    assert answers_to(scene, "mover_colour") == {"The moving object is red."}
 
 
 def test_movers_are_asked_about_by_name_and_what_stands_by_its_place() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +124,16 @@ def test_an_error_of_the_service_is_one_line_that_begins_with_its_reason(
     assert result.stderr == "MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded\n"
 
 
-@pytest.mark.parametrize("command", [("ask", "?"), ("bench",)])
-def test_an_address_without_a_server_is_reported_with_how_to_start_one(
-    framesieve: Run, tmp_path: Path, command: Sequence[str]
-) -> None:
-    result = framesieve(*command, "--server", f"unix:{tmp_path}/nothing.sock")
+def test_an_address_without_a_server_is_reported_with_how_to_start_one(framesieve: Run, tmp_path: Path) -> None:
+    result = framesieve("ask", "?", "--server", f"unix:{tmp_path}/nothing.sock")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "framesieve serve" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_missing_file_is_named_in_one_line(framesieve: Run, address: str) -> None:
-    result = framesieve("ask", "no.mp4", "?", "--server", address)
-    assert (result.exit_code, result.stderr) == (1, "FILE: no.mp4: No such file or directory\n")
-
-
-def test_a_missing_file_ends_a_conversation_before_its_first_question(framesieve: Run, address: str) -> None:
-    result = framesieve("chat", "no.mp4", "--server", address)
+@pytest.mark.parametrize("arguments", [("ask", "no.mp4", "?"), ("chat", "no.mp4")])
+def test_a_missing_file_is_named_in_one_line(framesieve: Run, address: str, arguments: tuple[str, ...]) -> None:
+    result = framesieve(*arguments, "--server", address)
     assert (result.exit_code, result.stderr) == (1, "FILE: no.mp4: No such file or directory\n")
 
 
@@ -173,17 +166,13 @@ def test_an_address_of_something_else_is_reported_with_what_to_change(framesieve
     [
         (("ask", "?", "--pruning-rate", "nan"), "nan"),
         (("ask", "?", "--pruning-rate", "1"), "--pruning-rate must be at least 0 and below 1, got 1.0"),
-        (
-            ("ask", "?", "--method", "magic"),
-            f"--method must be one of {', '.join(METHODS)}, got 'magic'",
-        ),
+        (("ask", "?", "--method", "magic"), f"--method must be one of {', '.join(METHODS)}, got 'magic'"),
         (
             ("ask", "?", "--method", "evs", "--pruning-threshold", "0.04"),
             "--pruning-threshold is for pixel_change, the method is evs",
         ),
         (("chat", "--pruning-threshold", "1"), "--pruning-threshold must be at least 0 and below 1, got 1.0"),
         (("ask", "?", "--top-logprobs", "2"), "--json"),
-        (("ask", __file__), "add a question"),
         (("ask", "clip.mp4"), "add a question"),
         (("ask", "clip.mp4", " "), "the question is empty"),
         (("ask",), 'a question is missing: framesieve ask clip.mp4 "What moves?"'),
@@ -258,13 +247,6 @@ def test_every_command_reports_an_error_as_json_on_request(framesieve: Run, argu
     assert (result.exit_code, result.stderr) == (1, "")
     message = "no.mp4: No such file or directory"
     assert json.loads(result.stdout) == {"error": {"reason": "FILE", "message": message}}
-
-
-def test_the_address_can_come_from_the_environment(
-    framesieve: Run, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FRAMESIEVE_SERVER", address)
-    assert framesieve("ask", "?").stdout == "A red ball ⚽\n"
 
 
 def test_a_conversation_keeps_its_media_questions_and_answers(services: FakeServices, address: str, clip: str) -> None:

@@ -21,11 +21,15 @@ from framesieve.common.contract.retention import Pruning
 from tests.framesieve.instant_loop import run
 
 
-def test_arrivals_are_determined_by_the_seed_and_end_with_the_duration() -> None:
+def test_arrivals_are_exponential_determined_by_the_seed_and_end_with_the_duration() -> None:
     arrivals = list(poisson_arrivals(100.0, 3, Extent(duration_s=5)))
     assert arrivals == list(poisson_arrivals(100.0, 3, Extent(duration_s=9)))[: len(arrivals)]
     assert arrivals != list(poisson_arrivals(100.0, 4, Extent(duration_s=9)))[: len(arrivals)]
     assert arrivals[-1] < 5
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *poisson_arrivals(4.0, 7, Extent(20_000))])]
+    # An exponential's mean and standard deviation are 1 / rate; four standard errors of each.
+    assert statistics.fmean(gaps) == pytest.approx(0.25, rel=4 / 20_000**0.5)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=4 * 2 / 20_000**0.5)
 
 
 def test_a_number_of_requests_arrives_at_the_rate() -> None:
@@ -33,14 +37,6 @@ def test_a_number_of_requests_arrives_at_the_rate() -> None:
         arrivals = list(poisson_arrivals(2.0, 3, Extent(requests)))
         assert len(arrivals) == requests
         assert arrivals[-1] == pytest.approx(requests / 2.0)
-
-
-def test_gaps_between_arrivals_are_exponential() -> None:
-    arrivals = [0.0, *poisson_arrivals(4.0, 7, Extent(20_000))]
-    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
-    # An exponential's mean and standard deviation are 1 / rate; four standard errors of each.
-    assert statistics.fmean(gaps) == pytest.approx(0.25, rel=4 / 20_000**0.5)
-    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=4 * 2 / 20_000**0.5)
 
 
 def test_a_closed_loop_keeps_exactly_its_clients_busy() -> None:
@@ -71,8 +67,7 @@ def test_a_closed_loop_begins_nothing_after_its_duration_but_finishes_what_runs(
         ended.append(asyncio.get_running_loop().time() - 100)
 
     run(closed_loop(ask, 2, Extent(duration_s=10)))
-    assert begun == [0, 0, 4, 4, 8, 8]
-    assert ended == [4, 4, 8, 8, 12, 12]
+    assert (begun, ended) == ([0, 0, 4, 4, 8, 8], [4, 4, 8, 8, 12, 12])
 
 
 def test_a_stalled_server_delays_every_request_that_was_due_meanwhile() -> None:

@@ -18,7 +18,7 @@ from framesieve.bench.clips import FPS, KINDS, clips, stamped
 from framesieve.bench.workload import Entry, Question, Workload, read_workload, synthesised
 from framesieve.client.prompt import Image, Text, Video
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.retention import EVS, Pruning
+from framesieve.common.contract.retention import Pruning
 
 PLAIN = Pruning(0.0)
 PRUNED = Pruning(0.75)
@@ -61,7 +61,6 @@ def test_paths_on_the_server_need_not_exist_here(tmp_path: Path) -> None:
     [
         ({"video": "no.mp4", "question": "?"}, ["video", "'no.mp4'", "must name a file"]),
         ({"question": "?", "pruning_rate": 1}, ["pruning_rate", "less than 1", "got 1"]),
-        ({"question": "?", "pruning_rate": "0.5"}, ["pruning_rate", "number", "'0.5'"]),
         ({"url": "https://a.test/x.mp4"}, ["question", "required"]),
         ({"question": "?", "vdieo": "x"}, ["vdieo", "unknown field", "video, image, url, question"]),
         ({"question": "?", "video": "a", "image": "b"}, ["at most one", "got video, image"]),
@@ -109,45 +108,26 @@ def test_a_sharegpt_file_is_asked_by_its_first_turns_with_media_in_place_of_plac
     ]
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        (conversation("?", "!", video="no.mp4"), ["1.video", "must name a file", "'no.mp4'"]),
-        (conversation("?", "!", video=3), ["1.video", "string", "got 3"]),
-        ({"conversations": [{"from": "human"}]}, ["1.conversations.0.value", "required"]),
-    ],
-)
-def test_an_invalid_conversation_is_named_with_field_value_and_limit(
-    tmp_path: Path, entry: dict[str, Any], words: list[str]
-) -> None:
-    path = write(tmp_path, json.dumps([conversation("Fine?", "Yes."), entry]))
-    with pytest.raises(InvalidRequest) as raised:
+def test_an_invalid_conversation_is_named_with_field_value_and_limit(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps([conversation("Fine?", "Yes."), conversation("?", "!", video="no.mp4")]))
+    with pytest.raises(InvalidRequest, match=rf"^{path}: 1\.video: must name a file, got 'no\.mp4'"):
         read_workload(path)
-    message = str(raised.value)
-    assert message.startswith(f"{path}: ")
-    assert [word for word in words if word not in message] == []
 
 
 def test_settings_of_a_line_override_those_of_the_run() -> None:
-    load = Workload(
-        [
-            Entry((Text("A"),), pruning_rate=0.25),
-            Entry((Text("B"),), method="random", max_new_tokens=3),
-        ]
-    )
-    assert [load.question(number, PRUNED) for number in range(3)] == [
-        Question((Text("A"),), Pruning(0.25, EVS)),
-        Question((Text("B"),), Pruning(0.75, "random"), 3),
-        Question((Text("A"),), Pruning(0.25, EVS)),
-    ]
-
-
-def test_a_line_with_a_rate_or_a_method_of_its_own_has_no_threshold() -> None:
+    """A line with a rate or a method of its own has no threshold."""
     automatic = Pruning(0.5, "pixel_change", threshold=0.04)
-    entries = [Entry((Text("A"),)), Entry((Text("B"),), pruning_rate=0.25), Entry((Text("C"),), method="evs")]
+    entries = [
+        Entry((Text("A"),)),
+        Entry((Text("B"),), pruning_rate=0.25),
+        Entry((Text("C"),), method="evs", max_new_tokens=3),
+    ]
     load = Workload(entries)
-    wanted = [automatic, Pruning(0.25, "pixel_change"), Pruning(0.5, "evs")]
-    assert [load.question(number, automatic).pruning for number in range(3)] == wanted
+    assert [load.question(number, automatic) for number in range(3)] == [
+        Question((Text("A"),), automatic),
+        Question((Text("B"),), Pruning(0.25, "pixel_change")),
+        Question((Text("C"),), Pruning(0.5, "evs"), 3),
+    ]
 
 
 @settings(max_examples=30)

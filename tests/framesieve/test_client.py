@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,42 +27,29 @@ from framesieve.v1 import encoder_pb2, generation_pb2, generation_pb2_grpc, prom
 from framesieve.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, GenerateResponse
 from tests.common.loopback import serving
 
-Behaviour = Callable[[Any, Any], AsyncIterator[GenerateResponse]]
-
 
 class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
-    """Runs a behaviour for every request and records the requests."""
+    """Answers every request alike and records the requests."""
 
-    def __init__(self, behaviour: Behaviour) -> None:
-        self.behaviour = behaviour
+    def __init__(self, responses: Sequence[GenerateResponse]) -> None:
+        self.responses = responses
         self.requests: list[Any] = []
         self.metadata: dict[str, Any] = {}
-        self.cancelled = asyncio.Event()
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[GenerateResponse]:
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
-        try:
-            async for response in self.behaviour(request, context):
-                yield response
-        except (asyncio.CancelledError, GeneratorExit):  # the latter if gRPC is still writing the last response
-            self.cancelled.set()
-            raise
+        for response in self.responses:
+            yield response
 
 
 @asynccontextmanager
-async def served(tmp_path: Path, behaviour: Behaviour) -> AsyncIterator[tuple[FramesieveClient, FakeGeneration]]:
-    fake, address = FakeGeneration(behaviour), f"unix:{tmp_path}/generation.sock"
+async def served(
+    tmp_path: Path, responses: Sequence[GenerateResponse]
+) -> AsyncIterator[tuple[FramesieveClient, FakeGeneration]]:
+    fake, address = FakeGeneration(responses), f"unix:{tmp_path}/generation.sock"
     async with serving(address, fake), FramesieveClient(address) as client:
         yield client, fake
-
-
-def responding(*responses: GenerateResponse) -> Behaviour:
-    async def respond(request: Any, context: Any) -> AsyncIterator[GenerateResponse]:
-        for response in responses:
-            yield response
-
-    return respond
 
 
 def delta(index: int, text: str, *token_ids: int) -> GenerateResponse:
@@ -103,7 +89,7 @@ TWO = (
 
 
 async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> None:
-    async with served(tmp_path, responding(*ONE)) as (client, _):
+    async with served(tmp_path, ONE) as (client, _):
         events = [event async for event in client.stream(Video(data=b"film"), "What moves?")]
         answer = await client.ask(Video(data=b"film"), "What moves?")
     assert [type(event) for event in events] == [Accepted, Progress, Delta, Delta, Finished]
@@ -120,7 +106,7 @@ async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> 
 
 
 async def test_interleaved_completions_are_joined_by_their_index(tmp_path: Path) -> None:
-    async with served(tmp_path, responding(*TWO)) as (client, fake):
+    async with served(tmp_path, TWO) as (client, fake):
         answer = await client.ask(None, "?", n=2)
     assert fake.requests[0].sampling.n == 2
     ball, something = answer.choices
@@ -137,7 +123,7 @@ async def test_history_precedes_the_question_and_a_request_id_is_also_sent_as_me
     tmp_path: Path,
 ) -> None:
     history = [Message("system", (Text("Be brief."),)), Message("assistant", (Text("A cat."),))]
-    async with served(tmp_path, responding(*ONE)) as (client, fake):
+    async with served(tmp_path, ONE) as (client, fake):
         for request_id, in_metadata in (("mine", "mine"), ("naïve\n", None)):
             await client.ask(None, "What colour?", history=history, request_id=request_id)
             assert fake.requests[-1].request_id == request_id
@@ -150,19 +136,6 @@ async def test_history_precedes_the_question_and_a_request_id_is_also_sent_as_me
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
-
-
-async def hanging(request: Any, context: Any) -> AsyncIterator[Any]:
-    yield ACCEPTED
-    await asyncio.sleep(60)
-
-
-async def test_leaving_the_loop_cancels_the_request(tmp_path: Path) -> None:
-    async with served(tmp_path, hanging) as (client, fake):
-        async for event in client.stream(None, "?"):
-            assert isinstance(event, Accepted)
-            break
-        await asyncio.wait_for(fake.cancelled.wait(), 20)
 
 
 LAME = GenerateResponse(delta={"top_logprobs": [{"token_ids": [1, 2], "logprobs": [-0.5]}]})
@@ -184,6 +157,6 @@ LAME = GenerateResponse(delta={"top_logprobs": [{"token_ids": [1, 2], "logprobs"
 async def test_a_stream_that_breaks_the_contract_is_an_error(
     tmp_path: Path, responses: tuple[GenerateResponse, ...], message: str
 ) -> None:
-    async with served(tmp_path, responding(*responses)) as (client, _):
+    async with served(tmp_path, responses) as (client, _):
         with pytest.raises(errors.PeerContract, match=message):
             await client.ask(None, "?", n=2)

@@ -15,29 +15,28 @@ from framesieve.common.contract.plan import Grid
 RED = (200, 0, 0)
 
 
-def red_frames(count: int, height: int = 56, width: int = 84) -> NDArray[np.uint8]:
-    return np.full((count, height, width, 3), RED, dtype=np.uint8)
+def red_frames(count: int) -> NDArray[np.uint8]:
+    return np.full((count, 56, 84, 3), RED, dtype=np.uint8)
 
 
 def pixels_of(sheet: Image.Image, colour: tuple[int, int, int]) -> NDArray[np.bool_]:
     return (np.asarray(sheet) == np.array(colour)).all(axis=2)
 
 
-def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2, token_px: int = 28) -> Image.Image:
-    frames = red_frames(grid.t * frames_per_slice, 2 * token_px, 3 * token_px)
+def draw(grid: Grid, kept: list[int], frames_per_slice: int = 2) -> Image.Image:
+    frames = red_frames(grid.t * frames_per_slice)
     stamps = [index / 2 for index in range(len(frames))]
     return contact_sheet(frames, grid, np.array(kept, dtype=np.int32), stamps, "clip.mp4", "a caption")
 
 
-@pytest.mark.parametrize("token_px", [28, 32])
-def test_a_kept_patch_is_drawn_at_the_place_of_its_token(token_px: int) -> None:
+def test_a_kept_patch_is_drawn_at_the_place_of_its_token() -> None:
     grid = Grid(1, 2, 3)
-    whole = draw(grid, list(range(6)), frames_per_slice=1, token_px=token_px)
+    whole = draw(grid, list(range(6)), frames_per_slice=1)
     rows, columns = np.nonzero(pixels_of(whole, RED))
     top, left = rows.min() - 1, columns.min() - 1
     cell_height, cell_width = (rows.max() + 2 - top) / 2, (columns.max() + 2 - left) / 3
 
-    one = draw(grid, [5], frames_per_slice=1, token_px=token_px)  # row 1, column 2
+    one = draw(grid, [5], frames_per_slice=1)  # row 1, column 2
     rows, columns = np.nonzero(pixels_of(one, RED))
     assert (rows.min() - 1 - top) / cell_height == 1
     assert (columns.min() - 1 - left) / cell_width == 2
@@ -45,9 +44,8 @@ def test_a_kept_patch_is_drawn_at_the_place_of_its_token(token_px: int) -> None:
 
 def test_the_bar_below_a_slice_shows_the_fraction_kept() -> None:
     sheet = draw(Grid(1, 2, 2), [0], frames_per_slice=1)
-    bar = np.nonzero(pixels_of(sheet, TRACK).any(axis=1))[0].max()
-    row = np.asarray(sheet)[bar]
-    accent, track = ((row == np.array(colour)).all(axis=1).sum() for colour in (ACCENT, TRACK))
+    bar = np.asarray(sheet)[np.nonzero(pixels_of(sheet, TRACK).any(axis=1))[0].max()]
+    accent, track = ((bar == np.array(colour)).all(axis=1).sum() for colour in (ACCENT, TRACK))
     assert accent / (accent + track) == pytest.approx(1 / 4, abs=0.01)
 
 
@@ -70,8 +68,8 @@ def test_a_short_last_group_is_drawn_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("source", "tile", "columns", "rows"),
-    [((28, 84), (56, 42), 4, 2), ((84, 28), (42, 56), 2, 4), ((42, 42), (42, 42), 1, 2)],
-    ids=["wide", "tall", "two rows of one"],
+    [((28, 84), (56, 42), 4, 2), ((42, 42), (42, 42), 1, 2)],
+    ids=["wide", "two rows of one"],
 )
 def test_tiles_are_drawn_in_their_rows_and_columns_behind_the_source(
     source: tuple[int, int], tile: tuple[int, int], columns: int, rows: int
@@ -125,14 +123,8 @@ def test_a_group_of_frames_has_one_border_around_its_frames_and_their_times() ->
 
 @pytest.mark.parametrize(
     ("frames", "kept", "stamps"),
-    [
-        (red_frames(1), [0], ()),
-        (red_frames(2).astype(np.float32), [0], ()),
-        (red_frames(2), [2], ()),
-        (red_frames(2), [-1], ()),
-        (red_frames(2), [0], (0.0,)),
-    ],
-    ids=["fewer frames than slices", "floats", "kept above the grid", "kept below 0", "missing timestamp"],
+    [(red_frames(1), [0], ()), (red_frames(2), [2], ()), (red_frames(2), [-1], ()), (red_frames(2), [0], (0.0,))],
+    ids=["fewer frames than slices", "kept above the grid", "kept below 0", "missing timestamp"],
 )
 def test_arrays_of_disagreeing_shapes_are_rejected(
     frames: NDArray[np.uint8], kept: list[int], stamps: tuple[float, ...]

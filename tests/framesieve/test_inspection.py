@@ -51,35 +51,23 @@ def test_the_suffix_of_the_picture_decides_its_format(
     assert not (tmp_path / "kept.tiff").exists()
 
 
-def test_the_title_of_a_url_has_no_query(
+def test_the_title_of_a_url_has_no_query_and_the_caption_says_what_chose(
     inspect: Callable[..., Result], services: FakeServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    titles: list[str] = []
+    drawn: list[Any] = []
 
-    def drawn(*arguments: Any) -> Any:
-        titles.append(arguments[4])
+    def draw(*arguments: Any) -> Any:
+        drawn.append(arguments)
         return contact_sheet(*arguments)
 
-    monkeypatch.setattr("framesieve.cli.inspection.contact_sheet", drawn)
+    monkeypatch.setattr("framesieve.cli.inspection.contact_sheet", draw)
     for url in ("https://a.test/clips/a%20b.mp4?signature=secret", "data:video/mp4,secret"):
-        assert inspect(url).exit_code == 0
+        result = inspect(url, "--pruning-threshold", "0.125")
+        assert result.exit_code == 0, result.stderr
         assert {each.messages[0].parts[0].video.url for each in services.asked if hasattr(each, "messages")} >= {url}
-    assert titles == ["a b.mp4", "data:"]
-
-
-def test_the_sheet_of_a_threshold_says_that_it_acts_before_the_tower(
-    inspect: Callable[..., Result], services: FakeServices, clip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captions: list[str] = []
-
-    def drawn(*arguments: Any) -> Any:
-        captions.append(arguments[5])
-        return contact_sheet(*arguments)
-
-    monkeypatch.setattr("framesieve.cli.inspection.contact_sheet", drawn)
-    result = inspect(clip, "--pruning-threshold", "0.125")
-    assert result.exit_code == 0, result.stderr
-    assert captions[0].startswith("the change of pixels, before the tower, at threshold 0.125 keeps 4 of 8 tokens")
+    assert [each[4] for each in drawn] == ["a b.mp4", "data:"]
+    caption = "the change of pixels, before the tower, at threshold 0.125 keeps 4 of 8 tokens"
+    assert drawn[0][5].startswith(caption)
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
     assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "pixel_change", 0.125)
 

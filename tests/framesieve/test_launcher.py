@@ -9,9 +9,11 @@ import socket
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from framesieve.cli import launcher
 from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.contract.errors import StartupError
@@ -65,6 +67,13 @@ def test_a_port_in_use_is_reported_before_anything_starts(record: Path, service:
     assert not stack.processes
 
 
+def test_the_extras_of_all_services_without_their_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "find_spec", lambda _: None)
+    extras = r"pip install 'framesieve\[preprocessing,encoder,generation,gateway\]'$"
+    with pytest.raises(StartupError, match=extras):
+        LocalStack(services=(*SERVICES, launcher.GATEWAY)).start()
+
+
 def test_two_services_start_over_a_stale_socket_file_with_a_client_certificate_in_the_environment(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,28 +92,26 @@ def test_two_services_start_over_a_stale_socket_file_with_a_client_certificate_i
 @pytest.mark.parametrize(
     ("encoder", "generation", "waits"),
     [
-        (["--device=cuda"], ["--device", "cuda:0"], True),
-        (["--device=cuda", "--data-parallel=2"], ["--device=cuda:1"], True),
+        (["--device=cuda", "--data-parallel=2"], ["--device", "cuda:1"], True),
         (["--device=cuda:0"], ["--device=cuda:1"], False),
-        (["--device=cpu"], ["--device=cuda"], False),
-        ([], [], False),  # there is no GPU
     ],
 )
 def test_generation_starts_once_the_encoder_of_its_gpu_serves(
-    record: Path, monkeypatch: pytest.MonkeyPatch, encoder: list[str], generation: list[str], waits: bool
+    record: Path, encoder: list[str], generation: list[str], waits: bool
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with LocalStack(flags={"encoder": [*encoder, "--slow-start"], "generation": generation}):
+    reports: list[str] = []
+    flags = {"encoder": [*encoder, "--slow-start"], "generation": generation}
+    with patch.object(launcher, "REPORT_S", 0.25), LocalStack(flags=flags, report=reports.append):
         order = events(record)
     assert (order.index(("encoder", "serving")) < order.index(("generation", "started"))) == waits
+    assert any("encoder" in each for each in reports)
 
 
-def test_what_a_slow_start_waits_for_is_reported(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framesieve.cli.launcher.REPORT_S", 0.25)
-    reports: list[str] = []
-    with LocalStack(flags={"generation": ["--slow-start"]}, report=reports.append):
-        pass
-    assert reports[-1].endswith("s: generation")
+@pytest.mark.parametrize(("encoder", "generation"), [("cpu", "cuda"), ("auto", "auto")])
+def test_on_a_cpu_services_wait_for_none(monkeypatch: pytest.MonkeyPatch, encoder: str, generation: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # there is no GPU
+    stack = LocalStack(flags={"encoder": [f"--device={encoder}"], "generation": ["--device", generation]})
+    assert not stack._gpus("encoder") & stack._gpus("generation")
 
 
 async def test_a_cancelled_start_leaves_nothing_running(record: Path) -> None:

@@ -69,7 +69,7 @@ def test_sampling_options_and_pruning_of_a_video_are_sent_and_unset_ones_are_not
     assert (image.url, image.frame_sampling.max_pixels) == ("https://a.test/x?sig=%2F", 784)
 
 
-@pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}, {"url": "http://a/", "path": "a"}])
+@pytest.mark.parametrize("sources", [{}, {"data": b"x", "server_path": "a"}])
 def test_media_without_exactly_one_source_are_rejected(sources: dict[str, Any]) -> None:
     with rejected("Video needs exactly one of path, data, server_path, url, frames and embeds"):
         Video(**sources)
@@ -112,7 +112,6 @@ def test_every_option_is_sent_and_missing_or_none_leaves_its_field_unset() -> No
     ("options", "message"),
     [
         ({"stop": "word"}, "stop must be a sequence of strings, got 'word'"),
-        ({"bad_words": "word"}, "bad_words must be a sequence of strings, got 'word'"),
         (
             {"logit_bias": {2**40: 1.0}},
             "sampling.logit_bias must be a mapping of 32-bit integers to 64-bit floats, got {1099511627776: 1.0}",
@@ -201,7 +200,6 @@ def test_embeddings_of_a_video_may_have_timestamps_and_a_pruning() -> None:
         (ROWS[0], {}, r"\[tokens, D\] or \[1 \+ levels, tokens, D\], got \[3\]"),
         (torch.tensor(ROWS), {}, "must be a numpy array or bytes, got Tensor"),
         (b"12", {"dtype": "bfloat16"}, "Embeds.shape must be set"),
-        (b"12", {"shape": (1, 1)}, "Embeds.dtype must be set"),
         (b"12", {"dtype": "float8", "shape": (1, 2)}, "got float8"),
         (ROWS, {"shape": (2, 3)}, "Embeds.shape must be set if values are bytes"),
     ],

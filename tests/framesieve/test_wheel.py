@@ -1,4 +1,4 @@
-"""The sdist, the wheel that is built from it, and the wheel installed in an environment of its own (from PyPI)."""
+"""The sdist, the wheel that is built from it, and the wheel in an environment of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 from collections.abc import Callable
@@ -45,12 +46,21 @@ def files(*folders: str) -> list[str]:
     return [name for name in listed.stdout.rstrip("\0").split("\0") if (ROOT / name).exists()]
 
 
-def environment(folder: Path, *packages: str) -> Path:
-    """The `bin` folder of a new virtual environment with these packages."""
+def environment(folder: Path, *, alone: bool = False) -> Path:
+    """The `bin` folder of a new virtual environment. alone: without the packages of the tests' own."""
     venv.create(folder)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    subprocess.run([*pip, "install", "--quiet", "--no-compile", *packages], env=ENVIRONMENT, check=True)
+    if not alone:
+        (site_packages(folder) / "others.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin"
+
+
+def site_packages(folder: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+
+
+def install(programs: Path, *packages: str) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet", "--no-compile"]
+    subprocess.run([*pip, *packages], env=ENVIRONMENT, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +71,40 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "copy" / name, follow_symlinks=False)
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    python = environment(folder / "builder", *requires) / "python"
+    programs = environment(folder / "builder")
+    install(programs, *requires)
 
     def build(what: str, source: Path) -> Path:
         program = (
             f"import sys; sys.path.insert(0, 'protos'); from build_backend import *; build_{what}({str(folder)!r})"
         )
-        subprocess.run([python, "-c", program], cwd=source, env=ENVIRONMENT, check=True)
+        subprocess.run([programs / "python", "-c", program], cwd=source, env=ENVIRONMENT, check=True)
         return next(folder.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[what]))
 
     shutil.unpack_archive(build("sdist", folder / "copy"), folder / "sdist", filter="data")
     return build("wheel", next((folder / "sdist").iterdir()))
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a program of an environment with the wheel and its extra `client`, in an empty folder."""
-    folder = tmp_path_factory.mktemp("user")
-    programs = environment(folder / "venv", f"framesieve[client] @ {wheel.as_uri()}")
-    (folder / "empty").mkdir()
+def runs(programs: Path, folder: Path) -> Run:
+    """Runs a program of an environment in an empty folder."""
+    folder.mkdir()
 
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(programs / program), *arguments]
         return subprocess.run(
-            command, cwd=folder / "empty", env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Of an environment with the files of the wheel beside the packages of the tests' own."""
+    folder = tmp_path_factory.mktemp("user")
+    programs = environment(folder / "venv")
+    ZipFile(wheel).extractall(site_packages(folder / "venv"))
+    return runs(programs, folder / "empty")
 
 
 def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(wheel: Path) -> None:
@@ -106,17 +123,9 @@ def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(w
     assert held == expected
 
 
-def test_the_installed_package_is_imported_and_the_command_prints_its_version_and_help(installed: Run) -> None:
-    client = installed("python", "-c", "from framesieve import FramesieveClient, Video; import framesieve.sync")
-    assert (client.returncode, client.stderr) == (0, "")
-    version = installed("framesieve", "--version")
-    assert version.stdout == "framesieve 0.1.0\n"
-    assert "inspect" in installed("framesieve", "--help").stdout
-
-
-def test_a_type_checker_knows_the_names_of_the_installed_package(installed: Run, tmp_path: Path) -> None:
+def test_a_type_checker_knows_the_names_of_the_installed_package(unpacked: Run, tmp_path: Path) -> None:
     (tmp_path / "typed.py").write_text(TYPED)
-    python = installed("python", "-c", "import sys; print(sys.executable)").stdout.strip()
+    python = unpacked("python", "-c", "import sys; print(sys.executable)").stdout.strip()
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull, "--python-executable", python]
     checked = subprocess.run(
         [*mypy, "typed.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
@@ -124,15 +133,23 @@ def test_a_type_checker_knows_the_names_of_the_installed_package(installed: Run,
     assert (checked.returncode, checked.stdout) == (0, "Success: no issues found in 1 source file\n")
 
 
-def test_the_package_is_imported_beside_modules_of_the_names_of_its_folders(installed: Run, tmp_path: Path) -> None:
+def test_the_package_is_imported_beside_modules_of_the_names_of_its_folders(unpacked: Run, tmp_path: Path) -> None:
     for name in ("common", "services", "demo"):
         (tmp_path / f"{name}.py").write_text("raise ImportError(__file__)")
     beside = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-    client = installed("python", "-c", f"{beside}from framesieve import FramesieveClient; import framesieve.sync")
+    client = unpacked("python", "-c", f"{beside}from framesieve import FramesieveClient; import framesieve.sync")
     assert (client.returncode, client.stderr) == (0, "")
+    assert unpacked("python", "-m", "framesieve", "--version").stdout == "framesieve 0.1.0\n"
 
 
-def test_serve_without_the_packages_of_the_services_names_all_missing_extras_at_once(installed: Run) -> None:
+@pytest.mark.deep
+def test_the_command_is_installed_from_an_index_and_names_the_extras_of_the_services_at_once(
+    wheel: Path, tmp_path: Path
+) -> None:
+    programs = environment(tmp_path / "venv", alone=True)
+    install(programs, f"framesieve[client] @ {wheel.as_uri()}")
+    installed = runs(programs, tmp_path / "empty")
+    assert "inspect" in installed("framesieve", "--help").stdout
     serve = installed("framesieve", "serve")
     assert serve.returncode == 2
     assert serve.stderr.splitlines()[-1].endswith("pip install 'framesieve[preprocessing,encoder,generation,gateway]'")

@@ -1,16 +1,23 @@
-"""Changed copies of checkpoints."""
+"""Changed copies of checkpoints, and pairs of a quantised and a plain one."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.model.language_model import LanguageModel
+from tests.families import FAMILIES, load_reference
+from tests.tiny import Models
 
 FP8_MOST = 448.0
 
@@ -56,7 +63,47 @@ def with_swapped_experts(folder: Path, to: Path) -> Path:
     return changed(folder, to, swap)
 
 
-def in_fp8(name: str, weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
+@dataclass(frozen=True)
+class Twins:
+    """A checkpoint stored in fp8 and its dequantised twin; models: of the twin. weights: that the first stores."""
+
+    quantised: Path
+    plain: Path
+    models: Models
+    weights: dict[str, Tensor]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    return load_language_model(Checkpoint(folder), dtype, torch.device("cpu"))
+
+
+def fp8_twins(family: str, written: Path, folder: Path, block: int) -> Twins:
+    """Of a checkpoint, with a scale for each block of a side of `block`."""
+    prefix, weights = FAMILIES[family].text_prefix, load_file(written / "model.safetensors")
+    plain, quantised = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if name.startswith(prefix) and name.endswith("_proj.weight"):
+            stored, plain[name] = _in_fp8(name, weight, block)
+            quantised |= stored
+    assert len(quantised) > len(plain)
+    config = fp8_config(block)
+    changed(written, folder / "plain", lambda held: held.update(plain))
+    changed(written, folder / "quantised", lambda held: held.update(quantised), quantization_config=config)
+    engine, reference = load(folder / "plain"), load_reference(family, folder / "plain")
+    models = Models(folder / "plain", replace(FAMILIES[family], hidden=engine.hidden_size), engine, reference)
+    return Twins(folder / "quantised", folder / "plain", models, quantised)
+
+
+def fp8_config(block: int) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["visual", "model.visual", "lm_head"],
+    }
+
+
+def _in_fp8(name: str, weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
     """A scale for each block of a side of `block`. Returns the tensors to store and the dequantised weight."""
     rows, columns = weight.shape
     blocks = weight.view(rows // block, block, columns // block, block)

@@ -62,8 +62,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-DEEP = ("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
-FAMILY_PARAMS = ["llava_onevision", "qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
+DEEP = ("glm4v", "glm4v_moe", "llava_onevision", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5", "qwen3_vl_moe")
+FAMILY_PARAMS = ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 
 @dataclass(frozen=True)
@@ -155,22 +155,21 @@ def test_an_adapter_computes_what_peft_computes(adapted: Adapted, name: str) -> 
     assert float((own - plain).abs().max()) > 0.01, "the adapter changes nothing, so the test would prove nothing"
 
 
-@pytest.mark.parametrize(
-    "targets", [["q_proj", "down_proj"], r"llm\..*layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj|o_proj)"]
-)
-def test_an_adapter_of_the_published_minicpm_is_found_by_its_names(targets: str | list[str], tmp_path: Path) -> None:
+def test_an_adapter_of_the_published_minicpm_is_found_by_its_names(tmp_path: Path) -> None:
     models = load_models("minicpmv_2_6", tmp_path)
     published = nn.Module()
     published.llm = nn.Module()
     published.llm.model = models.reference.model.language_model
-    text = write_adapter(published, tmp_path / "adapter", r=3, target_modules=targets).llm.model
+    text = write_adapter(
+        published, tmp_path / "adapter", r=3, target_modules=r"llm\..*layers\.\d+\.self_attn\.(q_proj|v_proj)"
+    ).llm.model
     load_adapters([AdapterFolder("mine", tmp_path / "adapter")], models.engine)
     asking = Question((Text((20, 21, 22, 23)),), 6, adapter="mine")
     engine = TinyEngine(models.engine)
     assert_law(models, engine, [asking], answer(engine, [asking]), adapted={"mine": text})
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_neighbours_with_other_adapters_or_none_change_nothing(adapted: Adapted, data: st.DataObject) -> None:
     named = st.sampled_from((None, *CONFIGS))
@@ -189,23 +188,13 @@ def test_neighbours_with_other_adapters_or_none_change_nothing(adapted: Adapted,
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
 
-def test_encoded_media_are_not_reused_across_adapters(adapted: Adapted) -> None:
-    video = random_item(adapted.models.family, (3, 2, 3), Fraction(1), rate=0.5)
-    asking = Question((Text((20, 21, 22)), video, Text((30, 31))), 4)
-    engine = TinyEngine(adapted.models.engine)
-    questions = [replace(asking, adapter=name) for name in ("plain", "patterns", None, "plain")]
-    asked = [answer(engine, [each])[0] for each in questions]
-    assert [each.spared for each in asked] == [(), (), (), (0,)]
-    assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
-
-
 def test_steps_with_adapters_are_not_replayed_as_graphs(adapted: Adapted) -> None:
     capture, engine = Recorder(), use_paged(TinyEngine(adapted.models.engine))
     engine.runner.capture_decoding(4, 256, capture)
     asking = Question((Text(tuple(range(20, 40))),), 9)
     questions = [replace(asking, adapter="plain", new_tokens=5), asking]
     asked = answer(engine, questions)
-    # Both begin in one step; of the longer answer eight tokens are decoded, four of them beside the other's.
+    # Of the longer answer eight tokens are decoded, four of them beside the other's.
     assert capture.replayed == [1] * 4
     assert_law(adapted.models, engine, questions, asked, adapted=adapted.text)
 
@@ -218,8 +207,8 @@ def test_adapters_have_one_digest_only_if_config_and_weights_are_equal(adapted: 
         load_adapters([mine], model)
         return model.adapters.find("mine").digest
 
-    plain = adapted.models.engine.adapters.find("plain").digest
-    assert digest() == plain
+    plain = digest()
+    assert plain == adapted.models.engine.adapters.find("plain").digest
     configure(mine, lora_alpha=8)
     louder = digest()
     rewrite(mine, lambda weights: next(iter(weights.values())).view(-1)[:1].add_(1e-6))

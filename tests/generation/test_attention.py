@@ -19,7 +19,6 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from framesieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
-from framesieve.services.generation.model.attention.block_plan import plan_blocks
 from framesieve.services.generation.model.attention.cache import CacheSizes
 from framesieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
@@ -95,39 +94,6 @@ def test_kv_heads_are_repeated_on_devices_without_grouped_kernels(
         check(SdpaCache(SIZES, torch.zeros(())), batch, seed)
 
 
-def flash_infer() -> FlashInferCache:
-    return FlashInferCache(SIZES, torch.zeros(()), Kernels(SIZES, torch.zeros(())))
-
-
-@settings(max_examples=20)
-@given(batch=batches(), seed=st.integers(0, 2**16))
-def test_a_kernel_that_reads_paged_blocks_gets_each_sequences_blocks(
-    batch: list[tuple[list[int], int, int]], seed: int
-) -> None:
-    check(flash_infer(), batch, seed)
-
-
-@settings(max_examples=20)
-@given(batch=batches(), seed=st.integers(0, 2**16), width=st.integers(4, 6))
-def test_a_decode_batch_needs_only_a_plan_a_block_table_and_lengths(
-    batch: list[tuple[list[int], int, int]], seed: int, width: int
-) -> None:
-    check(flash_infer(), [(blocks, end - 1, end) for blocks, _, end in batch], seed, width)
-
-
-@given(batch=batches())
-def test_plans_of_blocks_are_those_of_the_formula(batch: list[tuple[list[int], int, int]]) -> None:
-    spare = [0, 0]  # blocks after the chunk's end are not read
-    plan = plan_blocks([Context(start, end, [*blocks, *spare]) for blocks, start, end in batch], BLOCK_TOKENS)
-    row, block = 0, 0
-    for index, (blocks, start, end) in enumerate(batch):
-        assert (plan.row_ends[index], plan.block_ends[index]) == (row, block)
-        assert plan.blocks[block : block + len(blocks)].tolist() == blocks
-        assert (len(blocks) - 1) * BLOCK_TOKENS + plan.last_block_tokens[index] == end
-        row, block = row + end - start, block + len(blocks)
-    assert (plan.row_ends[-1], plan.block_ends[-1], len(plan.blocks)) == (row, block, block)
-
-
 def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     Kernels(SIZES, torch.zeros(()))
     Kernels(IN_FP8, torch.zeros(()))
@@ -137,9 +103,8 @@ def test_a_kernel_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch
         Kernels(SIZES, torch.zeros(()))
 
 
-def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int, width: int | None = None) -> None:
-    """Compares a cache with the formula. width: of the block table of a decode batch; None for a packed batch."""
-    found, expected = attended(cache, batch, seed, width)
+def check(cache: PagedCache, batch: list[tuple[list[int], int, int]], seed: int) -> None:
+    found, expected = attended(cache, batch, seed)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -147,7 +112,6 @@ def attended(
     cache: PagedCache,
     batch: list[tuple[list[int], int, int]],
     seed: int,
-    width: int | None = None,
     change: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> tuple[Tensor, Tensor]:
     """What a cache attends to, and the formula, of random rows, whose keys and values `change` changes."""
@@ -172,17 +136,9 @@ def attended(
         keys.append(key[start:])
         values.append(value[start:])
         expected.append(by_formula(query, key, value, start))
-    if width is None:
-        singles = sum(context.tokens == 1 for context in contexts)
-        packed = SimpleNamespace(contexts=tuple(contexts), num_decodes=singles, slots=torch.cat(slots).numpy())
-        made = cache.batch(cast(Packed, packed))
-    else:
-        assert not isinstance(cache, SdpaCache)
-        cache.plan_decode(contexts, width)
-        table = torch.full((len(batch), width), BLOCKS - 1, dtype=torch.int32)
-        for row, (blocks, _, _) in zip(table, batch, strict=True):
-            row[: len(blocks)] = torch.tensor(blocks)
-        made = cache.decode_batch(table, torch.tensor([end for _, _, end in batch], dtype=torch.int32))
+    singles = sum(context.tokens == 1 for context in contexts)
+    packed = SimpleNamespace(contexts=tuple(contexts), num_decodes=singles, slots=torch.cat(slots).numpy())
+    made = cache.batch(cast(Packed, packed))
     query, key, value = (torch.cat(each).transpose(0, 1)[None] for each in (queries, keys, values))
     module = cast(nn.Module, SimpleNamespace(layer_idx=1))
     found, _ = paged_attention(module, query, key, value, None, batch=made, scaling=SCALE)

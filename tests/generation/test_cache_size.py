@@ -205,7 +205,7 @@ wishes = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(wishes, min_size=4, max_size=4))
 def test_nothing_that_requests_may_ask_of_the_sampler_needs_more_memory_than_is_measured(
     batch: list[SamplingParams],

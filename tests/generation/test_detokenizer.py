@@ -79,14 +79,6 @@ def test_streamed_pieces_are_the_text_up_to_the_first_complete_stop_string(
 
 
 @settings(max_examples=60)
-@given(data=st.binary(max_size=60), lengths=splits)
-def test_broken_bytes_are_streamed_as_the_tokenizer_decodes_them(data: bytes, lengths: list[int]) -> None:
-    tokenizer = Splits(split(data, lengths))
-    pieces, _ = streamed(tokenizer)
-    assert "".join(pieces) == tokenizer.decode(tokenizer.ids)
-
-
-@settings(max_examples=60)
 @given(data=st.binary(max_size=80), lengths=splits, counts=st.lists(st.integers(1, 30), max_size=40))
 def test_tokens_that_are_added_together_have_the_text_of_single_ones(
     data: bytes, lengths: list[int], counts: list[int]

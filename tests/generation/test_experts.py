@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,39 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextConfig, Qwen3VLMoeTextExperts
 
 from framesieve.services.generation.loading import text_model
 from framesieve.services.generation.model import experts
-from framesieve.services.generation.model.experts import EXPERTS, MAX_ROWS, compute_experts, rows_without_wait, waits
+from framesieve.services.generation.model.experts import EXPERTS, MAX_ROWS, rows_without_wait, waits
 from tests.generation.paged_kernels import use_paged
-from tests.generation.recorder import NoSynchronisation, Recorder
+from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import TinyEngine, load_models, random_item
-
-NUM_EXPERTS, CHOSEN, WIDTH, INNER = 16, 3, 8, 24
-
-
-@pytest.mark.parametrize("count", [1, 2, MAX_ROWS, MAX_ROWS + 1])
-def test_each_row_is_computed_by_its_experts_and_few_rows_without_a_wait(count: int) -> None:
-    draw = torch.Generator().manual_seed(count)
-    sizes = {"num_experts": NUM_EXPERTS, "hidden_size": WIDTH, "moe_intermediate_size": INNER}
-    module = Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**sizes))
-    for parameter in module.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=draw)
-    rows, weights = torch.randn(count, WIDTH, generator=draw), torch.rand(count, CHOSEN, generator=draw)
-    chosen = torch.rand(count, NUM_EXPERTS, generator=draw).argsort()[:, :CHOSEN]
-    with torch.inference_mode(), NoSynchronisation() if count <= MAX_ROWS else nullcontext():
-        found = compute_experts(module, rows, chosen, weights)
-    expected = torch.zeros_like(rows)
-    for row in range(count):
-        for place in range(CHOSEN):
-            expert = int(chosen[row, place])
-            gate, up = (module.gate_up_proj[expert] @ rows[row]).split(INNER)
-            inner = gate * gate.sigmoid() * up
-            expected[row] += weights[row, place] * (module.down_proj[expert] @ inner)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["nemotron_h_omni", "qwen3_vl_moe"])

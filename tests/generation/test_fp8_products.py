@@ -6,7 +6,7 @@ The kernel itself needs a card: here torch's meta device checks what it is calle
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
@@ -22,7 +21,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from demo.checkpoint import TINY, write_checkpoint
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading import fp8
 from framesieve.services.generation.loading.text_model import make_text
 from framesieve.services.generation.model.fp8_linear import (
@@ -32,27 +30,20 @@ from framesieve.services.generation.model.fp8_linear import (
     product_by_formula,
     scaled_product,
 )
-from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.settings import AdapterFolder
 from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.families import FAMILIES, load_reference
-from tests.generation.checkpoints import changed, in_fp8
+from tests.families import FAMILIES
+from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
-from tests.tiny import Models, TinyEngine, random_item
+from tests.tiny import TinyEngine, random_item
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 BLOCK = 128
 SHAPE = replace(
     TINY, hidden=256, heads=8, kv_heads=4, intermediate=384, mrope_section=(4, 6, 6), layers=2, init_range=0.05
 )
-CONFIG = {
-    "quant_method": "fp8",
-    "weight_block_size": [BLOCK, BLOCK],
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["visual", "model.visual", "lm_head"],
-}
 # Of log-probabilities from the dequantised model; 0.25 was measured on twelve prompts. Their standard deviation over
 # the vocabulary is 0.8, and those of the next token of the answer differ by more than 2.
 BOUND = 0.4
@@ -75,43 +66,17 @@ def by_groups(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return found.to(rows.dtype)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A checkpoint in fp8 and its dequantised twin; models: of the twin. weights: of the checkpoint, by name."""
-
-    folder: Path
-    plain: Path
-    models: Models
-    weights: dict[str, Tensor]
-
-
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Twins:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("fp8")
-    written = write_checkpoint(folder / "written", SHAPE, 1)
-    weights = load_file(written / "model.safetensors")
-    plain, quantised = dict(weights), dict(weights)
-    for name, weight in weights.items():
-        if name.startswith(PREFIX) and name.endswith("_proj.weight"):
-            tensors, plain[name] = in_fp8(name, weight, BLOCK)
-            quantised |= tensors
-    changed(written, folder / "plain", lambda held: held.update(plain))
-    changed(written, folder / "stored", lambda held: held.update(quantised), quantization_config=CONFIG)
-    reference = load_reference("qwen2_5_vl", folder / "plain")
-    engine = load_language_model(Checkpoint(folder / "plain"), torch.float32, CPU)
-    models = Models(folder / "plain", replace(FAMILIES["qwen2_5_vl"], hidden=SHAPE.hidden), engine, reference)
-    return Stored(folder / "stored", folder / "plain", models, quantised)
+    return fp8_twins("qwen2_5_vl", write_checkpoint(folder / "written", SHAPE, 1), folder, BLOCK)
 
 
 @pytest.fixture
 def with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula instead of a card's kernel."""
     monkeypatch.setattr(fp8, "find_product", lambda sizes, like: product_by_formula)
-
-
-def load(folder: Path, dtype: torch.dtype) -> LanguageModel:
-    return load_language_model(Checkpoint(folder), dtype, CPU)
 
 
 def random_layer(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
@@ -168,10 +133,6 @@ def test_a_wrong_kernel_is_not_used_and_the_cpu_has_none() -> None:
     assert find_product(sizes, like) is None
 
 
-def on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
 class Reference(nn.Module):
     """A linear layer of the reference, by the formula."""
 
@@ -199,12 +160,12 @@ def in_formula(text: Any, weights: dict[str, Tensor]) -> Any:
 
 
 def test_the_law_holds_with_products_in_fp8_with_and_without_adapters(
-    stored: Stored, with_kernel: None, tmp_path: Path
+    stored: Twins, with_kernel: None, tmp_path: Path
 ) -> None:
     models = stored.models
     plain = models.reference.model.language_model
     adapted = write_adapter(plain, tmp_path / "lora", r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"])
-    model = load(stored.folder, torch.float64)
+    model = load(stored.quantised, torch.float64)
     kept = {name: each for name, each in model.text.named_modules() if isinstance(each, Fp8Linear)}
     assert len(kept) == 7 * SHAPE.layers
     assert all(each.weight.dtype == FP8 for each in kept.values())
@@ -226,28 +187,21 @@ def test_the_law_holds_with_products_in_fp8_with_and_without_adapters(
     assert_law(models, engine, questions[::2], asked[::2], BOUND, 2 * BOUND)
 
 
-def test_what_has_no_kernel_is_dequantised(stored: Stored) -> None:
-    model = load(stored.folder, torch.float32)
-    assert not any(isinstance(each, Fp8Linear) for each in model.text.modules())
-    engine, questions = TinyEngine(model), [Question((Text((20, 21, 22)),), 3)]
-    assert_law(stored.models, engine, questions, answer(engine, questions))
-
-
-def test_unquantised_weights_have_the_dtype_of_the_settings(stored: Stored, with_kernel: None) -> None:
-    text = load(stored.folder, torch.bfloat16).text
+def test_unquantised_weights_have_the_dtype_of_the_settings(stored: Twins, with_kernel: None) -> None:
+    text = load(stored.quantised, torch.bfloat16).text
     dtypes = {name.rpartition(".")[2]: set[torch.dtype]() for name, _ in text.named_parameters()}
     for name, each in text.named_parameters():
         dtypes[name.rpartition(".")[2]].add(each.dtype)
     assert dtypes == {"weight": {torch.bfloat16, FP8}, "bias": {torch.bfloat16}, "weight_scale_inv": {torch.float32}}
 
 
-def test_missing_and_unknown_weights_are_refused_by_name(stored: Stored, with_kernel: None, tmp_path: Path) -> None:
+def test_missing_and_unknown_weights_are_refused_by_name(stored: Twins, with_kernel: None, tmp_path: Path) -> None:
     scales = f"{PREFIX}layers.1.mlp.up_proj.weight_scale_inv"
-    lacking = changed(stored.folder, tmp_path / "lacking", lambda weights: weights.pop(scales))
+    lacking = changed(stored.quantised, tmp_path / "lacking", lambda weights: weights.pop(scales))
     with pytest.raises(StartupError, match=r"missing weights \['model.*layers.1.mlp.up_proj.weight_scale_inv'\]"):
         load(lacking, torch.float32)
     name = f"{PREFIX}extra.weight"
-    extra = changed(stored.folder, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
+    extra = changed(stored.quantised, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
     with pytest.raises(StartupError, match=r"unknown weights \['model\..*extra.weight'\]"):
         load(extra, torch.float32)
 
@@ -264,11 +218,10 @@ def test_missing_and_unknown_weights_are_refused_by_name(stored: Stored, with_ke
     ],
 )
 def test_other_formats_and_layers_are_left_to_be_dequantised(
-    stored: Stored, with_kernel: None, tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor]
+    stored: Twins, with_kernel: None, tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor]
 ) -> None:
-    other = changed(
-        stored.folder, tmp_path / "other", lambda held: held.update(weights), quantization_config=CONFIG | config
-    )
+    config = fp8_config(BLOCK) | config
+    other = changed(stored.quantised, tmp_path / "other", lambda held: held.update(weights), quantization_config=config)
     sizes = Qwen2_5_VLConfig.from_pretrained(other).text_config
     text = make_text(Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding, sizes, CPU)
     assert fp8.keep_fp8(Checkpoint(other), text, PREFIX, torch.float32, CPU) == {}

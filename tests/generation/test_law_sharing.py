@@ -5,7 +5,6 @@ The law holds in each case; `test_law.py` shows it for all families, this file f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -24,16 +23,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def about(video: Item, *ids: int, new_tokens: int = 5) -> Question:
     return Question((OPENING, video, Text(ids)), new_tokens)
-
-
-def test_a_preempted_request_recomputes_its_prefix(models: Models) -> None:
-    """Two of three questions fit together until their answers have grown."""
-    video = random_item(models.family, (4, 2, 2), Fraction(1), rate=0.5)
-    questions = [Question((Text((30 + i, 31, 32)), video, Text((40, 41))), 16) for i in range(3)]
-    engine = TinyEngine(models.engine, blocks=2 * questions[0].most_blocks - 1)
-    asked = answer(engine, questions)
-    assert engine.engine.stats().totals.preemptions > 0
-    assert_law(models, engine, questions, asked)
 
 
 # The last row of the picture is in no full block: it is computed from what is kept of the embeddings.
@@ -66,20 +55,6 @@ def test_the_next_turn_of_a_conversation_computes_only_what_is_new(models: Model
     known = (first.prompt_tokens + first.new_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert asked[0].request.cached_tokens == known
     assert_law(models, engine, [turn], asked)
-
-
-def test_media_encoded_again_with_other_tokens_share_no_blocks_with_the_first_encoding(models: Models) -> None:
-    video = random_item(models.family, (4, 2, 2), Fraction(1), rate=0.5, method="random")
-    once = about(video, 30, 31)
-    engine = TinyEngine(models.engine, blocks=once.most_blocks)
-    answer(engine, [once])
-    # Evicts the last blocks of the first prompt, so that its video must be sent again.
-    answer(engine, [Question((Text(tuple(range(100, 106))),), 1)])
-    other = replace(once, kept_seed=7)
-    assert other.kept != once.kept
-    asked = answer(engine, [other])
-    assert asked[0].spared == ()
-    assert_law(models, engine, [other], asked)
 
 
 def test_media_encoded_again_to_the_same_bits_hit_the_blocks_that_are_left(models: Models) -> None:

@@ -1,14 +1,12 @@
 """With overlap, answers are those without it, though a step is launched before the tokens of the last one are known.
 
-The device is a fake: results are garbage until they were waited for, and copies finish late and out of order.
+The device is a fake: results are garbage until they are waited for.
 """
 
 from __future__ import annotations
 
-import random
-import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,41 +20,30 @@ from torch import Tensor
 
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
-from framesieve.services.generation.request.request import Failed, FinishReason
+from framesieve.services.generation.request.request import Failed, FinishReason, Request
 from framesieve.services.generation.sampling import sampler
 from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.oracle import Text
-from tests.tiny import Asked, Models, TinyEngine, load_models
+from tests.tiny import Asked, Models, TinyEngine
 
 PROMPTS = [Text(tuple(range(10 + 3 * number, 14 + 7 * number))) for number in range(4)]
 
 
 class LateCopies:
-    """Stands in for `ToHost`."""
+    """Stands in for `ToHost`: copies finish as late as they can."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._copies = tuple(torch.full_like(each, 99) for each in tensors)
-        self._done = threading.Thread(target=self._copy, args=([each.clone() for each in tensors],))
-        self._done.start()
+        self._arriving = [each.clone() for each in tensors]
 
     @torch.inference_mode()
-    def _copy(self, tensors: Sequence[Tensor]) -> None:
-        threading.Event().wait(random.random() / 500)
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor)
-
     def wait(self) -> tuple[Tensor, ...]:
-        self._done.join()
+        for copy, tensor in zip(self._copies, self._arriving, strict=True):
+            copy.copy_(tensor)
         return self._copies
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
-    return load_models("qwen2_5_vl", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +76,11 @@ def told(asked: Sequence[Asked]) -> list[tuple[list[int], Any]]:
     return [(each.answer, each.finished) for each in asked]
 
 
+def tops(asked: Asked) -> list[list[list[int]]]:
+    """The most likely tokens at each token, by event."""
+    return [[[token for token, _ in each] for each in getattr(event, "top_logprobs", ())] for event in asked.events]
+
+
 wishes = st.builds(
     SamplingParams,
     st.integers(1, 12),
@@ -104,7 +96,7 @@ wishes = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(wishes, min_size=4, max_size=4), st.data())
 def test_answers_are_those_without_overlap(models: Models, wishes: list[SamplingParams], data: st.DataObject) -> None:
     """In a cache that may be too small for all, with answers that a token or a stop string ends early, and with words
@@ -127,11 +119,7 @@ def test_answers_are_those_without_overlap(models: Models, wishes: list[Sampling
     assert told(found) == told(without)
     for each, bad in zip(found, words, strict=True):
         assert not set(bad) & set(pairwise(each.answer))
-    for one, other in zip(found, without, strict=True):
-        tops = [[getattr(event, "top_logprobs", None) for event in each.events] for each in (one, other)]
-        assert [[[token for token, _ in each] for each in event or ()] for event in tops[0]] == [
-            [[token for token, _ in each] for each in event or ()] for event in tops[1]
-        ]
+    assert [tops(each) for each in found] == [tops(each) for each in without]
 
 
 def test_a_step_is_launched_before_the_last_one_is_read(models: Models) -> None:
@@ -219,35 +207,52 @@ def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
     without = asked_of(models, wishes, False)
     tiny = TinyEngine(models.engine, overlap=True, max_num_batched_tokens=8, on_step=steps.append)
     use_paged(tiny).runner.capture_decoding(4, 64, Recorder())
-    asked = [
-        tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
-    ]
+    asked = [tiny.ask(str(number), [PROMPTS[number]], wish) for number, wish in enumerate(wishes)]
     tiny.drain()
     assert told(asked) == told(without)
     assert sum(step.replayed for step in steps) == 8
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Runner, "forward"), (LaunchedStep, "sample")])
-def test_a_launch_that_fails_costs_its_own_request_only(
-    models: Models, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+def failing_in(owner: type, name: str) -> Callable[[Request, pytest.MonkeyPatch], None]:
+    """Makes a method fail where the request is in its step."""
+
+    def fail(request: Request, patched: pytest.MonkeyPatch) -> None:
+        work = getattr(owner, name)
+
+        def failing(self: Any, *args: Any) -> Any:
+            chunks = self.chunks if isinstance(self, LaunchedStep) else args[0]
+            if any(chunk.request is request for chunk in chunks):
+                raise ValueError("broken")
+            return work(self, *args)
+
+        patched.setattr(owner, name, failing)
+
+    return fail
+
+
+def refuse_tokens(request: Request, patched: pytest.MonkeyPatch) -> None:
+    patched.setattr(request.sampling_state, "add", Mock(side_effect=ValueError("refused")))
+
+
+@pytest.mark.parametrize(
+    ("fail", "sizes"),
+    [
+        (failing_in(Runner, "forward"), {"overlap": True}),
+        (failing_in(LaunchedStep, "sample"), {"overlap": True}),
+        (refuse_tokens, {"overlap": True}),
+        (refuse_tokens, {"max_draft_tokens": 2}),
+    ],
+    ids=["forward", "sample", "token", "draft"],
+)
+def test_what_fails_in_a_step_costs_its_own_request_only(
+    models: Models, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None], sizes: dict[str, Any]
 ) -> None:
     wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]
     without = asked_of(models, wishes, False)
-    tiny = TinyEngine(models.engine, overlap=True)
-    asked = [
-        tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
-    ]
-    for _ in range(3):
-        tiny.engine.step()
-    work = getattr(owner, name)
-
-    def failing(self: Any, *args: Any) -> Any:
-        chunks = self.chunks if isinstance(self, LaunchedStep) else args[0]
-        if any(chunk.request.id == "2" for chunk in chunks):
-            raise ValueError("broken")
-        return work(self, *args)
-
-    monkeypatch.setattr(owner, name, failing)
+    tiny = TinyEngine(models.engine, **sizes)
+    asked = [tiny.ask(str(number), [PROMPTS[number]], wish) for number, wish in enumerate(wishes)]
+    tiny.engine.step()
+    fail(asked[2].request, monkeypatch)
     tiny.drain()
     assert isinstance(asked[2].events[-1], Failed)
     others = (0, 1, 3)
@@ -274,23 +279,6 @@ def test_an_answer_that_has_ended_does_not_fail_with_the_step_too_many(
     assert asked.answer == answer[: ended + 1]
     assert asked.finished
     assert not asked.failed
-
-
-@pytest.mark.parametrize("sizes", [{"overlap": True}, {"max_draft_tokens": 2}])
-def test_a_token_that_a_state_refuses_costs_its_own_request_only(models: Models, sizes: dict[str, Any]) -> None:
-    wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]
-    without = asked_of(models, wishes, False)
-    tiny = TinyEngine(models.engine, **sizes)
-    asked = [
-        tiny.ask(str(number), [prompt], wish) for number, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
-    ]
-    tiny.engine.step()
-    asked[2].request.sampling_state.add = Mock(side_effect=ValueError("refused"))  # type: ignore[method-assign]
-    tiny.drain()
-    assert isinstance(asked[2].events[-1], Failed)
-    others = (0, 1, 3)
-    assert told([asked[number] for number in others]) == told([without[number] for number in others])
-    assert tiny.engine.stats().blocks_used == 0
 
 
 def test_a_request_cancelled_while_its_token_is_computed_gets_nothing_more(models: Models) -> None:

@@ -248,13 +248,12 @@ def test_simultaneous_questions_share_what_the_first_has_computed() -> None:
     desk = Desk(64)
     for _ in range(2):
         desk.ask([OPENING, VIDEO, Text((1, 2, 2))], 3)
-    desk.step()
-    desk.deliver()
-    desk.step()
-    desk.deliver()
+    for _ in range(2):
+        desk.step()
+        desk.deliver()
     desk.run()
-    tokens = desk.asked[1].request.prompt.tokens
-    assert desk.asked[1].request.cached_tokens == tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    request = desk.asked[1].request
+    assert request.cached_tokens == request.prompt.tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_siblings_end_with_the_request_that_they_wait_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,78 +10,39 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.settings import AdapterFolder
 from framesieve.services.generation.startup.adapter_files import load_adapters
 from tests.adapters import write_adapter
-from tests.families import FAMILIES, load_reference
-from tests.generation.checkpoints import changed, in_fp8
+from tests.families import FAMILIES
+from tests.generation.checkpoints import Twins, changed, fp8_twins, load
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
-from tests.tiny import Models, TinyEngine, random_item
+from tests.tiny import TinyEngine, random_item
 
 CPU = torch.device("cpu")
-BLOCK = 32
-FP8 = {
-    "quant_method": "fp8",
-    "weight_block_size": [BLOCK, BLOCK],
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["visual", "model.visual", "lm_head"],
-}
 ASKING = Question((Text(tuple(range(20, 33))),), 8)
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """A quantised checkpoint and its dequantised twin; models: of the twin."""
-
-    quantised: Path
-    plain: Path
-    models: Models
 
 
 @pytest.fixture(
     scope="module",
     params=["qwen2_5_vl", "qwen3_vl_moe", pytest.param("qwen3_vl", marks=pytest.mark.deep)],
 )
-def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     torch.set_num_threads(1)
-    family = request.param
     folder = tmp_path_factory.mktemp("quantised")
-    written = FAMILIES[family].write(folder / "written", 1)
-    weights = load_file(written / "model.safetensors")
-    plain, quantised = dict(weights), dict(weights)
-    for name, weight in weights.items():
-        if name.startswith(FAMILIES[family].text_prefix) and name.endswith("_proj.weight"):
-            stored, plain[name] = in_fp8(name, weight, BLOCK)
-            del quantised[name]
-            quantised |= stored
-    assert len(quantised) > len(plain)
-    changed(written, folder / "plain", lambda weights: weights.update(plain))
-    change = lambda weights: (weights.clear(), weights.update(quantised))  # noqa: E731
-    changed(written, folder / "quantised", change, quantization_config=FP8)
-    reference = load_reference(family, folder / "plain")
-    models = Models(folder / "plain", FAMILIES[family], load(folder / "plain"), reference)
-    return Checkpoints(folder / "quantised", folder / "plain", models)
+    return fp8_twins(request.param, FAMILIES[request.param].write(folder / "written", 1), folder, block=32)
 
 
-def load(folder: Path) -> LanguageModel:
-    return load_language_model(Checkpoint(folder), torch.float32, CPU)
-
-
-def test_answers_are_those_of_the_dequantised_weights_with_and_without_adapters(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    models = checkpoints.models
+def test_answers_are_those_of_the_dequantised_weights_with_and_without_adapters(twins: Twins, tmp_path: Path) -> None:
+    models = twins.models
     config = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj"]}
     with_adapter = write_adapter(models.reference.model.language_model, tmp_path / "lora", **config)
-    model = load(checkpoints.quantised)
+    model = load(twins.quantised)
     load_adapters([AdapterFolder("lora", tmp_path / "lora")], model)
     engine = TinyEngine(model)
     video = random_item(models.family, (3, 2, 2), Fraction(1), rate=0.5)
@@ -89,15 +50,9 @@ def test_answers_are_those_of_the_dequantised_weights_with_and_without_adapters(
     assert_law(models, engine, questions, answer(engine, questions), adapted={"lora": with_adapter})
 
 
-def test_unquantised_weights_have_the_dtype_of_the_settings(checkpoints: Checkpoints) -> None:
-    model = load_language_model(Checkpoint(checkpoints.quantised), torch.bfloat16, CPU)
-    assert {model.dtype, *(each.dtype for each in model.text.parameters())} == {torch.bfloat16}
-    assert model.text.rotary_emb.inv_freq.dtype == torch.float32
-
-
-def test_the_vision_tower_of_a_quantised_checkpoint_is_unchanged(checkpoints: Checkpoints) -> None:
+def test_the_vision_tower_of_a_quantised_checkpoint_is_unchanged(twins: Twins) -> None:
     frames = torch.randint(0, 256, (2, 128, 128, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    towers = [load_tower(Checkpoint(folder), "auto", CPU) for folder in (checkpoints.quantised, checkpoints.plain)]
+    towers = [load_tower(Checkpoint(folder), "auto", CPU) for folder in (twins.quantised, twins.plain)]
     side = 2 * towers[0].patches.token_px
     (one,), (other,) = (tower.encode([frames[:, :side, :side]]) for tower in towers)
     assert torch.equal(one, other)
@@ -118,18 +73,18 @@ def test_an_unknown_method_or_a_missing_package_is_refused(
         load(changed(tiny_checkpoint, tmp_path / "other", quantization_config=settings))
 
 
-def test_missing_and_unknown_weights_are_refused_by_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    norm = f"{checkpoints.models.family.text_prefix}norm.weight"
-    lacking = changed(checkpoints.quantised, tmp_path / "lacking", lambda weights: weights.pop(norm))
+def test_missing_and_unknown_weights_are_refused_by_name(twins: Twins, tmp_path: Path) -> None:
+    norm = f"{twins.models.family.text_prefix}norm.weight"
+    lacking = changed(twins.quantised, tmp_path / "lacking", lambda weights: weights.pop(norm))
     with pytest.raises(StartupError, match=r"missing weights \['model.language_model.norm.weight'\]"):
         load(lacking)
-    name = f"{checkpoints.models.family.text_prefix}extra.weight"
-    extra = changed(checkpoints.quantised, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
+    name = f"{twins.models.family.text_prefix}extra.weight"
+    extra = changed(twins.quantised, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))
     with pytest.raises(StartupError, match=r"unknown weights \['model\..*extra.weight'\]"):
         load(extra)
 
 
-def test_tensor_parallelism_refuses_a_quantised_checkpoint(checkpoints: Checkpoints) -> None:
+def test_tensor_parallelism_refuses_a_quantised_checkpoint(twins: Twins) -> None:
     group: Any = SimpleNamespace(ranks=2, rank=0)
     with pytest.raises(StartupError, match="--tensor-parallel 2: quantised checkpoints support one rank only"):
-        load_language_model(Checkpoint(checkpoints.quantised), torch.float32, CPU, group)
+        load_language_model(Checkpoint(twins.quantised), torch.float32, CPU, group)

@@ -32,7 +32,6 @@ from framesieve.services.generation.sampling.sampler import (
     SamplingState,
     sample,
     sample_and_verify,
-    truncate,
 )
 from framesieve.services.generation.sampling.structured import Grammars
 from tests.tiny import Models
@@ -134,18 +133,6 @@ def by_transformers(
 
 
 drawn_params = params.filter(lambda each: not each.greedy)
-
-
-@settings(max_examples=60)
-@given(batch=st.lists(drawn_params, min_size=1, max_size=5), seed=st.integers(0, 1000))
-def test_truncation_keeps_the_tokens_and_odds_of_transformers(batch: list[SamplingParams], seed: int) -> None:
-    logits = logits_of(seed, len(batch))
-    ours = truncate(logits, batch).softmax(-1)
-    for row, each in enumerate(batch):
-        bare = replace(each, repetition_penalty=1.0, logit_bias=(), bad_words=(), min_new_tokens=0)
-        theirs = by_transformers(logits[row : row + 1], [0], bare, 1).softmax(-1)[0]
-        assert torch.equal(ours[row] > 0, theirs > 0)
-        assert torch.allclose(ours[row], theirs, atol=1e-6)
 
 
 @settings(max_examples=60)
@@ -265,12 +252,6 @@ def test_nan_logits_do_not_affect_other_rows() -> None:
         together = sample(logits, [state_of(params, [0]) for _ in range(7)])
         alone = [sample(logits[row : row + 1], [state_of(params, [0])])[0] for row in (1, 3, 5)]
         assert together[1::2] == alone
-
-
-def test_truncation_keeps_or_drops_ties_together() -> None:
-    scores = torch.tensor([[5.0, 1.0, 5.0, 1.0, 1.0, 0.0]])
-    for each, kept in ((replace(DRAWN, top_k=3), [0, 1, 2, 3, 4]), (replace(DRAWN, top_p=0.3), [0, 2])):
-        assert (truncate(scores, [each])[0] > -torch.inf).nonzero()[:, 0].tolist() == kept
 
 
 @settings(max_examples=40)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from framesieve.services.generation.sampling import sampler
 from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, choose, sample
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
-from tests.generation.distant_device import DistantDevice, HostWaits
+from tests.generation.distant_device import DistantDevice
 from tests.tiny import Models
 
 # What published checkpoints ask for, in generation_config.json or on their cards, and truncations that none has.
@@ -22,9 +22,7 @@ PUBLISHED: dict[str, Any] = {
     "qwen2_vl": {"temperature": 0.01, "top_k": 1, "top_p": 0.001},
     "qwen2_5_vl": {"temperature": 1e-6, "repetition_penalty": 1.05},
     "qwen3_vl": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
-    "qwen3_vl's card": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "presence_penalty": 1.5},
     "minicpmv": {"temperature": 0.7, "top_k": 100, "top_p": 0.8, "repetition_penalty": 1.05},
-    "mistral3": {"temperature": 0.15},
     "llama": {"temperature": 0.6, "top_p": 0.9},
     "llava, internvl": {},
     "many": {"temperature": 1.0, "top_k": 1500},
@@ -82,23 +80,3 @@ def test_published_defaults_are_sampled_without_a_wait_and_as_on_the_cpu(
         before = logits.clone()
         assert sampled_far(logits, far, monkeypatch) == sample(logits, near)
         assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda far: bool(far.any()),
-        lambda far: far[0].item(),
-        lambda far: far.cpu(),
-        lambda far: far[far > 0],
-        lambda far: far[[0, 1]],
-        lambda far: far.__setitem__(far > 0, far[:1]),
-        lambda far: far + torch.tensor([1.0], device=far.device),
-        lambda far: far + torch.ones(3),
-        lambda far: far.copy_(torch.ones(3)),
-        lambda far: torch.equal(far, far),
-    ],
-)
-def test_the_distant_device_refuses_what_waits(wait: Callable[[Tensor], object]) -> None:
-    with DistantDevice() as device, pytest.raises(HostWaits):
-        wait(device.put(torch.arange(3.0)))

@@ -93,18 +93,6 @@ async def test_kept_tokens_keep_the_positions_of_the_full_prompt(tmp_path: Path,
     assert logprobs == pytest.approx(reference.max(dim=-1).values.tolist(), abs=1e-4)
 
 
-async def test_text_before_a_video_is_prefilled_while_the_video_is_encoded(
-    tmp_path: Path, tiny_checkpoint: Path
-) -> None:
-    hold = asyncio.Event()
-    async with service_of(tmp_path, tiny_checkpoint, hold=hold) as service:
-        call = service.ask()
-        await eventually(lambda: service.engine.stats().totals.tokens == TEXT_BEFORE)
-        assert len(token_ids(await answers(service.ask_text()))) == 5  # other requests run in the meantime
-        hold.set()
-        assert len(token_ids(await answers(call))) == 5
-
-
 async def test_invalid_requests_are_refused_and_the_next_one_is_served(tmp_path: Path, tiny_checkpoint: Path) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
 

@@ -47,7 +47,7 @@ def kept(scores: Tensor, top_ks: Sequence[int], top_ps: Sequence[float], far: bo
 
 
 @pytest.mark.parametrize("far", [False, True])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(st.tuples(scores_of_a_row, st.integers(0, 45), shares), min_size=1, max_size=4),
     ranked=st.sampled_from([1, 3, 1024]),
@@ -68,12 +68,10 @@ def test_what_is_kept_is_what_a_ranking_keeps(
 
 @pytest.mark.parametrize("far", [False, True])
 def test_a_large_vocabulary_is_cut_where_a_ranking_cuts_it(far: bool) -> None:
-    logits = torch.randn(6, 152_064, generator=torch.Generator().manual_seed(1)) * torch.tensor(
-        [0.1, 1, 1, 3, 3, 8]
-    ).view(-1, 1)
-    logits[2:4] = (8 * logits[2:4]).round() / 8  # many ties
+    logits = torch.randn(3, 152_064, generator=torch.Generator().manual_seed(1)) * torch.tensor([[0.1], [1], [3]])
+    logits[1:] = (8 * logits[1:]).round() / 8  # many ties
     scores = logits - logits.amax(dim=-1, keepdim=True)
-    top_ks, top_ps = [0, 0, 30_000, 0, 5_000, 0], [0.9, 0.95, 0.8, 0.99, 1.0, 0.5]
+    top_ks, top_ps = [0, 30_000, 0], [0.95, 0.8, 0.99]
     found = kept(scores, top_ks, top_ps, far)
     for one, row, top_k, top_p in zip(found, scores.numpy(), top_ks, top_ps, strict=True):
         assert np.array_equal(one, kept_by_ranking(row, top_k, top_p))

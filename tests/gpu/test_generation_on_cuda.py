@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -31,7 +30,8 @@ from framesieve.services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
 from tests.families import FAMILIES
 from tests.generation.paged_kernels import read_in_place
-from tests.law import Question, answer, assert_law
+from tests.gpu.waits import waits_forbidden
+from tests.law import answer, assert_law, several_questions
 from tests.oracle import Item, Text, kept_tokens
 from tests.tiny import Models, TinyEngine, load_models, random_item
 
@@ -48,27 +48,6 @@ def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
     return load_models(family, tmp_path_factory.mktemp("checkpoint"))
 
 
-@contextmanager
-def waits_forbidden() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def questions(family: str) -> list[Question]:
-    """Prompts of many lengths, with pruned videos and a picture; some share a prefix."""
-    asked = []
-    for number in range(6):
-        film = random_item(FAMILIES[family], (4, 2, 3), Fraction(2, 3), seed=number // 2, rate=0.75)
-        picture = random_item(FAMILIES[family], (1, 3, 2), None, seed=number)
-        text = Text(tuple(range(10, 15 + 3 * number)))
-        parts = (text, film, Text((7, 8)), picture, Text((9, 10 + number))) if number % 3 else (text,)
-        asked.append(Question(parts, new_tokens=8 + number))
-    return asked
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [3, 64])
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -78,7 +57,7 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
     if graphs:
         read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
-    asking = questions(family)
+    asking = several_questions(FAMILIES[family])
     asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
     tolerance = TOLERANCES[dtype]
     if dtype is torch.bfloat16 and "moe" in family:
@@ -96,7 +75,7 @@ def test_no_step_synchronises_with_the_device(
     if graphs:
         read_in_place(engine.runner)
         assert engine.runner.capture_decoding(8, 256, CudaCapture(CUDA))
-    answer(engine, questions(family))  # a first run, which allocates
+    answer(engine, several_questions(FAMILIES[family]))  # a first run, which allocates
     launch, sample, watched = Runner.launch, LaunchedStep.sample, []
 
     def launched(runner: Runner, chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
@@ -110,7 +89,7 @@ def test_no_step_synchronises_with_the_device(
 
     monkeypatch.setattr(Runner, "launch", launched)
     monkeypatch.setattr(LaunchedStep, "sample", sampled)
-    answer(engine, questions(family))
+    answer(engine, several_questions(FAMILIES[family]))
     assert {False, True} == set(watched)
 
 
@@ -205,7 +184,7 @@ def leading() -> Iterator[WorkerRanks]:
 def test_the_law_holds_on_two_cards(models: Models, family: str, leading: WorkerRanks) -> None:
     leading.ranks.broadcast(str(models.folder).encode())
     half = load_language_model(Checkpoint(models.folder), torch.float32, CUDA, leading.group)
-    engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), questions(family)
+    engine, asking = TinyEngine(half, workers=leading, max_num_batched_tokens=16), several_questions(FAMILIES[family])
     tolerance = TOLERANCES[torch.float32]
     assert_law(replace(models, engine=half), engine, asking, answer(engine, asking), tolerance, 2 * tolerance)
     leading.ranks.broadcast(b"")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,21 +15,12 @@ from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.items.item import in_shared_memory
 from framesieve.services.encoder.pruning.methods import Scores, keep_tokens
 from tests.families import FAMILIES
+from tests.gpu.waits import waits_forbidden
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 CUDA = torch.device("cuda")
 METHODS = ("evs", "evs_causal", "vidcom2", "vcast", "random")
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -40,7 +29,8 @@ def test_pruning_keeps_the_same_tokens_as_on_the_cpu_without_synchronising(metho
     grid, pruning = Grid(9, 6, 7), Pruning(rate, method, seed=3)
     embeds = torch.randn(grid.tokens, 64, generator=torch.Generator().manual_seed(2)).to(CUDA)
     known = dict[str, Scores]()
-    with no_synchronisation():
+    torch.cuda.synchronize()
+    with waits_forbidden():
         kept = keep_tokens(embeds, grid, pruning, known)
     scores = {name: tuple(each.cpu() for each in found) for name, found in known.items()}
     assert kept.device.type == "cuda"
@@ -75,7 +65,8 @@ def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_che
 
     with torch.inference_mode():
         expected = begin().wait()
-        with no_synchronisation():
+        torch.cuda.synchronize()
+        with waits_forbidden():
             rows, kept = begin().wait()
     assert rows.is_pinned()
     assert rows.shape[1] == len(kept) == 30

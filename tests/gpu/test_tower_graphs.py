@@ -31,6 +31,7 @@ from framesieve.services.encoder.tower.attention import find_attention
 from framesieve.services.encoder.tower.graphs import CudaDevice, TowerGraphs, with_graphs
 from framesieve.services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest
+from tests.gpu.waits import waits_forbidden
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -139,12 +140,6 @@ def test_towers_compute_what_float32_on_the_cpu_computes(
         assert difference < TOLERANCE[tower.dtype] * expected.abs().mean()
 
 
-def test_frames_that_are_already_on_the_device_are_encoded_alike(graphed: Tower, shape: FamilyUnderTest) -> None:
-    slices = slices_of([(3, 4), (7, 2)], shape, 0)
-    for sent, there in zip(graphed.encode(slices), graphed.encode([each.to(CUDA) for each in slices]), strict=True):
-        assert torch.equal(sent, there)
-
-
 def test_frames_that_the_current_stream_is_still_making_are_encoded(graphed: Tower, shape: FamilyUnderTest) -> None:
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
     there = [each.to(CUDA) for each in slices]
@@ -157,21 +152,12 @@ def test_frames_that_the_current_stream_is_still_making_are_encoded(graphed: Tow
         assert torch.equal(late, sent)
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 def test_an_eager_forward_does_not_synchronise(family_checkpoint: Path, shape: FamilyUnderTest, attention: str) -> None:
     tower = load_tower(Checkpoint(family_checkpoint), "bfloat16", CUDA, attention)  # type: ignore[arg-type]
     slices = slices_of([(3, 4), (7, 2)], shape, 0)
     tower.encode(slices)
-    with no_synchronisation():
+    with waits_forbidden():
         tower.encode(slices)
 
 
@@ -179,7 +165,7 @@ def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -
     for sides, count in (([(3, 4), (7, 2)], 1), ([(8, 8)] * 4, 1), ([(30, 20)], 0)):
         slices = slices_of(sides, shape, 0)
         graphed.encode(slices)
-        with replays(count), no_synchronisation():
+        with replays(count), waits_forbidden():
             graphed.encode(slices)
 
 
