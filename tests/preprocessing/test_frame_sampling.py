@@ -19,7 +19,7 @@ from framesieve.services.preprocessing.video.sampling import (
 from tests.preprocessing.preprocessing_media import transformers_indices
 
 BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)
-RATES = [Fraction(1), Fraction(10), Fraction(24000, 1001), Fraction(25), Fraction(30), Fraction(30000, 1001)]
+RATES = [Fraction(10), Fraction(24000, 1001)]
 
 
 def constant(frames: int, rate: Fraction | int, time_base: Fraction = Fraction(1, 90000)) -> FrameTimes:
