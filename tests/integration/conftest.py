@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
@@ -103,10 +104,18 @@ async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
 
 
 @pytest.fixture(scope="session")
-def plain_gateway(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway before the stack, without settings."""
-    with gateway(stack.address, tmp_path_factory.mktemp("gateway")) as started:
+def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
+    """A gateway before the stack, which takes uploads."""
+    (media_root / "uploads").mkdir()
+    uploads = ("--upload-root", str(media_root / "uploads"), "--upload-path", "uploads")
+    with gateway(stack.address, media_root, *uploads, "--upload-max-bytes", "1000000") as started:
         yield started
+
+
+@pytest.fixture
+def http(door: Gateway) -> Iterator[httpx.Client]:
+    with door.http() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -24,4 +24,6 @@ def test_pages_of_other_origins_need_no_token_for_a_preflight_and_can_read_error
             refused.append(other.get("/v1/models", headers=alice))
         answers = (preflight, streamed, *refused)
     assert [each.status_code for each in answers[1:]] == [200, 401, 404, 429]
+    assert refused[0].json()["error"]["type"] == "authentication_error"
+    assert int(refused[-1].headers["Retry-After"]) == 1
     assert {each.headers.get("access-control-allow-origin") for each in answers} == {page["origin"]}
