@@ -18,6 +18,8 @@ GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 4
 
 @given(GRIDS, st.integers(0, 9999), st.sampled_from(METHODS), st.sampled_from(Modality))
 @example(Grid(100, 2, 5), 9000, "evs", Modality.VIDEO)  # in binary floating point 1000 · (1 − 0.9) is 99.99999999999997
+@example(Grid(100, 2, 5), 9990, "evs", Modality.VIDEO)  # the floor is a slice
+@example(Grid(100, 2, 5), 9990, "evs_causal", Modality.VIDEO)  # the floor is a token of each other slice
 def test_counts_are_exact_in_decimal_arithmetic_above_the_floor_of_each_method(
     grid: Grid, ten_thousandths: int, method: str, modality: Modality
 ) -> None:

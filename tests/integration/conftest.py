@@ -169,7 +169,9 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
     fetching = ("--fetch-ports", str(fetch_port), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
     preprocessing = two("preprocessing", "--decode-workers", "2", "--media-root", str(folder), *fetching)
     upstream: tuple[str, ...] = ("--preprocessing", addresses(preprocessing), "--threads", "1")
-    encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
+    encoder = two(
+        "encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES), "--compile", "off"
+    )
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-tokens", "16384")
     generation = one("generation", *upstream, *flags)
