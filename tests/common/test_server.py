@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import grpc
@@ -258,3 +259,15 @@ async def test_a_service_on_a_unix_socket_serves_metrics_on_loopback_only(tmp_pa
         writer.close()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.2", port)  # another address of this machine
+
+
+async def test_a_port_that_is_taken_while_a_service_loads_its_model_ends_it(tmp_path: Path) -> None:
+    with create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        for listen, metrics_port, why in (
+            ("256.0.0.1:1", 0, r"cannot listen on --listen 256\.0\.0\.1:1: "),
+            (f"unix:{tmp_path}/s", port, f"cannot serve metrics on --metrics-port {port}: .*in use"),
+        ):
+            settings = ServiceSettings(listen=listen, metrics_port=metrics_port)
+            with pytest.raises(errors.StartupError, match=why):
+                await serve(SERVICE, settings, lambda _: None, lambda: True)

@@ -22,6 +22,8 @@ from framesieve.services.encoder.startup.build import compile_tower
 from framesieve.services.encoder.tower import attention
 from framesieve.services.encoder.tower.patches import read_normalisation
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES
+from framesieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import FamilyUnderTest, load_reference
@@ -171,6 +173,12 @@ def test_weights_stored_in_bfloat16_run_so_if_the_processor_can_and_are_found_un
     rewrite(copy, lambda weights: {name.removeprefix("model."): each.bfloat16() for name, each in weights.items()})
     assert load_tower(Checkpoint(copy), "auto", CPU).dtype == dtype
     assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32
+
+
+def test_the_patch_embedding_keeps_its_dtype_until_normalisation_is_folded_into_it(levels_checkpoint: Path) -> None:
+    weights = read_weights(find_weights(Checkpoint(levels_checkpoint), PREFIXES), torch.bfloat16, CPU, PATCH_EMBED)
+    unrounded = {name for name, each in weights.items() if each.dtype == torch.float32}
+    assert unrounded == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
 
 
 def test_the_config_of_a_published_qwen3_5_is_read(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:

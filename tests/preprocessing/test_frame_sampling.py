@@ -55,7 +55,7 @@ def test_a_declared_rate_that_the_frames_contradict_is_ignored() -> None:
 @pytest.mark.parametrize("rate", RATES)
 def test_a_cut_excludes_frames_before_its_start_and_at_its_end_and_keeps_their_times(rate: Fraction) -> None:
     times = constant(600, rate, Fraction(1, 1000))
-    start, end = (times.ticks[place] for place in (200, 400))
+    start, end = times.ticks[199] + 0.25, times.ticks[400]
     sampled = sampled_of(times, start_s=start / 1000, end_s=end / 1000)
     within = transformers_indices(200, float(rate), 2.0, 4, 768)
     assert list(sampled.places)[: len(within)] == [200 + index for index in within]
