@@ -226,6 +226,15 @@ def test_each_rank_keeps_to_the_limit_of_one_forward(tower: Tower, make: MakeRan
     assert [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)] == [[2, 1]] * 3
 
 
+def test_embeddings_come_back_in_the_towers_dtype(levels_checkpoint: Path, make: MakeRanks) -> None:
+    half = tower_of(levels_checkpoint, "bfloat16")
+    towers, _ = make(2, half)
+    slices = slices_of(half, *PAIR)
+    for found, expected in zip(towers.encode(slices), (half.encode([each])[0] for each in slices), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("device", "gpus", "found"),
     [
