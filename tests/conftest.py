@@ -41,7 +41,7 @@ structlog.configure(
 # One worker runs all tests that share services, or a second one would start them again. In integration/ they share the
 # stack, but for these.
 FLEET = ("encoder_ranks", "equal_slices", "event_loop", "killed", "leaving", "signals")
-OWN = ("affinity", "fuzz_rpc", "guarded", "minicpmv", "prefill_during_encoding", "serve", "tight_buffers")
+OWN = ("affinity", "guarded", "minicpmv", "prefill_during_encoding", "serve", "tight_buffers")
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
 

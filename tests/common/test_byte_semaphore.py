@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from time import monotonic_ns
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,19 +46,6 @@ async def test_a_reservation_of_0_bytes_does_not_wait() -> None:
     semaphore = ByteSemaphore(10)
     async with asyncio.timeout(1), semaphore.reserved(10), semaphore.reserved(0):
         pass
-
-
-async def test_bytes_freed_for_a_cancelled_waiter_go_to_the_next() -> None:
-    semaphore, order = ByteSemaphore(10), list[int]()
-    async with semaphore.reserved(10):
-        leaving = asyncio.create_task(hold(semaphore, 10, 0, order, 0))
-        next_one = asyncio.create_task(hold(semaphore, 10, 0, order, 1))
-        await asyncio.sleep(0)
-        leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
-    await asyncio.wait_for(next_one, 1)
-    assert (order, semaphore.held_bytes) == ([1], 0)
 
 
 async def test_waiting_reservations_are_counted_and_the_oldest_is_dated() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import struct
 import sys
 from pathlib import Path
 
@@ -17,20 +16,8 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.serving import health
 from tests.common.guarded_service import Echo, ask, guarded, refusal
 from tests.common.loopback import TIMEOUT_S, eventually
+from tests.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, NO_WINDOW, PREFACE, SETTINGS, frame, headers
 
-# Of HTTP/2.
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_STREAM, END_HEADERS = 1, 4
-INITIAL_WINDOW_SIZE = 4
-WATCH = {
-    b":method": b"POST",
-    b":scheme": b"http",
-    b":path": b"/grpc.health.v1.Health/Watch",
-    b":authority": b"stranger",
-    b"content-type": b"application/grpc",
-    b"te": b"trailers",
-}
 SERVICE = """
 from framesieve.common.process import ExitStatus
 from framesieve.common.serving.server import run, serve
@@ -47,20 +34,12 @@ run(main)
 """
 
 
-def frame(kind: int, payload: bytes, flags: int = 0, stream: int = 0) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-
-
 async def watch_without_reading(path: Path) -> asyncio.StreamWriter:
     """A Watch call with a flow-control window of 0: nothing can ever be sent to it."""
     _, writer = await asyncio.open_unix_connection(path)
-    headers = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in WATCH.items())
-    writer.write(
-        PREFACE
-        + frame(SETTINGS, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
-        + frame(HEADERS, headers, END_HEADERS, stream=1)
-        + frame(DATA, bytes(5), END_STREAM, stream=1)
-    )
+    writer.write(PREFACE + frame(SETTINGS, 0, 0, NO_WINDOW))
+    writer.write(frame(HEADERS, END_HEADERS, 1, headers("/grpc.health.v1.Health/Watch")))
+    writer.write(frame(DATA, END_STREAM, 1, bytes(5)))
     await writer.drain()
     return writer
 

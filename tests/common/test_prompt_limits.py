@@ -83,7 +83,7 @@ TOO_MUCH = {
     f"{MAX_PARTS + 1} messages and parts, at most {MAX_PARTS}": Prompt(
         messages=[*[Message(parts=[Part(text="")])] * (MAX_PARTS // 2), Message()]
     ),
-    f"{10**6} messages and parts, at most {MAX_PARTS}": Prompt(messages=[Message()] * 10**6),
+    f"{10**5} messages and parts, at most {MAX_PARTS}": Prompt(messages=[Message()] * 10**5),
     "513 media, at most 512": prompt_of(*[Part(image=Media(path="x"))] * 513),
     f"{MAX_TEXT_BYTES + 1} bytes of text": prompt_of(Part(text="é" * (MAX_TEXT_BYTES // 2)), Part(text="x")),
     f"{MAX_INLINE_BYTES + 2} bytes of inline media": prompt_of(HALF, HALF),

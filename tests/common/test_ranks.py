@@ -17,6 +17,7 @@ import pytest
 from framesieve.common import ranks as rank_processes
 from framesieve.common.ranks import Ranks
 from tests.awake import awake
+from tests.processes import runs
 
 STAND_IN = "tests.encoder.rank_stand_in"
 
@@ -44,15 +45,6 @@ def until(condition: Callable[[], object]) -> None:
 def noted(folder: Path, rank: int) -> list[str]:
     path = folder / f"rank-{rank}-of-3"
     return path.read_text().splitlines()[1:] if path.exists() else []
-
-
-def runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended after the file was opened
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_every_rank_receives_every_message_in_order_and_ends_with_the_connection(

@@ -261,7 +261,7 @@ async def test_a_service_on_a_unix_socket_serves_metrics_on_loopback_only(tmp_pa
             await asyncio.open_connection("127.0.0.2", port)  # another address of this machine
 
 
-async def test_an_unusable_address_or_metrics_port_refuses_to_start(tmp_path: Path) -> None:
+async def test_a_port_that_is_taken_while_a_service_loads_its_model_ends_it(tmp_path: Path) -> None:
     with create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
         for listen, metrics_port, why in (

@@ -11,8 +11,10 @@ from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import Stack, running, tower_of
 from tests.families import FAMILIES, QWEN, FamilyUnderTest
 
-# A mixture of experts has the tower of its dense sibling.
-QWEN_PARAMS = [pytest.param(name, marks=pytest.mark.deep) if name.endswith("_moe") else name for name in QWEN]
+# A mixture of experts has the tower of its dense sibling, and Qwen3.5 that of Qwen3-VL without levels.
+QWEN_PARAMS = [
+    pytest.param(name, marks=pytest.mark.deep) if "moe" in name or name == "qwen3_5" else name for name in QWEN
+]
 
 
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.deep)])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -71,32 +70,6 @@ def test_slices_are_packed_in_order_up_to_the_budget(
     assert tower.forwards == [[0], *forwards]
 
 
-def test_a_queued_slice_can_be_cancelled_and_a_running_one_cannot(tower: GatedTower, submit: Submit) -> None:
-    (first, target), (second, untouched), (third, _) = submit(1, 9), submit(2, 2), submit(3, 9)
-    tower.open(1)
-    assert tower.begun()
-    assert not first.cancel()
-    assert second.cancel()
-    tower.open()
-    third.result(TIMEOUT_S)
-    with pytest.raises(CancelledError):
-        second.result(TIMEOUT_S)
-    assert tower.forwards == [[0], [1], [3]]
-    assert (target == 1).all()
-    assert (untouched == 0).all()
-
-
-def test_a_batch_whose_slices_were_all_cancelled_at_the_last_moment_is_skipped(
-    tower: GatedTower, submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cancelled, and not yet removed from the queue."""
-    monkeypatch.setattr(Batcher, "_withdraw", lambda batcher, encoded: None)
-    assert all(submit(name, 10)[0].cancel() for name in (1, 2))
-    tower.open()
-    submit(3, 10)[0].result(TIMEOUT_S)
-    assert tower.forwards == [[0], [3]]
-
-
 def test_the_queue_and_the_age_of_its_first_slice_are_reported(
     tower: GatedTower, submit: Submit, batcher: Batcher
 ) -> None:
@@ -133,18 +106,6 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
     batcher.start()
     batcher.submit(torch.zeros(1), target).result(TIMEOUT_S)
     batcher.close()
-
-
-def test_an_idle_batcher_holds_no_target(tower: GatedTower, submit: Submit) -> None:
-    encoded, target = submit(1, 3)
-    tower.open()
-    encoded.result(TIMEOUT_S)
-    held = weakref.ref(target)
-    del encoded, target
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while held() is not None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_a_failing_forward_fails_only_its_own_slices(tower: GatedTower, submit: Submit) -> None:
@@ -187,40 +148,7 @@ def test_tensors_of_a_forward_that_ran_out_of_memory_are_freed_at_once(tower: Ga
         gc.enable()
 
 
-# --- its end: a lost device is in common/test_unwell.py --------------------------------------------------------
-
-
-def test_closing_cancels_queued_slices_and_waits_for_the_running_forward(
-    tower: GatedTower, submit: Submit, batcher: Batcher
-) -> None:
-    queued, _ = submit(1, 10)
-    closing = threading.Thread(target=batcher.close)
-    closing.start()
-    with pytest.raises(CancelledError):
-        queued.result(TIMEOUT_S)
-    assert closing.is_alive()
-    tower.open(1)
-    closing.join(TIMEOUT_S)
-    assert not closing.is_alive()
-    assert tower.forwards == [[0]]
-
-
-def test_aborting_fails_all_slices_although_the_forward_does_not_return(
-    tower: GatedTower, submit: Submit, batcher: Batcher
-) -> None:
-    """Also slices that run one at a time because memory was short."""
-    done, running, queued = (submit(*each)[0] for each in ((TOO_LARGE_WITH_OTHERS, 3), (2, 7), (3, 3)))
-    for _ in range(3):  # slice 0, both together, and the first alone
-        tower.open(1)
-        assert tower.begun()
-    batcher.abort(Unavailable("rank 3 is gone", "encoder"))
-    for failed in (running, queued):
-        with pytest.raises(Unavailable, match="rank 3 is gone"):
-            failed.result(TIMEOUT_S)
-    assert done.exception() is None
-    assert not batcher.alive
-    with pytest.raises(Unavailable, match="rank 3 is gone"):
-        submit(4, 10)
+# --- devices that compute beside the host: how its end fails what it holds is in test_sharing.py ------------------
 
 
 class LateDevice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +11,11 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from framesieve.common import response_queue
-from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract import errors
 from framesieve.common.contract.plan import Grid, Modality
 from framesieve.services.encoder.items import item as items
 from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.rpc.responses import Responses
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, Media, brought, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, item_bytes, running
@@ -68,24 +63,6 @@ async def test_items_are_encoded_concurrently_if_their_bytes_fit(tmp_path: Path,
         call = await stack.stalled(*[VIDEO] * 3)
         await eventually(lambda: stack.encoding_bytes.held_bytes == stack.encoding_bytes.size_bytes)
         call.cancel()
-
-
-async def test_a_caller_that_reads_nothing_is_refused_once_others_wait_for_its_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(response_queue, "_UNREAD_S", 0.05)
-    room = ByteSemaphore(1)
-    unread = Responses(room)
-    for _ in range(response_queue.QUEUED):
-        await unread.put(EncodeResponse())
-    putting = asyncio.create_task(unread.put(EncodeResponse()))
-    await room.reserve(1)
-    await asyncio.sleep(0.2)
-    assert not putting.done()
-    waiting = asyncio.create_task(room.reserve(1))
-    with pytest.raises(errors.Overloaded, match="the caller has read nothing"):
-        await putting
-    waiting.cancel()
 
 
 # --- callers that disconnect: while media is decoded and while answers are sent, see test_sharing.py ------------

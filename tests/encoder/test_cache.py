@@ -8,7 +8,6 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -195,15 +194,6 @@ async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     batcher.close()
 
 
-async def test_an_entry_that_is_left_before_it_is_complete_is_dropped(batcher: Batcher) -> None:
-    cache = EmbedsCache(TOWER, batcher, ByteSemaphore(10 * SLICE_BYTES), 10 * KEPT_SLICE_BYTES)
-    entry = cache.join(plan_of())
-    await entry.reserve()
-    cache.leave(entry)
-    assert (cache.encoding_bytes.held_bytes, cache.held_bytes) == (0, 0)
-    assert cache.join(plan_of()) is not entry
-
-
 # --- slices -----------------------------------------------------------------------------------------------------
 
 
@@ -241,14 +231,6 @@ async def test_a_slow_tower_holds_the_decoder_back_until_the_entry_is_closed(
         await asyncio.wait_for(other.wait_for_change(), TIMEOUT_S)
     assert gated.forwards == [[1], [2], [7]]  # 2 was running; 3 has left the queue
     other.close()
-
-
-async def test_an_entry_without_memory_for_its_buffer_holds_no_bytes(batcher: Batcher) -> None:
-    semaphore = ByteSemaphore(SLICE_BYTES)
-    entry = CacheEntry(None, b"", plan_of(1), TOWER, batcher, semaphore)
-    with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
-        await entry.reserve()
-    assert semaphore.held_bytes == 0
 
 
 # --- over gRPC --------------------------------------------------------------------------------------------------

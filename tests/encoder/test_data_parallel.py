@@ -44,6 +44,7 @@ from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, 
 from framesieve.services.encoder.tower.tower import Tower
 from tests import minicpm, nemotron
 from tests.encoder.encoder_service import tower_of
+from tests.encoder.test_graphs import assert_same
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
@@ -158,11 +159,6 @@ def slices_of(tower: Tower, *sizes: tuple[int, int, int]) -> list[Tensor]:
     return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for shape in shapes]
 
 
-def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
 def forwards_of(towers: DataParallelTower, others: ThreadRanks) -> list[list[list[tuple[int, ...]]]]:
     """The shapes of all slices, by rank and forward."""
     return [each.forwards for each in (cast(Any, towers.own), *others.towers.values())]
@@ -171,27 +167,27 @@ def forwards_of(towers: DataParallelTower, others: ThreadRanks) -> list[list[lis
 # --- encoding ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=9))
 def test_any_slices_are_encoded_as_by_one_tower_and_keep_their_order(
     tower: Tower, four: Made, sizes: list[tuple[int, int, int]]
 ) -> None:
     slices = slices_of(tower, *sizes)
-    check_equal(four[0].encode(slices), [tower.encode([each])[0] for each in slices])
+    assert_same(four[0].encode(slices), [tower.encode([each])[0] for each in slices])
 
 
-@pytest.mark.parametrize("kind", ["internvl", "llava", "llava_next_video", "llava_pixtral", "mistral3"])
+@pytest.mark.parametrize("kind", ["internvl", "llava_pixtral"])
 def test_other_towers_are_shared_out_as_well(kind: str, make: MakeRanks, checkpoints: Callable[[str], Path]) -> None:
     other = tower_of(checkpoints(kind))
     slices = frames_of(kind) * 2
-    check_equal(make(2, other)[0].encode(slices), [other.encode([each])[0] for each in slices])
+    assert_same(make(2, other)[0].encode(slices), [other.encode([each])[0] for each in slices])
 
 
 def test_groups_of_frames_are_shared_out_with_their_times(make: MakeRanks, tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1, "4.5")
     tower = tower_of(tmp_path)
     towers, others = make(2, tower)
-    check_equal(towers.encode(groups()), [tower.encode([each])[0] for each in groups()])
+    assert_same(towers.encode(groups()), [tower.encode([each])[0] for each in groups()])
     assert all(forwards_of(towers, others))
 
 
@@ -211,7 +207,7 @@ def test_chosen_tokens_are_shared_out_with_their_places(make: MakeRanks, tiny_ch
     whole, side_px = slices_of(tower, *[(2, 5, 4)] * 6), tower.patches.token_px
     kept = ([0], [3, 7, 19], range(20), [18, 19], [4, 9])
     slices = [whole[0], *(kept_frames(each, tokens, side_px) for each, tokens in zip(whole[1:], kept, strict=True))]
-    check_equal(towers.encode(slices), [tower.encode([each])[0] for each in slices])
+    assert_same(towers.encode(slices), [tower.encode([each])[0] for each in slices])
     assert all(forwards_of(towers, others))
 
 
@@ -328,7 +324,7 @@ def test_a_rank_that_fails_its_capture_alone_encodes_its_share_without_graphs(
     ranks[failing] = tower
     towers, others = make(2, *ranks)
     slices = slices_of(tower, *[(2, 2, 2)] * 6)
-    check_equal(towers.encode(slices), [tower.encode([each])[0] for each in slices])
+    assert_same(towers.encode(slices), [tower.encode([each])[0] for each in slices])
     forwards = [[len(forward) for forward in of_rank] for of_rank in forwards_of(towers, others)]
     assert (forwards[failing], forwards[1 - failing]) == ([3], [2, 1])
 
@@ -354,7 +350,7 @@ def test_a_forward_that_fails_on_one_rank_fails_and_the_next_one_succeeds(
         with pytest.raises(RuntimeError, match=r"the tower fell$|rank 1: its device has no memory left$") as failed:
             towers.encode(slices)
         assert isinstance(failed.value, torch.OutOfMemoryError) == (error is torch.OutOfMemoryError)
-        check_equal(towers.encode(slices), tower.encode(slices))
+        assert_same(towers.encode(slices), tower.encode(slices))
     assert towers.rank_failure.cause is None
 
 

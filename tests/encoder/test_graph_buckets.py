@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from framesieve.services.compute.graphs import doubling
 from framesieve.services.encoder.tower.graph_buckets import (
-    Eager,
     Measured,
     Size,
     choose,
@@ -21,7 +20,7 @@ from framesieve.services.encoder.tower.graph_buckets import (
     token_limit,
 )
 from framesieve.services.encoder.tower.graphs import bucket_ranges
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad, size_of
+from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad
 
 SIZES = st.builds(lambda tokens, windows: Size(tokens, 1, windows, tokens), st.integers(1, 500), st.integers(1, 40))
 SMALL = [Size(64, 2, 8, 64), Size(128, 4, 16, 128), Size(256, 8, 32, 256)]
@@ -80,22 +79,6 @@ def test_equal_slices_are_replayed_in_the_smallest_bucket_of_so_many_tokens(
     assert chosen.tokens == next(each for each in doubling(64, most) if each >= tokens)
 
 
-def test_a_longer_slice_runs_without_a_graph_and_fills_a_forward_with_others() -> None:
-    buckets = buckets_up_to(16384, shape := TowerShape(2))
-    square = size_of(Side(100, 100), shape)
-    assert choose(square, buckets) is Eager.LONGEST
-    assert choose(Size(2048, 1, 0, 2048), buckets) == Size(2048, 8, 0, 2048)
-    assert fitting([square] * 9, packing_size(buckets)) == 6
-
-
-def test_one_long_slice_among_many_short_ones_runs_without_a_graph() -> None:
-    """8 slices of up to 2048 tokens, or 64 of up to 256."""
-    buckets = buckets_up_to(2048, TowerShape(2))
-    for longest, slices, expected in ((720, 8, Size), (256, 64, Size), (720, 9, Eager.LONGEST), (20, 65, Eager.SLICES)):
-        chosen = choose(Size(1500, slices, 0, longest), buckets)
-        assert chosen is expected or type(chosen) is expected
-
-
 @settings(max_examples=50)
 @given(queue=st.lists(SIZES, min_size=1, max_size=40), most=st.integers(1, 3000))
 def test_batches_keep_the_order_of_the_queue_and_are_as_long_as_the_limits_allow(queue: list[Size], most: int) -> None:
@@ -108,12 +91,6 @@ def test_batches_keep_the_order_of_the_queue_and_are_as_long_as_the_limits_allow
             left = left[count:]
         assert all(len(batch) == 1 or holds(largest, batch) for batch in batches)
         assert not any(holds(largest, [*batch, after[0]]) for batch, after in pairwise(batches))
-
-
-def test_the_chosen_bucket_is_the_smallest_that_holds_the_load() -> None:
-    """By tokens, by slices, and by windows."""
-    for load in (Size(65, 1, 1, 65), Size(24, 3, 3, 12), Size(12, 2, 9, 12)):
-        assert choose(load, SMALL) == SMALL[1], load
 
 
 @pytest.mark.parametrize(

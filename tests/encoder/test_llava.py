@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ from tests.vision import patches_of
 
 CPU = torch.device("cpu")
 # Outputs of a tower of three layers: 0 is its embedding.
-LAYERS: list[Any] = [-1, -2, 1, 3, [0, 3], [-1, 2, -4]]
+LAYERS: list[Any] = [-2, 3, [-1, 2, 0]]
 PIXTRAL = ("llava_pixtral", "mistral3")
 SIDES_PX = {
     **{kind: settings["vision_config"]["image_size"] for kind, settings in LLAVA.items()},
@@ -150,7 +149,7 @@ TILED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize(("height", "width"), [(30, 31), (90, 300), (380, 400), (200, 100), (60, 60)])
+@pytest.mark.parametrize(("height", "width"), [(90, 300), (380, 400), (200, 100)])
 def test_tiles_of_an_image_become_one_picture_as_in_transformers(
     checkpoints: Callable[[str], Path], name: str, height: int, width: int
 ) -> None:
@@ -222,9 +221,7 @@ def test_frames_of_a_video_are_pooled_as_in_transformers(checkpoints: Callable[[
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "layer"), [("internvl", -1), ("internvl", -2), ("internvl", 2), ("internvl_qwen3", -1)]
-)
+@pytest.mark.parametrize(("name", "layer"), [("internvl", -2), ("internvl_qwen3", -1)])
 def test_internvl_shuffles_patches_to_tokens_as_in_transformers(
     checkpoints: Callable[[str], Path], tmp_path: Path, name: str, layer: int
 ) -> None:
@@ -293,7 +290,6 @@ def test_a_plan_with_other_frames_or_another_grid_breaks_the_contract(
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("llava", {"vision_feature_layer": 4}, "vision_feature_layer .* lacks"),
         ("llava", {"vision_feature_layer": [-5, 1]}, "vision_feature_layer .* lacks"),
         ("llava", {"vision_config": {"model_type": "dinov2"}}, "'dinov2' is not supported, only clip_vision_model"),
         ("llava", {"vision_feature_select_strategy": "class"}, "'vision_feature_select_strategy' .* got class"),
@@ -313,15 +309,7 @@ def test_a_tower_that_cannot_be_made_is_refused(
         load_tower(Checkpoint(folder), "float32", CPU)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tower"),
-    [
-        ("llava", "clip_vision_model"),
-        ("llava_siglip", "siglip_vision_model"),
-        ("mistral3", "pixtral"),
-        ("internvl", "internvl_vision"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "tower"), [("llava", "clip_vision_model"), ("internvl", "internvl_vision")])
 def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower: str) -> None:
     with pytest.raises(StartupError, match=f"--dtype float16: {tower} towers"):
         load_tower(Checkpoint(checkpoints(kind)), "float16", CPU)
@@ -330,6 +318,5 @@ def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower
 def test_weights_that_are_missing_are_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     name = "vision_tower.encoder.layers.0.mlp.fc1.weight"
     folder = changed(checkpoints("llava"), tmp_path / "other", lambda weights: weights.pop(name))
-    assert json.loads((folder / "config.json").read_text())["vision_feature_layer"] == -2
     with pytest.raises(StartupError, match=f"lacks {name}"):
         load_tower(Checkpoint(folder), "float32", CPU)

@@ -51,7 +51,7 @@ def test_a_group_costs_as_much_as_its_frames(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", [5, 70])
 def test_patches_are_placed_in_cells_as_published(side: int) -> None:
     borders = torch.arange(1 / side, 1.0, 1 / side)
-    for length in range(1, 1025):
+    for length in range(1, 600):
         expected = torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / length), borders, right=True).tolist()
         layout = lay_out([Side(length, 3)], TowerShape(1, cell_side=side))
         assert layout.cells is not None
@@ -61,20 +61,10 @@ def test_patches_are_placed_in_cells_as_published(side: int) -> None:
         assert in_a_row.cells.tolist() == expected
 
 
-def test_graphs_replay_what_the_tower_computes(tmp_path: Path) -> None:
-    minicpm.write(tmp_path, 1)
-    tower, recorder = load_packed(tmp_path), Recorder()
-    graphed = with_graphs(tower, 160, recorder)
-    recorder.replayed.clear()
-    for ours, theirs in zip(graphed.encode(pictures()), tower.encode(pictures()), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
-    assert recorder.replayed
-
-
 def groups() -> list[Tensor | TimedFrames]:
     """Groups of frames of several sizes, and pictures between them."""
     random = torch.Generator().manual_seed(1)
-    shapes: list[tuple[int, int, int]] = [(3, 56, 70), (1, 28, 42), (3, 56, 70), (2, 42, 42), (6, 14, 28)]
+    shapes: list[tuple[int, int, int]] = [(2, 56, 70), (1, 28, 42), (2, 56, 70), (3, 14, 28)]
     drawn = [torch.randint(0, 255, (*shape, 3), dtype=torch.uint8, generator=random) for shape in shapes]
     timed = [TimedFrames(each, tuple(range(7, 7 + 3 * len(each), 3))) for each in drawn]
     return [timed[0], pictures()[0], *timed[1:], pictures()[2]]
@@ -98,7 +88,7 @@ def test_the_frames_of_a_group_become_its_tokens_together(tmp_path: Path) -> Non
 def test_graphs_keep_groups_together(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1, "4.5")
     tower, recorder = load_packed(tmp_path), Recorder()
-    graphed = with_graphs(tower, 2304, recorder)  # up to 18 frames
+    graphed = with_graphs(tower, 1280, recorder)  # up to 10 frames
     recorder.replayed.clear()
     for ours, theirs in zip(graphed.encode(groups()), tower.encode(groups()), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)

@@ -53,7 +53,7 @@ def test_pictures_become_the_tokens_of_transformers(model_type: str, mode: str, 
 def test_graphs_replay_what_the_tower_computes(mode: str, tmp_path: Path) -> None:
     write_minicpmv4_6(tmp_path, 1, mode=mode)
     tower, recorder = load_packed(tmp_path), Recorder()
-    graphed = with_graphs(tower, 160, recorder)
+    graphed = with_graphs(tower, 64, recorder)
     recorder.replayed.clear()
     shown = pictures(tower.patches.token_px)
     for ours, theirs in zip(graphed.encode(shown), tower.encode(shown), strict=True):

@@ -90,14 +90,6 @@ def test_causal_evs_keeps_the_tokens_of_the_formula_in_each_slice(
         check_kept(places, scores[i], count, FLOAT32_ERROR)
 
 
-def test_the_choice_of_causal_evs_does_not_depend_on_what_follows() -> None:
-    grid, shorter = Grid(6, 3, 4), Grid(4, 3, 4)
-    embeds = torch.randn(grid.tokens, 16, generator=torch.Generator().manual_seed(3))
-    whole = keep_tokens(embeds, grid, Pruning(0.7, "evs_causal"))
-    part = keep_tokens(embeds[: shorter.tokens], shorter, Pruning(0.7, "evs_causal"))
-    assert whole[: part.numel()].tolist() == part.tolist()
-
-
 @pytest.mark.parametrize("method", [*FLOORS, "evs_causal"])
 @settings(max_examples=15)
 @given(grid=GRIDS, rate=RATES)

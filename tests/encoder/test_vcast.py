@@ -137,15 +137,6 @@ def test_one_slice_two_slices_and_a_still_picture_share_equally() -> None:
         assert slices[0].size == 10
 
 
-def test_a_turn_back_keeps_more_than_going_straight_on() -> None:
-    along = torch.tensor([0.0, 1, 2, 3, 2, 1])[:, None, None] * torch.eye(8)[0] + torch.eye(8)[1] * 9
-    embeds = along + 0.01 * torch.randn(6, 20, 8, generator=torch.Generator().manual_seed(2))
-    sizes = [places.size for places in keep_by_slice(embeds.reshape(-1, 8), Grid(6, 4, 5), 0.7)]
-    assert sizes.index(max(sizes)) == 3
-    assert min(sizes) in (sizes[2], sizes[4])
-    assert sizes[3] > sizes[0] > sizes[2]
-
-
 def test_values_that_are_not_finite_or_overflow_are_dropped_first() -> None:
     embeds = torch.randn(2 * 6, 8, generator=torch.Generator().manual_seed(4))
     embeds[1, 3], embeds[4, 0], embeds[8, 7] = torch.nan, torch.inf, -torch.inf

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
@@ -103,10 +104,18 @@ async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
 
 
 @pytest.fixture(scope="session")
-def plain_gateway(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway before the stack, without settings."""
-    with gateway(stack.address, tmp_path_factory.mktemp("gateway")) as started:
+def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
+    """A gateway before the stack, which takes uploads."""
+    (media_root / "uploads").mkdir()
+    uploads = ("--upload-root", str(media_root / "uploads"), "--upload-path", "uploads")
+    with gateway(stack.address, media_root, *uploads, "--upload-max-bytes", "1000000") as started:
         yield started
+
+
+@pytest.fixture
+def http(door: Gateway) -> Iterator[httpx.Client]:
+    with door.http() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -160,7 +169,9 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
     fetching = ("--fetch-ports", str(fetch_port), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
     preprocessing = two("preprocessing", "--decode-workers", "2", "--media-root", str(folder), *fetching)
     upstream: tuple[str, ...] = ("--preprocessing", addresses(preprocessing), "--threads", "1")
-    encoder = two("encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES))
+    encoder = two(
+        "encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES), "--compile", "off"
+    )
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-tokens", "16384")
     generation = one("generation", *upstream, *flags)

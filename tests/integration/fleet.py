@@ -24,6 +24,7 @@ from framesieve.common.security.credentials import NO_CREDENTIALS
 from framesieve.common.serving.probe import is_serving
 from tests.awake import awake
 from tests.integration.forks import Forked
+from tests.processes import children
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -53,24 +54,6 @@ def timed(handle):
 asyncio.events.Handle._run = timed
 runpy.run_module("framesieve.services.{{name}}", run_name="__main__", alter_sys=True)
 """
-
-
-def children(process: int) -> set[int]:
-    """The process ids of its child processes."""
-    found: set[int] = set()
-    for task in Path(f"/proc/{process}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # threads that serve metrics end at any time
-            found.update(map(int, (task / "children").read_text().split()))
-    return found
-
-
-def runs(process: int) -> bool:
-    """Whether it exists and is not a zombie."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended after the file was opened
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @dataclass

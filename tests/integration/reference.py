@@ -33,22 +33,33 @@ NEW_TOKENS = 8
 CLEAR_MARGIN = 2e-4
 
 
-async def plan_and_frames(
+async def plan_and_slices(
     preprocessing: str, prompt: prompt_pb2.Prompt
-) -> tuple[PromptPlan, defaultdict[int, bytearray]]:
-    """The plan of a prompt, and the frames of each item, whole."""
+) -> tuple[PromptPlan, dict[tuple[int, int], bytearray]]:
+    """The plan of a prompt, and the slices of its items by item and first frame."""
     requests = [
         PreprocessRequest(prompt=prompt),
         PreprocessRequest(select=prompt_pb2.Select(all=True)),
     ]
-    receiver, plan, frames = PlanReceiver(), None, defaultdict[int, bytearray](bytearray)
+    receiver, plan, slices = PlanReceiver(), None, defaultdict[tuple[int, int], bytearray](bytearray)
     async with open_channel(preprocessing) as channel:
         async for response in PreprocessingServiceStub(channel).Preprocess(iter(requests)):
             if response.HasField("plan"):
                 plan = receiver.add(response.plan) or plan
             else:
-                frames[response.frames.media_index] += response.frames.chunk.data
+                slices[response.frames.media_index, response.frames.first_frame] += response.frames.chunk.data
     assert plan is not None
+    return plan, slices
+
+
+async def plan_and_frames(
+    preprocessing: str, prompt: prompt_pb2.Prompt
+) -> tuple[PromptPlan, defaultdict[int, bytearray]]:
+    """The plan of a prompt, and the frames of each item, whole."""
+    plan, slices = await plan_and_slices(preprocessing, prompt)
+    frames = defaultdict[int, bytearray](bytearray)
+    for (index, _), data in sorted(slices.items()):
+        frames[index] += data
     return plan, frames
 
 

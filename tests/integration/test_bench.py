@@ -74,11 +74,9 @@ def sharegpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHAREGPT_LOAD = ["--request-rate", "20", "--requests", "6", "--warmup", "0", "--max-new-tokens", "4", "--ignore-eos"]
 
 
-def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(
-    stack: Stack, plain_gateway: Gateway, sharegpt: Path
-) -> None:
+def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(stack: Stack, door: Gateway, sharegpt: Path) -> None:
     asked = ["--workload", str(sharegpt), "--pruning-rate", "0", "--pruning-rate", "0.5", *SHAREGPT_LOAD, "--json"]
-    http = json.loads(run("bench", "--base-url", plain_gateway.url, *asked))["by_pruning"]
+    http = json.loads(run("bench", "--base-url", door.url, *asked))["by_pruning"]
     grpc = json.loads(run("bench", "--server", stack.address, *asked))["by_pruning"]
     for name in ("answered", "prompt_tokens_full", "prompt_tokens", "completion_tokens", "retained"):
         assert [each[name] for each in http] == [each[name] for each in grpc]
@@ -89,14 +87,12 @@ def test_a_sharegpt_file_costs_the_same_tokens_by_http_as_by_grpc(
     assert http[0]["prompt_tokens_full"] > http[1]["prompt_tokens"]
 
 
-def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(
-    plain_gateway: Gateway, sharegpt: Path
-) -> None:
+def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(door: Gateway, sharegpt: Path) -> None:
     (sharegpt.parent / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     workload = sharegpt.parent / "noise.jsonl"
     workload.write_text(json.dumps({"video": "noise.mp4", "question": "?"}))
     asked = ["bench", "--workload", str(workload), "--requests", "2", "--warmup", "1", "--json"]
-    done = CliRunner().invoke(app, [*asked, "--base-url", f"{plain_gateway.url}/v1"])
+    done = CliRunner().invoke(app, [*asked, "--base-url", f"{door.url}/v1"])
     (error,) = json.loads(done.stdout)["by_pruning"][0]["failures"]
     assert (error["status"], error["reason"], error["count"]) == ("HTTP 400", "MEDIA_REJECTED", 2)
     nobody = f"http://127.0.0.1:{free_port()}"

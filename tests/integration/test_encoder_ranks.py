@@ -16,8 +16,9 @@ from framesieve.common.contract.errors import Unavailable
 from framesieve.common.process import ExitStatus
 from tests import media
 from tests.awake import SOON_S, within
-from tests.integration.fleet import Fleet, Service, children, until
+from tests.integration.fleet import Fleet, Service, until
 from tests.integration.load import long_clip, short_clip
+from tests.processes import children
 
 ENDED = "the tower of the encoder has ended: rank 1 of 2 was ended by signal 9"
 

@@ -15,7 +15,7 @@ from tests import media
 from tests.integration.fleet import Fleet
 from tests.preprocessing.media_server import ok, serving
 
-ROUNDS = 3
+ROUNDS = 2
 FILE_BYTES = 48 * 2**20  # which takes 30 ms to hash
 
 

@@ -26,9 +26,10 @@ from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_a
 
 QUESTION = "What moves?"
 GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
-# The others differ from these in a tower or a text model, which tests of the encoder and of generation cover.
-DEEP = ("glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe")
-FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_5", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
+# The others differ from these in a tower or a text model, which tests of the encoder and of generation cover; MiniCPM-V
+# 4.7 has the text model of Qwen3.5.
+DEEP = ("glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,15 @@ async def client(served: Served) -> AsyncIterator[FramesieveClient]:
 # Of clips of one second, transformers and our formula place the text after a video at the same positions.
 BRIEF, BRIEF_WIDE = media.clip(8, fps=8, seed=3), media.clip(12, fps=12, width=160, height=96, seed=4)
 PICTURE, TALL = media.picture(112, 84), media.picture(64, 128, seed=1)
-BRIEF_MIXES: dict[str, tuple[Part, ...]] = {
-    "a video before an image": (Video(data=BRIEF, fps=8), Image(data=TALL)),
-    "an image before a video": (Image(data=PICTURE), Text("and"), Video(data=BRIEF_WIDE)),
-    "two videos": (Video(data=BRIEF), Video(data=BRIEF_WIDE, fps=6)),
-}
+MIXED = (Video(data=BRIEF, fps=8), Image(data=TALL), Text("and"), Video(data=BRIEF_WIDE, fps=6), Image(data=PICTURE))
 
 
-@pytest.mark.parametrize("mix", BRIEF_MIXES)
-async def test_at_rate_0_the_answer_is_that_of_transformers_generate(
-    served: Served, client: FramesieveClient, mix: str
-) -> None:
-    parts, reference = BRIEF_MIXES[mix], load_reference(served.family, served.folder)
-    family, preprocessing = FAMILIES[served.family], served.addresses["preprocessing"]
-    inputs = await model_inputs(preprocessing, parts, QUESTION, family, served.folder, reference.config)
-    check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+async def test_at_rate_0_the_answer_is_that_of_transformers_generate(served: Served, client: FramesieveClient) -> None:
+    family, reference = FAMILIES[served.family], load_reference(served.family, served.folder)
+    preprocessing, folder = served.addresses["preprocessing"], served.folder
+    for parts in (MIXED[:2], MIXED):
+        inputs = await model_inputs(preprocessing, parts, QUESTION, family, folder, reference.config)
+        check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
 
 
 IMAGES = (Image(data=PICTURE), Text("and"), Image(data=TALL), Image(data=media.picture(30, 31)))
@@ -108,14 +103,11 @@ TILED = [
         for name in ("internvl", "internvl_qwen3_moe", "llava_next_video", "video_llama_3")
     ),
 ]
-TILED_MIXES: dict[str, tuple[Part, ...]] = {
-    "a small image": (Image(data=media.picture(31, 30)),),
-    "a wide image": (Image(data=media.picture(300, 90)),),
-    "a large image, whose tokens are shrunk": (Image(data=media.picture(400, 380)),),
-    "two images": (Image(data=PICTURE), Text("and"), Image(data=TALL)),
-    "a video": (Video(data=BRIEF, fps=4),),
-    "an image and a video": (Image(data=TALL), Video(data=BRIEF_WIDE, fps=6)),
-}
+# An image alone is in tiles: here so many that their tokens are shrunk.
+TILED_MIXES: tuple[tuple[Part, ...], ...] = (
+    (Image(data=media.picture(400, 380)),),
+    (Image(data=PICTURE), Text("and"), Image(data=TALL), Video(data=BRIEF_WIDE, fps=6)),
+)
 
 
 @pytest.mark.parametrize("name", TILED)
@@ -126,7 +118,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
     with running(folder) as stack:
         addresses = stack.addresses
         async with FramesieveClient(addresses["generation"]) as client:
-            for parts in TILED_MIXES.values():
+            for parts in TILED_MIXES:
                 inputs = await model_inputs(
                     addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
                 )
@@ -146,7 +138,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
             methods = [each.name for each in model.pruning_methods if not each.before_tower]
             assert methods == ["evs", "evs_causal", "vidcom2", "vcast", "random", "none"]
             assert len(model.pruning_methods) == len(methods)
-            for method in ("evs", "evs_causal", "vidcom2", "vcast", "random"):
+            for method in ("evs", "evs_causal"):
                 pruning = Pruning(0.5, method)
                 pruned = await client.ask(replace(video, pruning=pruning), QUESTION, **GREEDY)
                 (item,) = pruned.usage.media
@@ -165,7 +157,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
 async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_transformers_do(
     stack: Stack, tiny_checkpoint: Path, adapted: dict[Path, Any]
 ) -> None:
-    parts, reference = BRIEF_MIXES["a video before an image"], load_reference("qwen2_5_vl", tiny_checkpoint)
+    parts, reference = MIXED[:2], load_reference("qwen2_5_vl", tiny_checkpoint)
     family, preprocessing = FAMILIES["qwen2_5_vl"], stack.addresses["preprocessing"]
     inputs = await model_inputs(preprocessing, parts, QUESTION, family, tiny_checkpoint, reference.config)
     models = {None: reference} | {folder.name: model for folder, model in adapted.items()}
@@ -186,10 +178,6 @@ EARLIER = (
     Message("assistant", (Text("A square."),)),
 )
 MIXES: dict[str, tuple[tuple[Message, ...], tuple[Part, ...]]] = {
-    "videos of different sizes and rates of sampling": (
-        (),
-        (Video(data=SHORT, fps=1), Video(data=WIDE, fps=4), Video(data=SHORT, fps=2, max_frames=6)),
-    ),
     "twenty images": ((), tuple(Image(data=media.picture(64, 96, seed=seed)) for seed in range(20))),
     "an image of one pixel": ((), (Image(data=media.picture(1, 1)),)),
     "media in earlier turns": (EARLIER, (Image(data=TALL), Video(data=SHORT))),
@@ -227,15 +215,14 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
     ]
 
 
-@pytest.mark.parametrize("method", ["evs", "evs_causal", "vidcom2", "vcast", "random"])
 async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
-    served: Served, client: FramesieveClient, method: str
+    served: Served, client: FramesieveClient
 ) -> None:
     pixels = (Video(data=WIDE), Image(data=PICTURE))
     clip, picture = await encode(served.addresses["encoder"], list(pixels))
     embeds = (Video(embeds=clip.as_embeds()), Image(embeds=picture.as_embeds()))
     one, other = [
-        await client.ask(list(parts), QUESTION, pruning_rate=0.5, pruning_method=method, **GREEDY)
+        await client.ask(list(parts), QUESTION, pruning_rate=0.5, pruning_method="vidcom2", **GREEDY)
         for parts in (pixels, embeds)
     ]
     assert one.token_ids == other.token_ids
@@ -245,7 +232,7 @@ async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
 
 # --- tokens chosen before the tower -------------------------------------------------------------------------------
 
-CHOICES = [(0.75, None), (0.5, 0.1), (0.0, 0.3), (0.5, None), (0.9, None)]
+CHOICES = [(0.75, None), (0.0, 0.3), (0.5, 0.1)]
 # 27 frames: the last slice has one.
 ODD = media.clip(27, fps=8, width=160, height=96, seed=5)
 
@@ -257,7 +244,7 @@ async def test_the_law_holds_where_tokens_are_chosen_before_the_tower(served: Se
     asked = [asking(video, QUESTION, *choice, NEW_TOKENS) for video, choices in videos for choice in choices]
     addresses = served.addresses
     expected = [await expect(addresses["preprocessing"], each, reference, family, served.folder) for each in asked]
-    assert len({len(each.kept) for each in expected}) > 5, "choices that are equal prove little"
+    assert len({len(each.kept) for each in expected}) > 3, "choices that are equal prove little"
     for again in (False, True):
         answers = await asyncio.gather(*(answered(addresses["generation"], each) for each in asked))
         for each, answer in zip(expected, answers, strict=True):

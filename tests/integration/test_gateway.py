@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ import pytest
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.client.prompt import Options
 from tests import media
-from tests.fuzz.http import fuzz
 from tests.integration.conftest import OTHER_NAME, SERVED_NAME
 from tests.integration.fleet import Stack, exported, metric_in, until
 from tests.integration.gateway import Gateway, data_url, gateway, image, question, video
@@ -40,35 +38,14 @@ RUNNING = "framesieve_requests_running"
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
 
-@pytest.fixture(scope="module")
-def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
-    (media_root / "uploads").mkdir()
-    uploads = ("--upload-root", str(media_root / "uploads"), "--upload-path", "uploads")
-    with gateway(stack.address, media_root, *uploads, "--upload-max-bytes", "1000000") as started:
-        yield started
-
-
-@pytest.fixture
-def http(door: Gateway) -> Iterator[httpx.Client]:
-    with door.http() as client:
-        yield client
-
-
 def user(*parts: Any) -> Message:
     return Message("user", parts)
 
 
 FPS_1 = {"mm_processor_kwargs": {"fps": 1.0, "min_frames": 2}}
 SAME = {
-    "text": (["Why?"], [user(Text("Why?"))]),
     "video_url": ([video(CLIP_URL), "What?"], [user(Video(data=CLIP), Text("What?"))]),
-    "a video in an image_url": ([image(CLIP_URL), "What?"], [user(Video(data=CLIP), Text("What?"))]),
     "input_video": ([{"type": "input_video", "input_video": CLIP_URL}, "?"], [user(Video(data=CLIP), Text("?"))]),
-    "file": (
-        [{"type": "file", "file": {"file_data": CLIP_URL, "filename": "clip.mp4"}}, "?"],
-        [user(Video(data=CLIP), Text("?"))],
-    ),
-    "an image in a video_url": ([video(PICTURE_URL), "What?"], [user(Image(data=PICTURE), Text("What?"))]),
     "several": (
         [video(CLIP_URL), "and", image(PICTURE_URL), video(OTHER_URL), "?"],
         [user(Video(data=CLIP), Text("and"), Image(data=PICTURE), Video(data=OTHER), Text("?"))],
@@ -254,18 +231,18 @@ async def test_a_model_is_a_name_of_the_checkpoint_or_an_adapter(stack: Stack, h
     assert http.get("/v1/models/huge").status_code == 404
 
 
-def moving(kind: str) -> bytes:
-    """An animation of three pictures."""
+def moving_gif() -> bytes:
+    """Three pictures."""
     first, *others = (PIL.Image.open(io.BytesIO(media.picture(56, 56, seed))).convert("RGB") for seed in range(3))
     file = io.BytesIO()
-    first.save(file, kind, save_all=True, append_images=others, duration=500)
+    first.save(file, "GIF", save_all=True, append_images=others, duration=500)
     return file.getvalue()
 
 
-def in_container(container: str) -> bytes:
+def flash() -> bytes:
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
-        stream = output.add_stream("mpeg4" if container != "flv" else "flv1", rate=4)
+    with av.open(file, "w", format="flv") as output:
+        stream = output.add_stream("flv1", rate=4)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         for number in range(4):
             pixels = np.full((64, 64, 3), 40 * number, np.uint8)
@@ -275,11 +252,9 @@ def in_container(container: str) -> bytes:
 
 
 SAME_MEDIA = {
-    "moving.gif": (moving("GIF"), "image", "video"),
-    "moving.avif": (moving("AVIF"), "image", "video"),
+    "moving.gif": (moving_gif(), "image", "video"),
     "still.gif": (media.picture(56, 56), "image", "image"),
-    "clip.mts": (in_container("mpegts"), "video", "video"),
-    "clip.flv": (in_container("flv"), "video", "video"),
+    "clip.flv": (flash(), "video", "video"),
 }
 
 
@@ -342,6 +317,10 @@ def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client)
     inline = question(video(CLIP_URL), "What?")
     first, second = (http.post("/v1/chat/completions", json=body).json() for body in (by_id, inline))
     assert first["choices"] == second["choices"]
+    content = [{"type": "input_file", "file_id": kept["id"]}, {"type": "input_text", "text": "What?"}]
+    body = {"input": [{"role": "user", "content": content}], "temperature": 0, "max_output_tokens": 8}
+    answer = http.post("/v1/responses", json=body).json()
+    assert answer["output"][0]["content"][0]["text"] == first["choices"][0]["message"]["content"]
     stranger = http.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
     assert stranger.status_code == 404
     assert http.post("/v1/files", files={"file": ("big.mp4", bytes(2_000_000))}).status_code == 413
@@ -350,19 +329,17 @@ def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client)
     assert http.get("/v1/files").json()["data"] == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_cancels_its_question_within_a_second(
-    stack: Stack, door: Gateway, stream: bool
-) -> None:
+async def test_a_client_that_leaves_cancels_its_question_within_a_second(stack: Stack, door: Gateway) -> None:
     port = stack.metrics_ports["generation"]
     running = partial(lambda: metric_in(exported(port), RUNNING, method="Generate"))
-    body = question("Why?", max_tokens=1000, ignore_eos=True, stream=stream)
-    async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
-        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await until(lambda: running() == 1)
-        asking.cancel()
-        await asyncio.wait([asking])
-    await until(lambda: running() == 0, within_s=1)
+    for stream in (False, True):
+        body = question("Why?", max_tokens=1000, ignore_eos=True, stream=stream)
+        async with httpx.AsyncClient(base_url=door.url, timeout=60) as client:
+            asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await until(lambda: running() == 1)
+            asking.cancel()
+            await asyncio.wait([asking])
+        await until(lambda: running() == 0, within_s=1)
 
 
 def test_kept_tokens_are_refused_without_an_encoder(http: httpx.Client) -> None:
@@ -401,12 +378,6 @@ async def test_slow_bodies_and_unread_streams_hold_nobody_up(door: Gateway) -> N
     await until(lambda: running() == 0)
 
 
-async def test_every_fuzzed_request_has_a_clear_status(door: Gateway) -> None:
-    report = await fuzz(door.url, 0, range(150))
-    assert report.faults == []
-    assert report.ends.total() == 150
-
-
 def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
     http.post("/v1/chat/completions", json=question("Why?", n=17))
     assert http.get("/health").json() == {"status": "serving"}
@@ -439,18 +410,3 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack:
             assert "Retry-After" in refused.headers
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert leaving.process.wait(20) == 0
-
-
-def test_callers_need_a_token_where_one_is_asked_for(stack: Stack, tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("alice 0123456789abcdef\n")
-    flags = ("--auth-tokens-file", str(tmp_path / "tokens"), "--max-requests-per-client", "1")
-    with gateway(stack.address, tmp_path, *flags) as guarded, guarded.http() as client:
-        assert client.get("/health").status_code == 200
-        refused = client.get("/v1/models")
-        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        alice = {"authorization": "Bearer 0123456789abcdef"}
-        assert client.get("/v1/models", headers=alice).status_code == 200
-        body = question("Why?", max_tokens=400, ignore_eos=True, stream=True)
-        with client.stream("POST", "/v1/chat/completions", json=body, headers=alice), guarded.http() as second:
-            busy = second.get("/v1/models", headers=alice)
-            assert (busy.status_code, int(busy.headers["Retry-After"])) == (429, 1)

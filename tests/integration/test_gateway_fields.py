@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,37 +12,21 @@ from framesieve.common.contract.errors import PromptTooLong
 from framesieve.services.gateway.chat.names import FieldNames
 from framesieve.services.gateway.http.errors import in_words
 from tests import media
-from tests.integration.conftest import SERVED_NAME
-from tests.integration.fleet import Stack
-from tests.integration.gateway import Gateway, data_url, gateway, question, video
+from tests.integration.gateway import data_url, question, video
 
 CLIP_URL = data_url("video/mp4", media.clip(8, fps=4))
 PICTURE_URL = data_url("image/png", media.picture(64, 48))
 FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 UNUSED: list[dict[str, Any]] = [
-    {"reasoning_effort": "low", "verbosity": "low", "prompt_cache_key": "a"},
-    {"skip_special_tokens": True, "add_generation_prompt": True, "echo": False, "priority": 0, "length_penalty": 1.0},
-    {"seed": -1, "chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True}},
-    {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+    {"reasoning_effort": "low", "verbosity": "low", "prompt_cache_key": "a", "seed": -1, "priority": 0}
+    | {"skip_special_tokens": True, "add_generation_prompt": True, "echo": False, "length_penalty": 1.0}
+    | {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "pruning": {"rate": 0.0, "method": None}}
+    | {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True}}
+    | {"mm_processor_kwargs": {"do_sample_frames": True, "num_frames": -1}},
     {"stream_options": None, "structured_outputs": None, "tool_choice": None, "pruning": None},
-    {"pruning": {"rate": 0.0, "method": None, "seed": None}},
     {"pruning": {"rate": None, "method": None, "seed": None}},
     {"pruning": {"method": "vcast"}},
-    {"mm_processor_kwargs": {"do_sample_frames": True, "num_frames": -1}},
 ]
-
-
-@pytest.fixture(scope="module")
-def door(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    folder = tmp_path_factory.mktemp("fields")
-    with gateway(stack.address, folder, "--upload-root", str(folder)) as served:
-        yield served
-
-
-@pytest.fixture
-def http(door: Gateway) -> Iterator[httpx.Client]:
-    with door.http() as client:
-        yield client
 
 
 def answered(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
@@ -74,23 +57,21 @@ def test_a_remedy_names_fields_of_the_body() -> None:
         raise PromptTooLong("too long", remedy=remedy)
 
 
-@pytest.mark.parametrize("fields", UNUSED, ids=lambda value: next(iter(value)))
-def test_fields_that_change_nothing_are_taken(http: httpx.Client, fields: dict[str, Any]) -> None:
+def test_fields_that_change_nothing_are_taken(http: httpx.Client) -> None:
     asked = question("Why?", {"type": "video_url", "video_url": {"url": CLIP_URL}})
     plain = answered(http, asked)
-    assert answered(http, asked | fields)["choices"] == plain["choices"]
+    for fields in UNUSED:
+        assert answered(http, asked | fields)["choices"] == plain["choices"]
 
 
-@pytest.mark.parametrize("detail", ["low", "high", "auto"])
-def test_parts_and_messages_may_carry_what_clients_add(http: httpx.Client, detail: str) -> None:
-    part = {"type": "image_url", "image_url": {"url": PICTURE_URL, "detail": detail}}
-    asked = question(part, "What?")
-    plain = answered(http, asked)
-    part |= {"uuid": "a", "cache_control": {"type": "ephemeral"}}
-    text = {"type": "text", "text": "What?", "uuid": "b", "cache_control": {"type": "ephemeral"}}
-    asked = question(part, text)
-    asked["messages"][0]["name"] = "somebody"
-    assert answered(http, asked)["choices"] == plain["choices"]
+def test_parts_and_messages_may_carry_what_clients_add(http: httpx.Client) -> None:
+    plain = answered(http, question({"type": "image_url", "image_url": {"url": PICTURE_URL}}, "What?"))
+    for detail in ("low", "high", "auto"):
+        added = {"uuid": "a", "cache_control": {"type": "ephemeral"}}
+        part = {"type": "image_url", "image_url": {"url": PICTURE_URL, "detail": detail}, **added}
+        asked = question(part, {"type": "text", "text": "What?", **added})
+        asked["messages"][0]["name"] = "somebody"
+        assert answered(http, asked)["choices"] == plain["choices"]
 
 
 def test_a_list_of_one_rate_is_that_rate(http: httpx.Client) -> None:
@@ -156,10 +137,6 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     assert param(part, tools=[tool], tool_choice="required") == "tools"  # the template shows none
 
 
-def test_the_served_name_is_in_every_answer(http: httpx.Client) -> None:
-    assert answered(http, question("Why?"))["model"] == SERVED_NAME
-
-
 UNHELD = {"type": "object", "properties": {"seen": {"type": "array", "uniqueItems": True}}}
 
 
@@ -168,57 +145,50 @@ def user_says(*parts: Any) -> list[dict[str, Any]]:
 
 
 REFUSED = [
-    ({"temperature": 101}, 400, "temperature", "must be"),
-    ({"temperature": "hot"}, 400, "temperature", "valid number"),
-    ({"n": 17}, 400, "n", "must be"),
-    ({"max_tokens": 0}, 400, "max_tokens", "must be"),
-    ({"max_tokens": None, "max_completion_tokens": 0}, 400, "max_completion_tokens", "must be"),
-    ({"min_tokens": 9}, 400, "min_tokens", "must be"),
-    ({"best_of": 2}, 400, "best_of", "is not a field that this service knows"),
-    ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "must be set"),
-    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "'function'"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "without tools"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice.function.name", "one of the"),
-    ({"chat_template_kwargs": {"thinking_budget": 9}}, 400, "chat_template_kwargs.thinking_budget", "not a variable"),
-    ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs.regex", "is not a field"),
-    ({"logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
-    ({"skip_special_tokens": False}, 400, "skip_special_tokens", "True"),
-    ({"length_penalty": 0.5}, 400, "length_penalty", "greater than or equal to 1"),
-    ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
+    ({"temperature": 101}, "temperature", "must be"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"max_tokens": 0}, "max_tokens", "must be"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "must be"),
+    ({"best_of": 2}, "best_of", "is not a field that this service knows"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "must be set"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    ({"tool_choice": "required"}, "tool_choice", "without tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name", "one of the"),
+    ({"chat_template_kwargs": {"thinking_budget": 9}}, "chat_template_kwargs.thinking_budget", "not a variable"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "is not a field"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "True"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNHELD}}},
-        400,
         "response_format.json_schema.schema",
         "/properties/seen",
     ),
-    ({"pruning": {"rate": 1.0}}, 400, "pruning.rate", "must be"),
-    ({"pruning": {"rate": 0.5, "method": "best"}}, 400, "pruning.method", "must be"),
-    ({"pruning": {"threshold": 0.5, "method": "evs"}}, 400, "pruning.threshold", "is for pixel_change"),
-    ({"messages": []}, 400, "messages", "at least 1 item"),
-    ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system'"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id", "must be set"),
-    ({"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content", "must be set"),
+    ({"pruning": {"rate": 0.5, "method": "best"}}, "pruning.method", "must be"),
+    ({"pruning": {"threshold": 0.5, "method": "evs"}}, "pruning.threshold", "is for pixel_change"),
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "'system'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "must be set"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be set"),
     (
         {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-        400,
         "messages[0].content[0].type",
         "text",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        400,
         "messages[0].content[0].text",
         "must be set",
     ),
-    ({"mm_processor_kwargs": {"do_resize": True}}, 400, "mm_processor_kwargs.do_resize", "is not a field"),
+    ({"mm_processor_kwargs": {"do_resize": True}}, "mm_processor_kwargs.do_resize", "is not a field"),
 ]
 
 
-@pytest.mark.parametrize(("change", "status", "field", "why"), REFUSED, ids=lambda value: str(value)[:40])
-def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, field: str, why: str) -> None:
+@pytest.mark.parametrize(("change", "field", "why"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_wrong_field_is_named(http: httpx.Client, change: Any, field: str, why: str) -> None:
     answer = http.post("/v1/chat/completions", json=question("Why?") | change)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, field), error
+    assert (answer.status_code, error["param"]) == (400, field), error
     assert why in error["message"]
     assert error["message"].startswith(field)
 
@@ -251,10 +221,9 @@ def test_a_wrong_field_is_named(http: httpx.Client, change: Any, status: int, fi
     ],
     ids=lambda value: str(value)[:40],
 )
-@pytest.mark.parametrize("stream", [False, True])
 def test_wrong_media_are_named_before_a_stream_begins(
-    http: httpx.Client, part: dict[str, Any], status: int, why: str, stream: bool
+    http: httpx.Client, part: dict[str, Any], status: int, why: str
 ) -> None:
-    answer = http.post("/v1/chat/completions", json=question("What is", part, stream=stream))
+    answer = http.post("/v1/chat/completions", json=question("What is", part, stream=True))
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"].startswith(why)

@@ -18,8 +18,9 @@ from framesieve.common.contract.errors import Unavailable
 from framesieve.common.process import ExitStatus
 from tests import media
 from tests.integration.conftest import upstream_of
-from tests.integration.fleet import Service, Stack, runs, until
+from tests.integration.fleet import Service, Stack, until
 from tests.integration.load import endless
+from tests.processes import runs
 
 # Runs generation with a timeout of 6 s for each step of its ranks.
 IMPATIENT = """

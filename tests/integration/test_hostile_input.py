@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from demo.checkpoint import TINY
 from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Embeds, Image, Video
+from framesieve.client.prompt import Image, Video
 from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from tests import media
-from tests.generation.generation_peers import prompt_plan
 
 ROOT = Path(__file__).parents[2]
 INSIDE = re.compile(
@@ -101,29 +96,3 @@ async def test_two_billion_frames_in_a_header_cost_nothing(client: FramesieveCli
         except (errors.MediaRejected, errors.MediaDamaged):
             continue
         assert answer.usage.media[0].grid.t <= 4, name
-
-
-GRID = Grid(2, 3, 2)
-
-
-@pytest.mark.parametrize(
-    ("grid", "width", "refusal"),
-    [
-        (GRID, TINY.hidden, f"data must have {GRID.tokens * TINY.hidden * 4} bytes, got 28"),
-        (Grid(2**7, 2**8, 2**7), TINY.hidden, f"data must have {2**22 * TINY.hidden * 4} bytes, got 28"),
-        (GRID, 2**62, rf"shape must be \[1, {GRID.tokens}, {TINY.hidden}\], .* got \[1, {GRID.tokens}, {2**62}\]"),
-    ],
-)
-async def test_embeddings_that_promise_more_than_they_bring_are_refused_before_they_are_allocated(
-    client: FramesieveClient, grid: Grid, width: int, refusal: str
-) -> None:
-    embeds = Embeds(bytes(28), grid, dtype="float32", shape=(1, grid.tokens, width), seconds_per_slice=1)
-    with pytest.raises(errors.InvalidRequest, match=rf"tensor\.{refusal}$"):
-        await client.ask(Video(embeds=embeds), "What moves?", timeout_s=60)
-
-
-def test_bytes_in_another_shape_are_not_taken_for_each_other_in_the_cache_of_generation() -> None:
-    """30 × 100 and 100 × 30 tokens with the same hash, which a lying peer could send."""
-    plan = prompt_plan(bytes(32), (Modality.IMAGE, Grid(1, 30, 100)), (Modality.IMAGE, Grid(1, 100, 30)))
-    assert plan.media[0].content_hash == plan.media[1].content_hash
-    assert len({encoded_media_key(item, Pruning(), item.grid.tokens, bytes(32)) for item in plan.media}) == 2

@@ -15,9 +15,10 @@ import pytest
 from framesieve.client.client import FramesieveClient
 from framesieve.common.contract.errors import FramesieveError, Unavailable
 from tests.awake import SOON_S, within
-from tests.integration.fleet import Fleet, Service, at_rest, children, runs, until
+from tests.integration.fleet import Fleet, Service, at_rest, until
 from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
 from tests.integration.pruning import held_in_pruning
+from tests.processes import children, runs
 
 FRAMES = ("fetching", "reading", "decoding and encoding", "waiting for room")
 MEDIA = (*FRAMES, "in transfer")

@@ -99,6 +99,9 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
         assert line["sent_bytes"] > 0
     assert logged["preprocessing"]["frames"] == 8
     assert (logged["encoder"]["media_tokens_full"], logged["encoder"]["media_tokens"]) == (64, 32)
+    # Frames of 112 × 112 pixels, and 64 values of float32 for each kept token, in shared memory.
+    assert logged["preprocessing"]["handed_over_bytes"] == 8 * 112 * 112 * 3
+    assert logged["encoder"]["handed_over_bytes"] == 32 * 64 * 4
     for name in ("prompt_tokens_full", "prompt_tokens", "completion_tokens"):
         assert logged["generation"][name] == getattr(usage, name)
     assert logged["generation"]["first_token_ms"] == int(timings.time_to_first_token_s * 1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,12 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
-from framesieve.common.channels import open_channel
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid, PromptPlan
-from framesieve.common.contract.wire import PlanReceiver
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from tests import media, minicpm
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack, running
-from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS
+from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS, plan_and_slices
 
 QUESTION = "What moves?"
 PICTURE, WIDE, TALL = media.picture(50, 40), media.picture(200, 70), media.picture(64, 190, seed=1)
@@ -110,23 +104,12 @@ async def check_cached_groups(stack: Stack) -> None:
 
 async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[PromptPlan, list[list[Tensor]]]:
     """The plan, and the pictures of each item, uint8 (H, W, 3)."""
-    requests = [
-        PreprocessRequest(prompt=generate_request([user_turn(list(parts), QUESTION)], {}).prompt),
-        PreprocessRequest(select=prompt_pb2.Select(all=True)),
-    ]
-    receiver, plan, frames = PlanReceiver(), None, defaultdict[tuple[int, int], bytearray](bytearray)
-    async with open_channel(preprocessing) as channel:
-        async for response in PreprocessingServiceStub(channel).Preprocess(iter(requests)):
-            if response.HasField("plan"):
-                plan = receiver.add(response.plan) or plan
-            else:
-                frames[response.frames.media_index, response.frames.first_frame] += response.frames.chunk.data
-    assert plan is not None
+    prompt = generate_request([user_turn(list(parts), QUESTION)], {}).prompt
+    plan, slices = await plan_and_slices(preprocessing, prompt)
     pictures: list[list[Tensor]] = [[] for _ in plan.media]
-    for index, first in sorted(frames):
-        shape = plan.media[index].frames.frame_px(first)
-        data = torch.from_numpy(np.frombuffer(frames[index, first], np.uint8).copy())
-        pictures[index] += data.view(-1, *shape, 3).unbind()
+    for (index, first), data in sorted(slices.items()):
+        pixels = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        pictures[index] += pixels.view(-1, *plan.media[index].frames.frame_px(first), 3).unbind()
     return plan, pictures
 
 

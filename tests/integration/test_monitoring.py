@@ -36,13 +36,13 @@ def replica(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def watching(
-    prometheus: str, stack: Stack, plain_gateway: Gateway, replica: Service, tmp_path_factory: pytest.TempPathFactory
+    prometheus: str, stack: Stack, door: Gateway, replica: Service, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
     """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
     ports["preprocessing"].append(replica.metrics_port)
     folder = tmp_path_factory.mktemp("prometheus")
-    with scraping(prometheus, folder, {**ports, "gateway": [plain_gateway.port]}) as scraped:
+    with scraping(prometheus, folder, {**ports, "gateway": [door.port]}) as scraped:
         assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 2)
         asyncio.run(ask_everything(stack.address))
         yield scraped

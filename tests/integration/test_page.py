@@ -81,7 +81,7 @@ def drop(page: Page, name: str, mime_type: str, data: bytes) -> None:
 
 def ask(page: Page, question: str) -> None:
     page.get_by_label("Question").fill(question)
-    page.get_by_label("Longest answer").fill("64")
+    page.get_by_label("Longest answer").fill("16")
     page.get_by_role("button", name="Ask").click()
 
 

@@ -39,21 +39,6 @@ WEATHER = {
 }
 
 
-@pytest.fixture(scope="module")
-def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
-    (media_root / "files").mkdir()
-    with gateway(
-        stack.address, media_root, "--upload-root", f"{media_root}/files", "--upload-path", "files"
-    ) as started:
-        yield started
-
-
-@pytest.fixture
-def http(door: Gateway) -> Iterator[httpx.Client]:
-    with door.http() as client:
-        yield client
-
-
 def user(*parts: Any) -> Message:
     return Message("user", parts)
 
@@ -150,15 +135,6 @@ async def test_every_item_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     assert [each["kept_tokens"] for each in usage["framesieve"]["media"]] == [each.num_kept for each in counted.media]
 
 
-def test_an_uploaded_file_is_asked_about(http: httpx.Client) -> None:
-    kept = http.post("/v1/files", files={"file": ("clip.mp4", CLIP)}).raise_for_status().json()
-    asked = ({"file_id": kept["id"]}, {"file_data": CLIP_URL})
-    bodies = [ASKED | {"input": [{"role": "user", "content": [part("file", **file), WHY]}]} for file in asked]
-    by_id, inline = (http.post("/v1/responses", json=body).raise_for_status().json() for body in bodies)
-    assert by_id["output"][0]["content"] == inline["output"][0]["content"]
-    assert by_id["usage"]["framesieve"]["media"] == inline["usage"]["framesieve"]["media"]
-
-
 def events_in(text: str) -> list[dict[str, Any]]:
     """The events of a stream, each of which is of OpenAI's type for its name and has its number."""
     events = []
@@ -204,14 +180,8 @@ class Scene(BaseModel):
     moves: bool
 
 
-async def test_openai_clients_create_stream_and_parse(door: Gateway) -> None:
+async def test_openai_clients_parse(door: Gateway) -> None:
     async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
-        whole = await client.responses.create(model=SERVED_NAME, input="Why?", temperature=0, max_output_tokens=8)
-        async with client.responses.stream(
-            model=SERVED_NAME, input="Why?", temperature=0, max_output_tokens=8
-        ) as stream:
-            texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
-        assert "".join(texts) == whole.output_text
         scene = await client.responses.parse(
             model=SERVED_NAME, input="Which?", text_format=Scene, temperature=0, max_output_tokens=200
         )
@@ -237,13 +207,10 @@ REFUSED = [
     ({"store": True}, 400, "store", "not kept"),
     ({"background": True}, 400, "background", "not kept"),
     ({"include": ["file_search_call.results"]}, 400, "include[0]", "file_search_call.results"),
-    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "'web_search'"),
     ({"tool_choice": {"type": "function", "name": "weather"}}, 400, "tool_choice", "'weather'"),
     ({"truncation": "auto"}, 400, "truncation", "'auto'"),
     ({"max_output_tokens": 0}, 400, "max_output_tokens", "must be"),
-    ({"temperature": 101}, 400, "temperature", "must be"),
     ({"n": 2}, 400, "n", "is not a field"),
-    ({"chat_template_kwargs": {"thinking_budget": 9}}, 400, "chat_template_kwargs.thinking_budget", "not a variable"),
     (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": UNHELD}}},
         400,
@@ -251,29 +218,19 @@ REFUSED = [
         "/properties/seen",
     ),
     ({"text": {"format": {"type": "json_schema", "schema": UNHELD}}}, 400, "text.format.name", "must be set"),
-    ({"input": []}, 400, "input", "at least 1 item"),
     (with_item(type="item_reference", id="msg_1"), 400, "input[1].type", "item_reference"),
     (with_item(type="web_search_call"), 400, "input[1].type", "function_call_output"),
     (with_item(role="user", content=[{"type": "input_audio"}]), 400, "input[1].content[0].type", "input_file"),
     (with_item(role="user", content=[WHY | {"x": 1}]), 400, "input[1].content[0].x", "is not a field"),
     (with_part(type="input_file"), 400, "input[0].content[1]", "exactly one of"),
     (with_part(type="input_file", file_data=""), 400, "input[0].content[1].file_data", "is empty"),
-    (with_part(type="input_image", file_id=""), 404, "file_id", "names no file"),
-    (with_part(type="input_image", image_url="ftp://a/b"), 400, "input[0].content[1].image_url", "https://"),
     (
         with_part(type="input_file", file_data=CLIP_URL, mm_processor_kwargs={"fps": 0.0}),
         400,
         "input[0].content[1].mm_processor_kwargs.fps",
         "must be",
     ),
-    (
-        with_part(type="input_file", file_data=CLIP_URL) | {"mm_processor_kwargs": {"video_start": -1.0}},
-        400,
-        "mm_processor_kwargs.video_start",
-        "must be",
-    ),
     (with_part(type="input_image", image_url="http://127.0.0.1/a.png"), 403, "input[0].content[1].image_url", "127.0"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "without tools"),
     (with_part(type="input_image", file_id="file-1"), 404, "file_id", "names no file"),
 ]
 
@@ -421,7 +378,6 @@ def test_openai_clients_send_the_results_of_calls(calling: Gateway, played: Play
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "Rain."}
 SENT_UNASKED: dict[str, dict[str, Any]] = {
-    "openai-agents 0.24": {"include": [], "input": [{"role": "user", "content": "Hi"}], "tools": []},
     "openai-agents 0.24, after a call": {
         "include": [],
         "input": [{"role": "user", "content": "Hi"}, CALL | {"id": "fc_1", "status": "completed"}, RESULT],
@@ -458,7 +414,6 @@ SENT_UNASKED: dict[str, dict[str, Any]] = {
         "tools": [],
         "truncation": "disabled",
     },
-    "LangChain 1.7": {"input": [{"type": "message", "role": "user", "content": "Hi"}], "stream": False},
     "pydantic-ai 2.68": {
         "instructions": "Be brief.",
         "input": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, CALL, RESULT],
@@ -509,17 +464,14 @@ def test_calls_of_real_services_are_made_and_their_results_answered(scripted: St
     body = {"input": [asked], "tools": [WEATHER | {"parameters": CITIES}], "max_output_tokens": 400}
     must = body | {"tool_choice": "required", "parallel_tool_calls": False}
     with gateway(scripted.address, tmp_path) as door, door.http() as http:
-        whole = http.post("/v1/responses", json=must).raise_for_status().json()
-        events = events_in(http.post("/v1/responses", json=must | {"stream": True}).raise_for_status().text)
-        for response in (whole, events[-1]["response"]):
-            (call,) = response["output"]
-            assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
-            assert json.loads(call["arguments"])["city"] in ("Kyoto", "Rome")
-        assert any(event["type"] == "response.function_call_arguments.delta" for event in events)
+        response = http.post("/v1/responses", json=must).raise_for_status().json()
+        (call,) = response["output"]
+        assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+        assert json.loads(call["arguments"])["city"] in ("Kyoto", "Rome")
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
         after = body | {"input": [asked, call, result], "max_output_tokens": 8}
         answer = http.post("/v1/responses", json=after).raise_for_status().json()
-        assert answer["usage"]["input_tokens"] > events[-1]["response"]["usage"]["input_tokens"]
+        assert answer["usage"]["input_tokens"] > response["usage"]["input_tokens"]
         broken = http.post("/v1/responses", json=body | {"input": [asked, call | {"arguments": "x"}, result]})
         assert (broken.status_code, broken.json()["error"]["param"]) == (400, "input[1].arguments"), broken.text
         free = http.post("/v1/responses", json=body | {"tools": [WEATHER, CLOCK]}).raise_for_status().json()

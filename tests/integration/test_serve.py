@@ -20,7 +20,8 @@ from demo.example import CLIP, QUESTIONS
 from framesieve.cli.launcher import listens
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.process import free_port
-from tests.integration.fleet import ROOT, children, runs, until
+from tests.integration.fleet import ROOT, until
+from tests.processes import children, runs
 
 REPOSITORY = "acme/Tiny-VL-2.5"
 QUESTION = QUESTIONS[0]

@@ -30,8 +30,9 @@ from framesieve.common.process import ExitStatus
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, SHORT_DRAIN_S
-from tests.integration.fleet import Fleet, Service, at_rest, children, runs, stopped_workers, until
+from tests.integration.fleet import Fleet, Service, at_rest, stopped_workers, until
 from tests.integration.load import asked_about, one_in_each_stage, short_clip
+from tests.processes import children, runs
 
 # Stages that a request cannot finish while generation drains.
 ENDLESS = ("in transfer", "fetching", "generating")
@@ -139,7 +140,8 @@ async def test_a_service_whose_workers_cannot_start_is_unhealthy_until_they_can(
 # --- the fleet ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [pytest.param("encoder", marks=pytest.mark.deep), "preprocessing"])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["encoder", "preprocessing"])
 async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_drains(fleet: Fleet, name: str) -> None:
     """Both replicas get SIGTERM, one after the other, while requests wait; the second has a short grace period."""
     first, second = getattr(fleet, name)

@@ -14,31 +14,13 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Options, Video, user_turn
 from tests import media
+from tests.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, NO_WINDOW, PREFACE, SETTINGS, frame, headers
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack, until
 
 CALLERS = 8
 STREAMS = range(1, 2 * CALLERS, 2)
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS = 0, 1, 4
-END_STREAM, ACK, END_HEADERS = 1, 1, 4
-INITIAL_WINDOW_SIZE = 4
-
-
-def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream_id.to_bytes(4, "big") + payload
-
-
-def headers() -> bytes:
-    """The headers of a call of Generate: indices of HPACK's static table and plain literals."""
-
-    def plain(text: str) -> bytes:
-        return bytes([len(text)]) + text.encode()
-
-    post, http, path, authority = b"\x83", b"\x86", b"\x04", b"\x01"
-    block = post + http + path + plain("/framesieve.v1.GenerationService/Generate") + authority + plain("localhost")
-    own = {"content-type": "application/grpc", "te": "trailers"}
-    return block + b"".join(b"\0" + plain(name) + plain(value) for name, value in own.items())
+GENERATE = "/framesieve.v1.GenerationService/Generate"
 
 
 def question() -> bytes:
@@ -56,7 +38,7 @@ async def calling(stack: Stack, settings: bytes = b"") -> AsyncIterator[asyncio.
     try:
         writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(SETTINGS, ACK, 0))
         for caller in STREAMS:
-            writer.write(frame(HEADERS, END_HEADERS, caller, headers()))
+            writer.write(frame(HEADERS, END_HEADERS, caller, headers(GENERATE)))
         await until(lambda: running(stack) == CALLERS)
         yield writer
     finally:
@@ -101,8 +83,7 @@ async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind
     stack: Stack, client: FramesieveClient
 ) -> None:
     """Their flow-control window is 0 bytes."""
-    nothing = INITIAL_WINDOW_SIZE.to_bytes(2, "big") + bytes(4)
-    async with calling(stack, nothing) as writer:
+    async with calling(stack, NO_WINDOW) as writer:
         for caller in STREAMS:
             writer.write(frame(DATA, END_STREAM, caller, question()))
         await another_is_answered(stack, client)

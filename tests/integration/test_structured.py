@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from framesieve import FramesieveClient, Video
-from framesieve.client.answer import FinishReason
+from framesieve.client.answer import Answer, FinishReason
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from tests import media
@@ -37,12 +37,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "required": ["seen", "where"],
         "additionalProperties": False,
     },
-    "list": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2, "maxItems": 4},
     "long list": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 30, "maxItems": 40},
     "pattern": {"type": "string", "pattern": "^[a-c]{2,4}-[0-9]{3}$"},
     "choice": {"anyOf": [{"const": "yes"}, {"type": "number", "minimum": 0, "maximum": 1}]},
 }
-ASKED = [*SCHEMAS.items(), *((f"long list, {place}", SCHEMAS["long list"]) for place in ("left", "right", "above"))]
+ASKED = [*SCHEMAS.items(), *((f"long list, {place}", SCHEMAS["long list"]) for place in ("left", "right"))]
 SAMPLED = Options(temperature=1.0, seed=3, max_new_tokens=100)
 
 
@@ -54,11 +53,10 @@ def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Se
         yield service
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", SCHEMAS)
-async def test_every_completion_satisfies_its_schema(client: FramesieveClient, name: str, temperature: float) -> None:
+async def test_every_completion_satisfies_its_schema(client: FramesieveClient, name: str) -> None:
     schema = SCHEMAS[name]
-    options = Options(json_schema=schema, n=3, seed=1, temperature=temperature, max_new_tokens=400)
+    options = Options(json_schema=schema, n=2, seed=1, temperature=1.0, max_new_tokens=400)
     answer = await client.ask(Video(data=CLIP), "What moves?", **options)
     for choice in answer.choices:
         assert choice.reason is FinishReason.STOP
@@ -77,25 +75,14 @@ async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: F
 async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
     client: FramesieveClient, drafting: Service
 ) -> None:
+    def all_of(asked: FramesieveClient) -> list[Awaitable[Answer]]:
+        documents = [asked.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED) for name, schema in ASKED]
+        return [*documents, asked.ask(None, "What is what is what", max_new_tokens=60, temperature=0)]
+
     async with FramesieveClient(drafting.address) as other:
-
-        async def all_of(asked: FramesieveClient) -> list[tuple[int, ...]]:
-            documents = [asked.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED) for name, schema in ASKED]
-            free = [
-                asked.ask(None, text, max_new_tokens=60, temperature=0) for text in ("Why?", "What is what is what")
-            ]
-            return [answer.token_ids for answer in await asyncio.gather(*documents, *free)]
-
-        alone = [
-            (await client.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED)).token_ids
-            for name, schema in ASKED
-        ]
-        alone += [
-            (await client.ask(None, text, max_new_tokens=60, temperature=0)).token_ids
-            for text in ("Why?", "What is what is what")
-        ]
-        assert await all_of(client) == alone
-        assert await all_of(other) == alone
+        alone = [(await each).token_ids for each in all_of(client)]
+        assert [each.token_ids for each in await asyncio.gather(*all_of(client))] == alone
+        assert [each.token_ids for each in await asyncio.gather(*all_of(other))] == alone
     for name in ("preemptions", "accepted_draft_tokens"):
         assert drafting.metric(f"framesieve_generation_{name}_total") > 0
 
@@ -127,10 +114,10 @@ async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
         await client.ask(None, "Why?", **options)
 
 
-def test_openai_clients_get_documents(plain_gateway: Gateway) -> None:
+def test_openai_clients_get_documents(door: Gateway) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMAS["nested"], "strict": True}}
     body = question("Why?", response_format=schema) | {"max_tokens": 400}
-    with openai.OpenAI(base_url=f"{plain_gateway.url}/v1", api_key="unused") as asked:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as asked:
         model = asked.models.list().data[0].id
         answer = asked.chat.completions.create(model=model, **body)
         jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMAS["nested"])

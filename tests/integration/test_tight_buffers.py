@@ -30,8 +30,8 @@ VIDEOS = 3
 ITEM_TOKENS = 4 * 4 * 4
 EMBED_BYTES = 4
 ITEM_BYTES = ITEM_TOKENS * TINY.hidden * EMBED_BYTES
-CROWD = 100
-PLACES = 48
+CROWD = 48
+PLACES = 24
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ async def client(tight: Stack) -> AsyncIterator[FramesieveClient]:
         await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
 
 
-async def test_eight_requests_of_several_videos_each_do_not_deadlock(client: FramesieveClient) -> None:
-    clips = [[Video(data=media.clip(seed=8 * request + video)) for video in range(VIDEOS)] for request in range(8)]
+async def test_requests_of_several_videos_each_do_not_deadlock(client: FramesieveClient) -> None:
+    clips = [[Video(data=media.clip(seed=6 * request + video)) for video in range(VIDEOS)] for request in range(6)]
     answers = await asyncio.gather(*(client.ask(each, "What moves?", max_new_tokens=2, timeout_s=90) for each in clips))
-    assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 8
+    assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 6
 
 
-async def test_a_hundred_requests_at_once_are_answered_or_refused(client: FramesieveClient) -> None:
+async def test_more_requests_than_places_are_answered_or_refused(client: FramesieveClient) -> None:
     """Of up to three videos each. A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
 
@@ -100,7 +100,7 @@ async def test_an_answer_completes_while_all_services_drain(tight: Stack) -> Non
     """The last test of the stack."""
     async with FramesieveClient(tight.address) as client:
         clip = Video(data=media.clip())
-        stream = client.stream(clip, "What moves?", max_new_tokens=400, stop=["\x00"], timeout_s=60)
+        stream = client.stream(clip, "What moves?", max_new_tokens=200, stop=["\x00"], timeout_s=60)
         async for event in stream:
             if isinstance(event, Delta):
                 break

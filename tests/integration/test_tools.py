@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from framesieve import FramesieveClient, Message, Text, Tool, ToolCall, Video
-from framesieve.client.answer import Answer, Delta, Finished, FinishReason
+from framesieve.client.answer import Answer, FinishReason
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from tests import media
@@ -49,31 +49,6 @@ async def test_calls_are_read_from_an_answer_with_text_before_them(client: Frame
         assert (choice.text, read(choice.tool_calls), choice.reason) == (LOOK, CALLS, FinishReason.TOOL_CALLS)
         assert len(choice.token_ids) == len(SCRIPT) + 1
     assert len({call.id for choice in answer.choices for call in choice.tool_calls}) == 4
-
-
-async def test_calls_are_streamed_while_their_arguments_arrive(client: FramesieveClient) -> None:
-    events = [event async for event in client.events([Message("user", (Text(QUESTION),))], Options(tools=[WEATHER]))]
-    deltas = [event for event in events if isinstance(event, Delta)]
-    assert "".join(delta.text for delta in deltas) == LOOK
-    parts = [part for delta in deltas for part in delta.tool_calls if part.index == 0]
-    assert [bool(part.id) and part.name == "weather" for part in parts] == [True] + [False] * (len(parts) - 1)
-    assert "".join(part.arguments for part in parts) == '{"city": "Kyoto"}'
-    assert len([part for part in parts if part.arguments]) == 2  # the script cuts them
-    assert isinstance(events[-1], Finished)
-    assert events[-1].reason is FinishReason.TOOL_CALLS
-
-
-async def test_a_result_goes_back_with_the_call(client: FramesieveClient) -> None:
-    asked = (Message("user", (Text(QUESTION),)),)
-    called = await client.answer(asked, Options(tools=[WEATHER]))
-    turn = Message("assistant", (Text(called.text),), tool_calls=called.tool_calls)
-    results = tuple(Message("tool", (Text("{}"),), tool_call_id=call.id) for call in called.tool_calls)
-    answer = await client.answer((*asked, turn, *results), Options(tools=[WEATHER]))
-    longer = tuple(replace(result, parts=(Text("a b c d e f g h"),)) for result in results)
-    more = await client.answer((*asked, turn, *longer), Options(tools=[WEATHER]))
-    tokens = [each.usage.prompt_tokens for each in (called, answer, more)]
-    assert tokens == sorted(set(tokens))
-    assert read(answer.tool_calls) == CALLS
 
 
 async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(client: FramesieveClient) -> None:
@@ -126,14 +101,8 @@ USER = Message("user", (Text(QUESTION),))
     ("messages", "options", "why"),
     [
         ([USER], Options(tools=[CLOCK], tool_choice=WEATHER), r"tool_choice\.name must be one of .*, got 'weather'"),
-        ([USER], Options(tool_choice="required"), r"tool_choice\.mode must not be required without tools"),
         ([USER], Options(tools=[CLOCK, CLOCK]), r"prompt\.tools\[1\]\.name must be unique, clock is"),
         ([USER], Options(tools=[Tool("a b")]), r"prompt\.tools\[0\]\.name must be .*, got 'a b'"),
-        (
-            [USER, Message("assistant", (), tool_calls=(ToolCall("1", "clock", "now"),))],
-            Options(),
-            r"prompt\.messages\[1\]\.tool_calls\[0\]\.arguments is not JSON",
-        ),
         (
             [USER],
             Options(tools=[CLOCK, Tool("weather", None, {"type": "array"})], tool_choice=Tool("weather")),
@@ -148,12 +117,3 @@ async def test_what_cannot_be_done_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRequest, match=why):
         await client.answer(messages, options)
-
-
-async def test_tools_are_refused_where_the_template_has_none(stack: Stack) -> None:
-    async with FramesieveClient(stack.address) as plain:
-        with pytest.raises(InvalidRequest, match=r"prompt\.tools must be empty: the checkpoint's chat template"):
-            await plain.ask(None, QUESTION, tools=[CLOCK])
-        result = Message("tool", (Text("rain"),), tool_call_id="1")
-        with pytest.raises(InvalidRequest, match=r"prompt\.messages must hold no tool calls and results"):
-            await plain.answer([USER, result], Options())

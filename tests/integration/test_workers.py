@@ -15,7 +15,8 @@ from framesieve.client.prompt import Image, Video
 from framesieve.common.contract import errors
 from tests import media
 from tests.integration.conftest import idle, metric
-from tests.integration.fleet import HELD, Stack, children, until
+from tests.integration.fleet import HELD, Stack, until
+from tests.processes import children
 
 MIB = 2**20
 

@@ -23,7 +23,8 @@ from tests.preprocessing.media_server import fetched_files, forever, head, url_o
 from tests.preprocessing.media_server import serving as web_server
 from tests.preprocessing.preprocessing_media import clip
 from tests.preprocessing.service import EVERYTHING, Service, prompt_of, sent, serves, stopped, video
-from tests.preprocessing.worker_jobs import open_paths, runs, until
+from tests.preprocessing.worker_jobs import open_paths, until
+from tests.processes import runs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

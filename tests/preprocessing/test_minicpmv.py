@@ -25,24 +25,29 @@ from framesieve.services.preprocessing.conversation import MediaRequest
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.video.pictures import PictureFrames
 from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests import minicpm
 from tests.generation.checkpoints import changed
 from tests.media import clip, picture
-from tests.preprocessing.test_llava import ROUNDING, conversation, image
+from tests.preprocessing.planning import ROUNDING, image, pictures, plan_of, sent_of, video
 
 # Pillow resizes columns before rows where that is less work, which differs by up to 13 levels: not here.
 SLICED = (120, 200)
 SCALE, PATCH = minicpm.SCALE_PX, minicpm.PATCH_PX
-# Width and height: 40 sizes of every shape, from less than a patch to more slices than there may be.
-SIZES = [
-    *((side, side) for side in (9, 14, 40, 56, 57, 80, 97, 112, 150, 200)),
-    *((side, 60) for side in (20, 61, 90, 120, 150, 180, 240, 300, 420, 600)),
-    *((60, side) for side in (20, 61, 90, 120, 150, 180, 240, 300, 420, 600)),
-    *((3 * side, 2 * side) for side in (10, 25, 37, 51, 64)),
-    *((2 * side, 5 * side) for side in (10, 25, 37, 51, 64)),
-]
+# Width and height, of every shape, from less than a patch to more slices than there may be.
+SIZES = [(9, 9), (57, 57), (120, 60), (60, 420), (192, 128), (102, 255)]
+
+
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def ids_of(folder: Path, media: str) -> list[int]:
+    """The ids of a question after expanded media."""
+    text = f"<|im_start|>user\n{media}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    ids: list[int] = tokenizer_of(folder)(text)["input_ids"]
+    return ids
 
 
 def grids(slices: int) -> Iterator[tuple[int, int]]:
@@ -118,16 +123,13 @@ def test_an_image_is_sliced_by_the_published_formulas(
     planner: Planner, folder: Path, version: str, width: int, height: int
 ) -> None:
     datas = [picture(40, 30, seed=1), picture(width, height)]
-    planned = planner.plan(conversation(*map(image, datas), "What?"))
-    sent = [each.pixels[0] for each in planned.media[1].slices()]
-    planned.files.close()
+    plan, [_, sent] = sent_of(planner, *map(image, datas), "What?")
     source, tile, grid = expected(width, height)
-    assert [frame.shape[1::-1] for frame in sent] == [source] + [tile] * (grid[0] * grid[1])
-    item = planned.plan.media[1]
+    assert [frame.shape[2:0:-1] for frame in sent] == [source] + [tile] * (grid[0] * grid[1])
+    item = plan.media[1]
     assert (item.grid.h, item.grid.w) == (1 + grid[0] * grid[1], minicpm.QUERIES[version])
     first = markers(grid_of(40, 30) or (0, 0), 0, version)
-    text = f"<|im_start|>user\n{first}\n{markers(grid, 1, version)}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert plan.input_ids.tolist() == ids_of(folder, f"{first}\n{markers(grid, 1, version)}")
 
 
 @cache
@@ -152,21 +154,13 @@ def planner_with(folder: Path, most: int, sliced: bool, numbered: bool) -> Plann
 def test_an_image_of_any_size_expands_as_published_with_any_settings(
     folder: Path, version: str, width: int, height: int, most: int, sliced: bool, numbered: bool
 ) -> None:
-    planned = planner_with(folder, most, sliced, numbered).plan(conversation(image(picture(width, height)), "What?"))
-    planned.files.close()
+    plan = plan_of(planner_with(folder, most, sliced, numbered), image(picture(width, height)), "What?")
     source, tile, grid = expected(width, height, most if sliced else 1)
-    (item,) = planned.plan.media
+    (item,) = plan.media
     assert item.frames.size_px[::-1] == source
     assert item.frames.frame_px(1)[::-1] == (tile if grid[0] else source)
     assert (item.frames.count, item.frames.tile_columns) == (1 + grid[0] * grid[1], grid[0])
-    shown = markers(grid, 0 if numbered else None, version)
-    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert planned.plan.input_ids.tolist() == tokenizer_of(folder)(text)["input_ids"]
-
-
-@cache
-def tokenizer_of(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
+    assert plan.input_ids.tolist() == ids_of(folder, markers(grid, 0 if numbered else None, version))
 
 
 def embedded(modality: Modality, grid: Grid, columns: int = 0) -> MediaRequest:
@@ -178,15 +172,11 @@ def embedded(modality: Modality, grid: Grid, columns: int = 0) -> MediaRequest:
 @pytest.mark.parametrize("size", [(50, 40), (200, 70), (64, 190), (150, 150)])
 def test_embeddings_of_an_image_are_laid_out_as_its_pixels(planner: Planner, size: tuple[int, int]) -> None:
     first = image(picture(40, 30, seed=1))
-    of_pixels = planner.plan(conversation(first, "and", image(picture(*size)), "What?"))
-    item = of_pixels.plan.media[1]
-    of_embeds = planner.plan(
-        conversation(first, "and", embedded(item.modality, item.grid, item.frames.tile_columns), "What?")
-    )
-    for planned in (of_pixels, of_embeds):
-        planned.files.close()
-    assert of_embeds.plan.input_ids.tolist() == of_pixels.plan.input_ids.tolist()
-    assert of_embeds.plan.media[1].runs == item.runs
+    of_pixels = plan_of(planner, first, "and", image(picture(*size)), "What?")
+    item = of_pixels.media[1]
+    of_embeds = plan_of(planner, first, "and", embedded(item.modality, item.grid, item.frames.tile_columns), "What?")
+    assert of_embeds.input_ids.tolist() == of_pixels.input_ids.tolist()
+    assert of_embeds.media[1].runs == item.runs
 
 
 @pytest.mark.parametrize(
@@ -211,14 +201,13 @@ def test_embeddings_of_another_layout_are_refused_with_their_field(
         return  # takes images only
     wished = named.format(queries=queries, more=queries + more)
     with pytest.raises(InvalidRequest, match=rf"embeds\.{wished}"):
-        planner.plan(conversation(embedded(Modality(modality), Grid(1, rows, queries + more), columns), "What?"))
+        plan_of(planner, embedded(Modality(modality), Grid(1, rows, queries + more), columns), "What?")
 
 
 def test_slices_are_cut_from_the_picture_resized_to_all_of_them(planner: Planner) -> None:
     data = picture(*SLICED)
-    planned = planner.plan(conversation(image(data), "What?"))
-    sent = [each.pixels[0].astype(int) for each in planned.media[0].slices()]
-    planned.files.close()
+    _, [slices] = sent_of(planner, image(data), "What?")
+    sent = [frame.astype(int) for [frame] in slices]
     source, (width, height), (columns, rows) = expected(*SLICED)
     whole = Image.open(BytesIO(data)).convert("RGB")
     small = np.asarray(whole.resize(source, Image.Resampling.BICUBIC), int)
@@ -230,27 +219,23 @@ def test_slices_are_cut_from_the_picture_resized_to_all_of_them(planner: Planner
 
 
 def test_fewer_pixels_make_fewer_slices(planner: Planner, version: str) -> None:
-    wished = MediaRequest("image", Modality.IMAGE, picture(300, 300), FrameSampling(max_pixels=60 * 60))
-    planned = planner.plan(conversation(wished, "What?"))
-    planned.files.close()
+    plan = plan_of(planner, image(picture(300, 300), max_pixels=60 * 60), "What?")
     columns, rows = grid_of(60, 60) or (0, 0)
-    assert planned.plan.media[0].grid.h == 1 + columns * rows
+    assert plan.media[0].grid.h == 1 + columns * rows
 
 
 def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: str) -> None:
-    wished = MediaRequest("video", Modality.VIDEO, clip(30, fps=10, width=90, height=60), FrameSampling())
+    wished = video(clip(30, fps=10, width=90, height=60))
     if version == "2.5":
         with pytest.raises(InvalidRequest, match="video is not supported: this model takes images only"):
-            planner.plan(conversation(wished, "What?"))
+            plan_of(planner, wished, "What?")
         return
-    planned = planner.plan(conversation(wished, "What?"))
-    planned.files.close()
-    (item,) = planned.plan.media
+    plan = plan_of(planner, wished, "What?")
+    (item,) = plan.media
     assert item.timestamps_s == pytest.approx((0.0, 1.0, 2.0))
     assert item.frames.size_px[::-1] == sides_of(90, 60, grow=True)
     frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
-    text = f"<|im_start|>user\n{frame}\n{frame}\n{frame}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert plan.input_ids.tolist() == ids_of(folder, "\n".join([frame] * 3))
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(60, Fraction(25)), (65, Fraction(30)), (600, Fraction(30000, 1001))])
@@ -304,20 +289,14 @@ def test_frames_and_groups_are_those_of_the_readme(grouping: Path, total: int, r
 
 @pytest.mark.parametrize(("wish", "groups", "group"), [({}, 113, 2), ({"fps": 1}, 75, 1), ({"num_frames": 7}, 7, 1)])
 def test_a_long_video_is_sent_in_groups(grouping: Path, wish: dict[str, Any], groups: int, group: int) -> None:
-    data = clip(300, fps=4, width=42, height=28)
-    request = MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish))
-    planned = Planner(Checkpoint(grouping), None).plan(conversation(request, "What?"))
-    sent = [len(each.pixels) for each in planned.media[0].slices()]
-    planned.files.close()
-    (item,) = planned.plan.media
+    plan, [slices] = sent_of(grouping, video(clip(300, fps=4, width=42, height=28), **wish), "What?")
+    sent, (item,) = list(map(len, slices)), plan.media
     assert (item.grid.t, item.grid.h, item.grid.w) == (groups, 1, minicpm.QUERIES["4.5"])
     assert item.frames.group_frames == group
     assert sent == [group] * (groups - 1) + [item.frames.count - group * (groups - 1)]
     assert item.frames.count == sum(sent) == len(item.timestamps_s)
     one = f"<image>{'<unk>' * minicpm.QUERIES['4.5']}</image>"
-    shown = "\n".join([one] * groups)
-    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(grouping)(text)["input_ids"]
+    assert plan.input_ids.tolist() == ids_of(grouping, "\n".join([one] * groups))
 
 
 def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path) -> None:
@@ -325,12 +304,9 @@ def test_the_time_of_each_frame_of_a_group_is_part_of_its_content(grouping: Path
     times = [number / 4 for number in range(372)]  # more than 2 · 180: groups of three
 
     def content_hash(times_s: list[float]) -> bytes:
-        frames = PictureFrames(tuple(len(one) * (number + 1) for number in range(len(times_s))), tuple(times_s))
-        request = MediaRequest("video", Modality.VIDEO, one * len(times_s), FrameSampling(), frames)
-        planned = Planner(Checkpoint(grouping), None).plan(conversation(request, "What?"))
-        planned.files.close()
-        assert planned.plan.media[0].frames.group_frames == 3
-        return planned.plan.media[0].content_hash
+        (item,) = plan_of(grouping, pictures([one] * len(times_s), times_s), "What?").media
+        assert item.frames.group_frames == 3
+        return item.content_hash
 
     assert content_hash(times) == content_hash(list(times))
     assert content_hash(times) != content_hash([*times[:4], times[4] + 0.2, *times[5:]])

@@ -22,18 +22,18 @@ from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Mode
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
+from framesieve.services.preprocessing.conversation import MediaRequest
 from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
 from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media
 from tests import minicpmv4_6 as oracle
 from tests.families import write_minicpmv4_6
 from tests.generation.checkpoints import changed
-from tests.preprocessing.test_llava import ROUNDING
+from tests.preprocessing import planning
+from tests.preprocessing.planning import ROUNDING
 
 DEEP = pytest.mark.deep
 RATE, MOST_FRAMES = 4, 12
@@ -90,21 +90,15 @@ def folder(kind: tuple[str, str], written: Callable[[str, str], Path]) -> Path:
     return written(*kind)
 
 
-def planned_of(folder: Path, *messages: Message, **wish: Any) -> PlannedPrompt:
-    requests: list[MediaRequest] = []
-    turns = []
-    for role, parts in messages:
-        held: list[str | Modality] = []
-        for part in parts:
-            if not isinstance(part, str):
-                requests.append(MediaRequest(f"media {len(requests)}", part.modality, part.data, FrameSampling(**wish)))
-            held.append(part if isinstance(part, str) else part.modality)
-        turns.append(Turn(role, tuple(held)))
-    return Planner(Checkpoint(folder), None).plan(Conversation(tuple(turns), tuple(requests)))
+def asked(part: str | Picture | Video, **wish: Any) -> str | MediaRequest:
+    if isinstance(part, str):
+        return part
+    return planning.image(part.data, **wish) if isinstance(part, Picture) else planning.video(part.data, **wish)
 
 
 def plan_of(folder: Path, *messages: Message, **wish: Any) -> PromptPlan:
-    planned = planned_of(folder, *messages, **wish)
+    turns = [(role, [asked(part, **wish) for part in parts]) for role, parts in messages]
+    planned = Planner(Checkpoint(folder), None).plan(planning.conversation(*turns))
     planned.files.close()
     return planned.plan
 
@@ -154,9 +148,8 @@ def test_an_image_is_sized_sliced_and_expanded_as_by_the_processor(
 def test_pixels_of_whole_and_slices_are_those_of_the_processor(folder: Path, kind: tuple[str, str]) -> None:
     # Lying: of upright pictures Pillow resizes columns first, which differs by more levels.
     shown: Message = ("user", (Picture(250, 130), "What?"))
-    planned = planned_of(folder, shown)
-    sent = [torch.from_numpy(each.pixels[0]) for each in planned.media[0].slices()]
-    planned.files.close()
+    _, [slices] = planning.sent_of(folder, *map(asked, shown[1]))
+    sent = [torch.from_numpy(frame) for [frame] in slices]
     ours, theirs = oracle.packed(sent)[0].numpy(), processed(folder, kind[0], shown)["pixel_values"][0].numpy()
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= (ROUNDING + 0.01) * 2 / 255
@@ -276,17 +269,15 @@ def test_embeddings_are_laid_out_as_their_pixels(written: Callable[[str, str], P
     folder = written("minicpmv4_7", "16x")
     pixels = plan_of(folder, ("user", (shown, "What?")))
     request = embedded(shown.modality, pixels.media[0].grid)
-    turn = Turn("user", (shown.modality, "What?"))
-    planned = Planner(Checkpoint(folder), None).plan(Conversation((turn,), (request,)))
-    assert planned.plan.input_ids.tolist() == pixels.input_ids.tolist()
-    assert planned.plan.positions.tolist() == pixels.positions.tolist()
+    planned = planning.plan_of(folder, request, "What?")
+    assert planned.input_ids.tolist() == pixels.input_ids.tolist()
+    assert planned.positions.tolist() == pixels.positions.tolist()
 
 
 def test_embeddings_of_slices_are_refused(written: Callable[[str, str], Path]) -> None:
-    planner = Planner(Checkpoint(written("minicpmv4_6", "16x")), None)
     request = embedded(Modality.IMAGE, Grid(1, 1, 12), tile_columns=2)
     with pytest.raises(InvalidRequest, match=r"embeds\.tile_columns must be 0 for this model: .*, got 2"):
-        planner.plan(Conversation((Turn("user", (Modality.IMAGE, "What?")),), (request,)))
+        planning.plan_of(written("minicpmv4_6", "16x"), request, "What?")
 
 
 @pytest.mark.parametrize(

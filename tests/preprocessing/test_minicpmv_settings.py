@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.preprocessing.planner import Planner
 from tests import minicpm
 from tests.media import picture
-from tests.preprocessing.test_llava import conversation, image
+from tests.preprocessing.planning import image, plan_of
 
 # As those of Qwen3: without a value, the model decides by itself whether it thinks.
 THINKING = (
@@ -24,9 +22,8 @@ THINKING = (
 
 def ids_of(folder: Path) -> list[int]:
     """The prompt of a picture without slices and a question."""
-    planned = Planner(Checkpoint(folder), None).plan(conversation(image(picture(40, 40)), "What?"))
-    planned.files.close()
-    return planned.plan.input_ids.tolist()
+    ids: list[int] = plan_of(folder, image(picture(40, 40)), "What?").input_ids.tolist()
+    return ids
 
 
 @pytest.mark.parametrize("version", ["2.6", "4.5"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -68,6 +68,7 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning) -> list[int]:
     return found
 
 
+@settings(max_examples=50)
 @given(
     grid=GRIDS,
     token_px=st.sampled_from([28, 32]),

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,29 +17,14 @@ from framesieve.common.contract import plan
 from framesieve.common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing import planner
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
-from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.prompt.turns import Turn
+from framesieve.services.preprocessing.conversation import MediaRequest
+from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.video import decode
-from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
 from tests.media import picture
-from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, transformers_indices
+from tests.preprocessing.planning import image, planned, video
+from tests.preprocessing.preprocessing_media import clip
 from tests.preprocessing.worker_jobs import open_descriptors
-
-
-def video(location: Any, **wish: Any) -> MediaRequest:
-    return MediaRequest("video", Modality.VIDEO, location, FrameSampling(**wish))
-
-
-def image(data: bytes, **wish: Any) -> MediaRequest:
-    return MediaRequest("image", Modality.IMAGE, data, FrameSampling(**wish))
-
-
-def planned(planner: Planner, *parts: str | MediaRequest) -> PlannedPrompt:
-    media = tuple(part for part in parts if isinstance(part, MediaRequest))
-    turn = Turn("user", tuple(part.modality if isinstance(part, MediaRequest) else part for part in parts))
-    return planner.plan(Conversation((turn,), media))
 
 
 @pytest.fixture(scope="module")
@@ -58,47 +41,21 @@ def held(tiny_checkpoint: Path, tmp_path: Path) -> Planner:
     return Planner(Checkpoint(tiny_checkpoint), tmp_path)
 
 
-@pytest.mark.parametrize("look", [image(picture(51, 50)), image(picture(400, 10)), video(clip(5)), video(clip(1))])
-def test_no_frame_has_more_than_max_pixels(family: str, tiny: Planner, look: MediaRequest) -> None:
-    token_px = FAMILIES[family].token_px
-    for max_pixels in (32 * 32, 3000, 56 * 56, 10_000, 20_000):
-        (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
-        assert math.prod(item.frames.size_px) <= max_pixels
-        assert not any(side % token_px for side in item.frames.size_px)
-
-
 # Of MiniCPM-V an image without slices: fewer pixels make others fewer slices.
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_tokens_are_fixed_where_fewer_pixels_are_refused_or_make_no_fewer(
+def test_a_plan_has_the_levels_of_the_tower_and_tokens_are_fixed_where_fewer_pixels_make_no_fewer(
     name: str, checkpoints: Callable[[str], Path]
 ) -> None:
     tiny, data = Planner(Checkpoint(checkpoints(name)), None), picture(50, 50)
-    whole = planned(tiny, image(data)).plan.media[0]
+    plan = planned(tiny, image(data)).plan
+    assert plan.embed_levels == FAMILIES[name].levels
+    (whole,) = plan.media
     try:
         half = planned(tiny, image(data, max_pixels=math.prod(whole.frames.size_px) // 2)).plan.media[0]
     except InvalidRequest:
         assert whole.fixed_tokens
     else:
         assert (whole.fixed_tokens, half.fixed_tokens) == (half.grid == whole.grid,) * 2
-
-
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_a_plan_has_the_levels_of_the_tower(name: str, checkpoints: Callable[[str], Path]) -> None:
-    plan = planned(Planner(Checkpoint(checkpoints(name)), None), image(picture(50, 50))).plan
-    assert plan.embed_levels == FAMILIES[name].levels
-
-
-def test_the_sent_frames_are_the_planned_ones(family: str, tiny: Planner) -> None:
-    result = planned(tiny, video(clip(110, rate=30), max_pixels=64 * 64))
-    expected = transformers_indices(110, 30.0, 2.0, 4, 768, family)
-    expected += expected[-1:] * (len(expected) % 2)
-    slices = list(result.media[0].slices())
-    assert [each.first_frame for each in slices] == list(range(0, len(expected), 2))
-    pixels = np.concatenate([each.pixels for each in slices])
-    (item,) = result.plan.media
-    assert pixels.shape == (item.frames.count, *item.frames.size_px, 3)
-    enlarged = [np.asarray(Image.fromarray(frame).resize((WIDTH_PX, HEIGHT_PX))) for frame in pixels]
-    assert [number_of(frame) for frame in enlarged] == expected
 
 
 def test_planning_decodes_nothing(tiny: Planner, monkeypatch: pytest.MonkeyPatch) -> None:

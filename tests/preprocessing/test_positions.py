@@ -49,14 +49,6 @@ def test_positions_beyond_the_limit_are_refused() -> None:
         positions_of([week] * 1772)
 
 
-def test_slices_of_their_own_and_text_start_behind_the_longer_side_of_a_grid() -> None:
-    one = GridSpan(Grid(1, 2, 3), Fraction(0))
-    positions = positions_of([TextSpan(3), one, TextSpan(2), one, TextSpan(1)])
-    assert positions[0].tolist() == [0, 1, 2, *[3] * 6, 6, 7, *[8] * 6, 11]
-    assert positions[1].tolist() == [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 8, 8, 9, 9, 9, 11]
-    assert positions[2].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10, 8, 9, 10, 11]
-
-
 def test_a_layout_joins_ids_positions_and_the_runs_of_each_item() -> None:
     one = GridSpan(Grid(1, 1, 2), Fraction(0))
     video, image = MediaTokens(0, 99, one), MediaTokens(1, 98, one)

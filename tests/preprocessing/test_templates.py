@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -241,6 +241,7 @@ def conversations(pieces: st.SearchStrategy[str], media: bool = False) -> st.Sea
 TOOLS = st.sampled_from([(), (CLOCK,), (WEATHER, CLOCK)])
 
 
+@settings(max_examples=25)
 @given(
     turns=conversations(WRITTEN, media=True) | conversations(WRITTEN | THOUGHTS), tools=st.sampled_from([(), (CLOCK,)])
 )
@@ -254,6 +255,7 @@ def test_a_conversation_has_the_ids_of_transformers(
         assert ids_of(ours, turns, tools=tools) == by_transformers(theirs, joins, turns, tools)
 
 
+@settings(max_examples=25)
 @given(turns=conversations(WRITTEN | THOUGHTS | SPELT), tools=TOOLS)
 def test_control_tokens_that_callers_spell_are_text_everywhere(
     both: tuple[ChatTokens, Any, str | None], turns: list[Turn], tools: tuple[Tool, ...]
@@ -294,6 +296,7 @@ def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
     return ours, PreTrainedTokenizerFast.from_pretrained(checkpoint.folder), family
 
 
+@settings(max_examples=25)
 @given(turns=conversations(WRITTEN | THOUGHTS).map(without_tools))
 def test_every_family_renders_as_its_tokenizer(of_family: tuple[ChatTokens, Any, Any], turns: list[Turn]) -> None:
     ours, theirs, family = of_family

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Modality
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.prompt.turns import Turn
-from framesieve.services.preprocessing.video.pictures import PictureFrames
-from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media, minicpm
+from tests.preprocessing.planning import pictures, planned, video
 from tests.preprocessing.preprocessing_media import clip, transformers_indices
 
 TAIL_MS = 33  # of the last frame of an encoded clip, 1/30 s in ticks of a millisecond
@@ -61,21 +56,19 @@ def picture(number: int) -> bytes:
 
 def plan(checkpoint: Path, times_ms: tuple[int, ...], as_pictures: bool = False, **wish: Any) -> PlannedPrompt:
     """The plan of an encoded clip, or of pictures, with these times."""
-    frames, data = None, b"" if as_pictures else encoded(times_ms)
     if as_pictures:
-        pictures = [picture(number) for number in range(len(times_ms))]
-        frames = PictureFrames(tuple(accumulate(map(len, pictures))), tuple(each / 1000 for each in times_ms))
-        data = b"".join(pictures)
-    request = MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish), frames)
-    turn = Turn("user", (Modality.VIDEO, "What moves?"))
-    planned = planner_of(checkpoint).plan(Conversation((turn,), (request,)))
-    planned.files.close()
-    return planned
+        files = [picture(number) for number in range(len(times_ms))]
+        shown = pictures(files, [each / 1000 for each in times_ms], **wish)
+    else:
+        shown = video(encoded(times_ms), **wish)
+    made = planned(planner_of(checkpoint), shown)
+    made.files.close()
+    return made
 
 
-def sent(planned: PlannedPrompt) -> list[int]:
+def sent(made: PlannedPrompt) -> list[int]:
     """The frames before padding."""
-    (item,) = planned.media
+    (item,) = made.media
     places: list[int] = list(item.places)  # type: ignore[union-attr]
     return places[:-1] if places[-2:-1] == places[-1:] else places
 
@@ -101,11 +94,7 @@ def spread(shown: NDArray[np.float64], count: int, where: str) -> list[int]:
     return found
 
 
-def where_of(family: str) -> str:
-    return "ends" if family.startswith("qwen3") else "start"
-
-
-@pytest.mark.parametrize(("fps", "as_pictures"), [(2.0, False), (10.0, False), (0.2, True), (2.0, True)])
+@pytest.mark.parametrize(("fps", "as_pictures"), [(2.0, False), (10.0, False), (0.2, True)])
 @every_clip
 def test_frames_are_at_even_times_and_as_many_as_of_transformers(
     family: str, family_checkpoint: Path, name: str, fps: float, as_pictures: bool
@@ -113,11 +102,11 @@ def test_frames_are_at_even_times_and_as_many_as_of_transformers(
     times_ms = CLIPS[name]
     shown, total = shown_of(times_ms, as_pictures), len(times_ms)
     count = len(transformers_indices(total, 1000 * total / shown.sum(), fps, 4, 768, family))
-    planned = plan(family_checkpoint, times_ms, as_pictures, fps=fps)
-    assert sent(planned) == spread(shown, count, "ends" if family.startswith("qwen3") else "start")
-    assert len(set(sent(planned))) == count
-    (item,) = planned.plan.media
-    times_s = [times_ms[place] / 1000 for place in planned.media[0].places]  # type: ignore[union-attr]
+    made = plan(family_checkpoint, times_ms, as_pictures, fps=fps)
+    assert sent(made) == spread(shown, count, "ends" if family.startswith("qwen3") else "start")
+    assert len(set(sent(made))) == count
+    (item,) = made.plan.media
+    times_s = [times_ms[place] / 1000 for place in made.media[0].places]  # type: ignore[union-attr]
     assert item.timestamps_s == tuple(times_s)
     assert float(item.seconds_per_grid or 0) == pytest.approx(2 * (times_s[-1] - times_s[0]) / (count - 1))
 
@@ -139,23 +128,6 @@ def test_families_without_a_sampling_of_transformers_follow_the_same_rule(
         wished = {"2.6": -(-total // max(1, round(rate))), "4.5": round(min(3, round(rate) or rate) * total / rate)}
         count = min(wished.get(kind, int(total / rate)), most, total)
         assert sent(plan(folder, times_ms)) == spread(shown, count, where)
-
-
-def test_an_action_after_a_long_pause_is_sent_as_by_transformers(family: str, family_checkpoint: Path) -> None:
-    expected = transformers_indices(31, 31 / 59.933, 2.0, 4, 768, family)
-    assert sent(plan(family_checkpoint, ACTION_MS, fps=2.0)) == expected
-    assert len(expected) >= 30
-
-
-def test_jitter_of_less_than_half_a_frame_moves_no_frame_by_more_than_one(family: str, family_checkpoint: Path) -> None:
-    duration_s = (JITTER_MS[-1] + TAIL_MS) / 1000
-    counts = []
-    for fps in (2.0, 10.0, 25.0):
-        places = sent(plan(family_checkpoint, JITTER_MS, fps=fps))
-        expected = transformers_indices(90, 90 / duration_s, fps, 4, 768, family)
-        assert np.abs(np.subtract(places, expected)).max() <= 1
-        counts.append(len(places))
-    assert counts == sorted(set(counts))
 
 
 @pytest.mark.parametrize("as_pictures", [False, True], ids=["file", "pictures"])
@@ -180,8 +152,8 @@ def test_num_frames_of_fewer_sends_so_many_at_even_times(
     checkpoints: Callable[[str], Path], name: str, as_pictures: bool
 ) -> None:
     for count in (2, 5, len(CLIPS[name]) - 1):
-        planned = plan(checkpoints("qwen3_vl"), CLIPS[name], as_pictures, num_frames=count)
-        assert sent(planned) == spread(shown_of(CLIPS[name], as_pictures), count, "ends")
+        made = plan(checkpoints("qwen3_vl"), CLIPS[name], as_pictures, num_frames=count)
+        assert sent(made) == spread(shown_of(CLIPS[name], as_pictures), count, "ends")
 
 
 @pytest.mark.parametrize(
@@ -196,14 +168,14 @@ def test_num_frames_of_fewer_sends_so_many_at_even_times(
 def test_a_part_begins_with_the_frame_on_screen_and_ends_with_its_end(
     checkpoints: Callable[[str], Path], start_s: float, end_s: float | None, places: list[int], times_s: list[float]
 ) -> None:
-    planned = plan(checkpoints("qwen3_vl"), ACTION_MS, start_s=start_s, end_s=end_s, fps=10.0)
-    assert sent(planned) == places
-    assert list(planned.plan.media[0].timestamps_s[: len(places)]) == times_s
+    made = plan(checkpoints("qwen3_vl"), ACTION_MS, start_s=start_s, end_s=end_s, fps=10.0)
+    assert sent(made) == places
+    assert list(made.plan.media[0].timestamps_s[: len(places)]) == times_s
 
 
 def test_a_still_end_behind_the_part_counts_no_frames(tiny_checkpoint: Path) -> None:
     """Of PAUSE_MS the first 2 s: 25 frames in the first, then a still one; at 4 a second they are 8, not 36."""
     assert len(sent(plan(tiny_checkpoint, PAUSE_MS, end_s=2.0, fps=4.0))) == 8
     slides_ms = (0, 10_000, 20_000, 30_000)  # at a constant rate: the one on screen, where none appears
-    planned = plan(tiny_checkpoint, slides_ms, as_pictures=True, start_s=12.0, end_s=18.0)
-    assert (sent(planned), planned.plan.media[0].timestamps_s) == ([1], (12.0, 12.0))
+    made = plan(tiny_checkpoint, slides_ms, as_pictures=True, start_s=12.0, end_s=18.0)
+    assert (sent(made), made.plan.media[0].timestamps_s) == ([1], (12.0, 12.0))

@@ -16,13 +16,11 @@ from transformers.video_utils import VideoMetadata
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import MediaRejected
-from framesieve.common.contract.plan import Modality
-from framesieve.services.preprocessing.conversation import MediaRequest
 from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.video.resize import PixelBudget
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.media import picture
+from tests.preprocessing.planning import image, plan_of, video
 from tests.preprocessing.preprocessing_media import (
     clip,
     transformers_indices,
@@ -30,7 +28,6 @@ from tests.preprocessing.preprocessing_media import (
     transformers_smart_resize,
     transformers_video_size,
 )
-from tests.preprocessing.test_llava import conversation, image
 from tests.preprocessing.test_tiles import ids_of
 
 FAMILY = "video_llama_3"
@@ -84,10 +81,8 @@ def test_sizes_equal_those_of_transformers(
 
 
 def test_an_image_has_a_token_for_each_patch_and_each_frame_follows_its_time(folder: Path) -> None:
-    film = MediaRequest("video", Modality.VIDEO, clip(35, rate=10), FrameSampling(fps=2))
-    planned = Planner(Checkpoint(folder), None).plan(conversation(image(picture(70, 40)), film, "What?"))
-    planned.files.close()
-    shown, moving = planned.plan.media
+    plan = plan_of(folder, image(picture(70, 40)), video(clip(35, rate=10), fps=2), "What?")
+    shown, moving = plan.media
     height, width = shown.frames.size_px
     assert (shown.grid.h, shown.grid.w) == (height // 14, width // 14)
     assert (moving.grid.h * 28, moving.grid.w * 28) == moving.frames.size_px
@@ -104,4 +99,4 @@ def test_an_image_has_a_token_for_each_patch_and_each_frame_follows_its_time(fol
         },
         0,
     )
-    assert planned.plan.input_ids.tolist() == ids_of(folder, written, moved)
+    assert plan.input_ids.tolist() == ids_of(folder, written, moved)

@@ -24,14 +24,13 @@ from tests.preprocessing.worker_jobs import (
     MIB,
     SOURCE,
     Ask,
-    children,
     counting,
     no_descriptor_left,
     open_descriptors,
     pieces_made,
-    runs,
     until,
 )
+from tests.processes import children, runs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -64,7 +64,7 @@ async def test_a_video_comes_out_as_in_this_process(queue: JobQueue, container: 
     assert_equal(ours, list(video.slices()))
 
 
-@pytest.mark.parametrize("format", ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+@pytest.mark.parametrize("format", ["AVIF", "GIF", "JPEG", "TIFF"])
 async def test_a_picture_comes_out_as_in_this_process(queue: JobQueue, format: str) -> None:  # noqa: A002
     file = io.BytesIO()
     noise = np.random.default_rng(1).integers(0, 255, (31, 45, 3), np.uint8)
@@ -132,7 +132,7 @@ async def test_repairs_and_their_limit_count_over_the_whole_interrupted_video(
         assert_equal(await interrupted_at(queue, slices_before, video), whole)
 
 
-@pytest.mark.parametrize("count", [90, pytest.param(2000, marks=[pytest.mark.deep, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=[pytest.mark.deep, pytest.mark.timeout(900)])])
 async def test_mutated_files_end_no_worker_and_leak_nothing(queue: JobQueue, replaced: list[Fault], count: int) -> None:
     decoded = 0
     for name, data in mutations(4, count):

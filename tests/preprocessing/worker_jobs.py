@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -95,20 +94,6 @@ def open_paths(process: int | str = "self") -> list[Path]:
         with suppress(FileNotFoundError):  # closed since it was listed
             found.append(each.readlink())
     return found
-
-
-def children() -> set[int]:
-    """Process ids of this process's children."""
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-
-
-def runs(pid: int) -> bool:
-    """Whether the process runs; False for a zombie that is not reaped yet."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended since the file was opened
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 async def until(condition: Callable[[], object]) -> None:
