@@ -196,7 +196,7 @@ def test_frames_that_are_not_rounded_are_shared_out_as_they_are(make: MakeRanks,
     tower = tower_of(tmp_path)
     towers, others = make(2, tower)
     slices = [each / 1.7 for each in slices_of(tower, (1, 2, 3), (2, 2, 3), (2, 1, 1), (1, 4, 2))]
-    check_equal(towers.encode(slices), [tower.encode([each])[0] for each in slices])
+    assert_same(towers.encode(slices), [tower.encode([each])[0] for each in slices])
     assert all(forwards_of(towers, others))
 
 

@@ -112,7 +112,7 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.deep) for each in ("glm4v", "qwen2_5_vl", "qwen3_vl_moe"))],
+    ["qwen3_5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("glm4v", "nemotron_h_omni", "qwen3_vl"))],
     scope="module",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
