@@ -7,7 +7,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.checkpoint import Checkpoint
@@ -59,7 +58,7 @@ def plan_of(planner: Planner | Path, *parts: Part) -> PromptPlan:
     return made.plan
 
 
-def sent_of(planner: Planner | Path, *parts: Part) -> tuple[PromptPlan, list[list[NDArray[np.uint8]]]]:
+def sent_of(planner: Planner | Path, *parts: Part) -> tuple[PromptPlan, list[list[NDArray[Any]]]]:
     """And the frames of each item, (F, H, W, 3) by slice."""
     made = planned(planner, *parts)
     frames = [[each.pixels for each in media.slices()] for media in made.media]
