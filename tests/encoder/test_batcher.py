@@ -70,6 +70,17 @@ def test_slices_are_packed_in_order_up_to_the_budget(
     assert tower.forwards == [[0], *forwards]
 
 
+def test_a_batch_whose_slices_were_all_cancelled_at_the_last_moment_is_skipped(
+    tower: GatedTower, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled, and not yet removed from the queue."""
+    monkeypatch.setattr(Batcher, "_withdraw", lambda batcher, encoded: None)
+    assert all(submit(name, 10)[0].cancel() for name in (1, 2))
+    tower.open()
+    submit(3, 10)[0].result(TIMEOUT_S)
+    assert tower.forwards == [[0], [3]]
+
+
 def test_the_queue_and_the_age_of_its_first_slice_are_reported(
     tower: GatedTower, submit: Submit, batcher: Batcher
 ) -> None:
