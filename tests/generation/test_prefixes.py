@@ -218,6 +218,15 @@ def test_a_block_is_read_only_by_requests_whose_sequence_it_holds_in_many_cases(
     assert_blocks_hold_what_is_read(data)
 
 
+def test_no_block_is_shared_by_items_that_differ_in_one_thing() -> None:
+    """One of them is encoded to the same rows, at other times."""
+    desk = Desk(64)
+    for video in TWINS:
+        desk.ask([OPENING, video, Text((1,))], 2)
+        desk.deliver()
+        desk.run()
+
+
 def test_draft_tokens_do_not_keep_a_prompt_from_being_prefilled() -> None:
     desk = Desk(40, max_num_batched_tokens=3, max_draft_tokens=2)
     desk.ask([Text((1, 2)), VIDEO, Text((1, 2) * 5)], 4)
