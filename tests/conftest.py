@@ -50,6 +50,7 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 DEEP_FAMILIES = (
     "glm4v",
+    "glm46v",
     "glm4v_moe",
     "internvl",
     "internvl_qwen3",

@@ -6,19 +6,26 @@ longer than a chunk, a hit that ends within a media item, no accepted draft toke
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from framesieve.services.generation.model.states import RESERVED, StateCache
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.sampling.structured import Grammars
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
+
+END = 2  # ends a document
 
 
 @pytest.fixture(scope="module", params=["nemotron_h_omni", "qwen3_5"])
@@ -110,6 +117,35 @@ def test_rejected_and_accepted_draft_tokens_obey_the_law(models: Models) -> None
     assert_law(models, engine, questions, asked)
     totals = engine.engine.stats().totals
     assert 0 < totals.accepted_draft_tokens < totals.draft_tokens
+
+
+def test_documents_obey_the_law_beside_draft_tokens_and_preemption(models: Models) -> None:
+    """Draft tokens that are rejected go back in the states and in the grammar."""
+    schema = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 12, "maxItems": 16}
+    grammars = Grammars(models.folder, models.engine.vocab_size, [END])
+    wish = SamplingParams(60, temperature=1.0, grammar=grammars.compile(json.dumps(schema)), eos_ids=(END,))
+    engine = TinyEngine(models.engine, max_draft_tokens=4, max_num_batched_tokens=16, blocks=40)
+    clip = random_item(models.family, (3, 2, 3), Fraction(1), rate=0.5)
+    questions = [Question((text(30 * number, 9), clip, text(40 * number, 5)), 60) for number in range(4)]
+    asked = [engine.ask(str(number), each.parts, replace(wish, seed=number)) for number, each in enumerate(questions)]
+    for each, asking in zip(asked, questions, strict=True):
+        engine.deliver(each, 0, clip, asking.kept[0])
+    engine.drain()
+    engine.engine.check_integrity()
+    tokenizer = AutoTokenizer.from_pretrained(models.folder)
+    for each in asked:
+        *document, end = each.answer
+        assert end == END
+        jsonschema.validate(json.loads(tokenizer.decode(document)), schema)
+    assert_law(
+        models,
+        engine,
+        [replace(asking, new_tokens=len(each.answer)) for asking, each in zip(questions, asked, strict=True)],
+        asked,
+    )
+    totals = engine.engine.stats().totals
+    assert 0 < totals.accepted_draft_tokens < totals.draft_tokens
+    assert totals.preemptions
 
 
 def test_a_step_that_failed_is_computed_again_from_the_same_states(
