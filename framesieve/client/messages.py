@@ -283,7 +283,7 @@ def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _Inline
                 shape=shape if len(shape) == 3 else (1, *shape),
             ),
             grid=grid_message(embeds.grid),
-            seconds_per_grid=None if step is None else _rational(step),
+            seconds_per_grid=None if step is None else _rational(step, f"{name}.seconds_per_grid"),
             timestamps_s=embeds.timestamps_s,
             tile_columns=embeds.tile_columns,
         )
@@ -291,13 +291,13 @@ def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _Inline
     message.tensor.data = values
 
 
-def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
+def _rational(seconds: Fraction | float, name: str) -> prompt_pb2.Rational:
     try:
         exact = Fraction(str(seconds))
         return prompt_pb2.Rational(numerator=exact.numerator, denominator=exact.denominator)
     except ValueError as error:
         limit = "a quotient of two 64-bit integers"
-        raise InvalidRequest(field="Embeds.seconds_per_slice", limit=limit, value=seconds) from error
+        raise InvalidRequest(field=name, limit=limit, value=seconds) from error
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:

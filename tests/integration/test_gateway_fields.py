@@ -9,13 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
+from framesieve.client.prompt import Embeds
 from framesieve.common.contract.errors import PromptTooLong
+from framesieve.common.contract.plan import Grid
 from framesieve.services.gateway.chat.names import FieldNames
 from framesieve.services.gateway.http.errors import in_words
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import Stack
-from tests.integration.gateway import Gateway, data_url, gateway, question, video
+from tests.integration.gateway import Gateway, brought, data_url, gateway, question, video
 
 CLIP_URL = data_url("video/mp4", media.clip(8, fps=4))
 PICTURE_URL = data_url("image/png", media.picture(64, 48))
@@ -154,6 +156,27 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     assert param(part, structured_outputs={"json": schema}) == "structured_outputs.json"
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert param(part, tools=[tool], tool_choice="required") == "tools"  # the template shows none
+
+
+def test_errors_of_embeddings_name_their_fields(http: httpx.Client) -> None:
+    part = brought("image_embeds", Embeds(bytes(64), Grid(1, 2, 2), dtype="float32", shape=(4, 4)))
+    own = "messages[0].content[1].image_embeds"
+    for changes, named in (
+        ({}, f"{own}.shape must be"),  # the tower's width is another
+        ({"data": "a"}, f"{own}.data must be base64"),
+        ({"dtype": "int8"}, f"{own}.dtype is wrong"),
+        ({"grid": {"t": 1, "h": 0, "w": 2}}, f"{own}.grid is invalid"),
+        ({"grid": {"t": 2, "h": 1, "w": 2}}, f"{own}.grid.t of an image must be 1"),
+        ({"seconds_per_grid": 1.0}, f"{own}.seconds_per_grid and timestamps_s are for videos"),
+        ({"seconds_per_grid": 1e-300}, f"{own}.seconds_per_grid must be a quotient"),
+        ({"shape": [4, -1]}, f"{own}.shape must be"),
+    ):
+        asked = question("Why?", part | {"image_embeds": part["image_embeds"] | changes})
+        assert refused(http, asked)[1].startswith(named)
+    saved = part | {"image_embeds": "UEsDBAAACAgAAAAA"}  # what torch.save writes, which vLLM takes: a pickle
+    assert refused(http, question("Why?", saved))[0] == own
+    chosen = part | {"mm_processor_kwargs": {"fps": 1.0}}
+    assert refused(http, question("Why?", chosen))[0] == "messages[0].content[1].mm_processor_kwargs"
 
 
 def test_the_served_name_is_in_every_answer(http: httpx.Client) -> None:

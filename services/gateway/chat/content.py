@@ -20,13 +20,17 @@ from framesieve.services.gateway.chat.request import (
     AssistantCall,
     ChatMessage,
     ChatRequest,
+    EmbedsPart,
     FilePart,
+    ImageEmbedsPart,
     ImageURLPart,
     InputVideoPart,
     Location,
     MediaOptions,
     MediaPart,
+    Pruned,
     TextPart,
+    VideoEmbedsPart,
     VideoURLPart,
 )
 from framesieve.services.gateway.files import Uploads
@@ -82,8 +86,11 @@ def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldN
     if message.content is None or isinstance(message.content, str):
         return
     for place, part in enumerate(message.content):
-        if not isinstance(part, TextPart):
-            here = f"messages[{number}].content[{place}]"
+        here = f"messages[{number}].content[{place}]"
+        if isinstance(part, EmbedsPart):
+            pruning = f"{here}.pruning" if part.pruning else "pruning"
+            names.media[number, place] = MediaNames(f"{here}.{part.type}", pruning)
+        elif not isinstance(part, TextPart):
             names.media[number, place] = media_names(part, request, here, _location_of(part))
 
 
@@ -121,8 +128,20 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
     ]
 
 
-def _of_part(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
+def _of_part(part: MediaPart | EmbedsPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
+    if isinstance(part, EmbedsPart):
+        return _of_embeds(part, name)
     return media(_source(part, name, uploads), name, part, request, asks_for_image=isinstance(part, ImageURLPart))
+
+
+def _of_embeds(part: EmbedsPart, name: str) -> Image | Video:
+    with within(f"{name}.{part.type}"):
+        match part:
+            case ImageEmbedsPart():
+                kind, embeds = Image, part.image_embeds.parsed()
+            case VideoEmbedsPart():
+                kind, embeds = Video, part.video_embeds.parsed()
+    return kind(embeds=embeds, pruning=_own_pruning(part, name))
 
 
 def media(
@@ -143,7 +162,7 @@ def media(
     return kind(**source, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
 
 
-def _own_pruning(part: MediaOptions, name: str) -> Pruning | None:
+def _own_pruning(part: Pruned, name: str) -> Pruning | None:
     with within(name):
         return part.pruning.parsed() if part.pruning else None
 
