@@ -230,6 +230,7 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget, name:
                 allow_truncated=bool(part.allow_truncated),
                 num_frames=part.num_frames,
                 frame_indices=part.frame_indices or (),
+                max_slices=part.max_slices,
             )
             _set_media(media, part, sampling, budget, name)
             if part.pruning is not None:

@@ -159,17 +159,17 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
 
 
 def test_errors_of_embeddings_name_their_fields(http: httpx.Client) -> None:
-    part = brought("image_embeds", Embeds(bytes(64), Grid(1, 2, 2), dtype="float32", shape=(4, 4)))
+    part = brought("image_embeds", Embeds(bytes(1024), Grid(1, 2, 2), dtype="float32", shape=(4, 64)))
     own = "messages[0].content[1].image_embeds"
     for changes, named in (
-        ({}, f"{own}.shape must be"),  # the tower's width is another
+        ({"shape": [4, 63]}, f"{own}.shape must be"),
         ({"data": "a"}, f"{own}.data must be base64"),
         ({"dtype": "int8"}, f"{own}.dtype is wrong"),
         ({"grid": {"t": 1, "h": 0, "w": 2}}, f"{own}.grid is invalid"),
         ({"grid": {"t": 2, "h": 1, "w": 2}}, f"{own}.grid.t of an image must be 1"),
         ({"seconds_per_grid": 1.0}, f"{own}.seconds_per_grid and timestamps_s are for videos"),
         ({"seconds_per_grid": 1e-300}, f"{own}.seconds_per_grid must be a quotient"),
-        ({"shape": [4, -1]}, f"{own}.shape must be"),
+        ({"shape": [4, 64, 1, 1]}, f"{own}.shape is wrong"),
     ):
         asked = question("Why?", part | {"image_embeds": part["image_embeds"] | changes})
         assert refused(http, asked)[1].startswith(named)

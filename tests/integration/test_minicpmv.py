@@ -42,14 +42,18 @@ VIDEOS: dict[str, tuple[Part, ...]] = {
     "a video": (Video(data=CLIP, fps=4),),
     "a video and an image": (Video(data=CLIP), Image(data=WIDE)),
 }
-VERSIONS = ["4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "2.6", "4.0"))]
+SLICED: dict[str, tuple[Part, ...]] = {
+    "a video whose frames are sliced, and an image": (Video(data=CLIP, max_slices=3, fps=2), Image(data=WIDE))
+}
+VERSIONS = ["2.6", "4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "4.0"))]
 GROUPED: dict[str, tuple[Part, ...]] = {"a video in groups": (Video(data=LONG), Image(data=PICTURE))}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_path: Path) -> None:
     oracle = minicpm.write(tmp_path, 1, version)
-    mixes = IMAGES | (VIDEOS if version != "2.5" else {}) | (GROUPED if version == "4.5" else {})
+    more = {"2.5": {}, "4.5": VIDEOS | GROUPED}.get(version, VIDEOS | SLICED)
+    mixes = IMAGES | more
     with running(tmp_path) as stack:
         async with FramesieveClient(stack.addresses["generation"]) as client:
             for parts in mixes.values():
@@ -124,7 +128,7 @@ async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[Pr
     assert plan is not None
     pictures: list[list[Tensor]] = [[] for _ in plan.media]
     for index, first in sorted(frames):
-        shape = plan.media[index].frames.frame_px(first)
+        shape = plan.media[index].frame_px(first)
         data = torch.from_numpy(np.frombuffer(frames[index, first], np.uint8).copy())
         pictures[index] += data.view(-1, *shape, 3).unbind()
     return plan, pictures

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,48 @@ def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: 
     frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
     text = f"<|im_start|>user\n{frame}\n{frame}\n{frame}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def of_pictures(pictures: list[bytes], **wish: Any) -> MediaRequest:
+    """A video of these pictures, one a second."""
+    ends = tuple(accumulate(map(len, pictures)))
+    frames = PictureFrames(ends, tuple(map(float, range(len(pictures)))))
+    return MediaRequest("video", Modality.VIDEO, b"".join(pictures), FrameSampling(**wish), frames)
+
+
+@pytest.mark.parametrize("size", [(120, 60), (50, 90), (40, 40)])
+def test_frames_of_a_video_are_sliced_like_images_where_a_request_asks_for_it(
+    planner: Planner, folder: Path, version: str, size: tuple[int, int]
+) -> None:
+    """The published `chat` with frames as images, max_slice_nums and without use_image_id."""
+    if version == "2.5":
+        return  # takes images only
+    pictures = [picture(*size, seed) for seed in range(3)]
+    planned = planner.plan(conversation(of_pictures(pictures, max_slices=2), "What?"))
+    images = planner.plan(conversation(*(image(each, max_slices=2) for each in pictures), "What?"))
+    sent = list(planned.media[0].slices())
+    wanted = [each.pixels for shown in images.media for each in shown.slices()]
+    for made in (planned, images):
+        made.files.close()
+    (item,) = planned.plan.media
+    columns, rows = grid_of(*size, 2) or (0, 0)
+    assert item.grid == Grid(3, 1 + columns * rows, minicpm.QUERIES[version])
+    assert item.timestamps_s == tuple(time for time in (0.0, 1.0, 2.0) for _ in range(item.grid.h))
+    assert [each.first_frame for each in sent] == list(range(len(wanted)))
+    assert all(np.array_equal(each.pixels, other) for each, other in zip(sent, wanted, strict=True))
+    shown = "\n".join([markers((columns, rows), None, version)] * 3)
+    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert planned.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def test_a_number_of_slices_out_of_range_is_refused(planner: Planner, grouping: Path) -> None:
+    for most in (0, 10):
+        with pytest.raises(InvalidRequest, match=r"image\.frame_sampling\.max_slices must be between 1 and 9"):
+            planner.plan(conversation(image(picture(90, 60), max_slices=most), "What?"))
+    groups = Planner(Checkpoint(grouping), None)
+    groups.plan(conversation(of_pictures([picture(90, 60)], max_slices=1), "What?")).files.close()
+    with pytest.raises(InvalidRequest, match=r"video\.frame_sampling\.max_slices must be 1 for videos of this model"):
+        groups.plan(conversation(of_pictures([picture(90, 60)], max_slices=2), "What?"))
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(60, Fraction(25)), (65, Fraction(30)), (600, Fraction(30000, 1001))])

@@ -30,7 +30,6 @@ from framesieve.services.gateway.chat.request import (
     MediaPart,
     Pruned,
     TextPart,
-    VideoEmbedsPart,
     VideoURLPart,
 )
 from framesieve.services.gateway.files import Uploads
@@ -40,7 +39,7 @@ _FRAMES = "video/jpeg"
 _MAX_FRAMES = 768
 """Of a video, as FrameSampling has them."""
 _COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
-_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s"}
+_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s", "max_slice_nums": "max_slices"}
 _READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
 
 Source: TypeAlias = dict[str, Any]
@@ -135,13 +134,11 @@ def _of_part(part: MediaPart | EmbedsPart, name: str, request: ChatRequest, uplo
 
 
 def _of_embeds(part: EmbedsPart, name: str) -> Image | Video:
+    pruning = _own_pruning(part, name)
     with within(f"{name}.{part.type}"):
-        match part:
-            case ImageEmbedsPart():
-                kind, embeds = Image, part.image_embeds.parsed()
-            case VideoEmbedsPart():
-                kind, embeds = Video, part.video_embeds.parsed()
-    return kind(embeds=embeds, pruning=_own_pruning(part, name))
+        if isinstance(part, ImageEmbedsPart):
+            return Image(embeds=part.image_embeds.parsed(), pruning=pruning)
+        return Video(embeds=part.video_embeds.parsed(), pruning=pruning)
 
 
 def media(

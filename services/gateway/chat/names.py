@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from framesieve.common.contract.errors import path_of, steps_of
 
 _OF_FRAME = {"pictures": "frame", "timestamps_s": "the time of frame"}
-_FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end"}
+_FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end", "max_slices": "max_slice_nums"}
 
 
 @dataclass(frozen=True, slots=True)
 class MediaNames:
-    """location: of the media's URL, file or embeddings. pruning: of the item's pruning, its own or the request's. sampling: of the
-    fields of FrameSampling that the caller set."""
+    """location: of the media's URL, file or embeddings. pruning: of the item's pruning, its own or the request's.
+    sampling: of the fields of FrameSampling that the caller set."""
 
     location: str
     pruning: str = "pruning"

@@ -56,6 +56,7 @@ class FrameChoice(Strict):
     max_pixels: int | None = None
     video_start: float | None = None
     video_end: float | None = None
+    max_slice_nums: int | None = None
 
     do_sample_frames: Literal[True] | None = None
 

@@ -74,7 +74,8 @@ class PlannedVideo:
     """A video, the places of its selected frames, and their height and width as they are sent.
 
     index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
-        the last may have fewer. view: what each frame shows; None: all.
+        the last may have fewer. views: what each frame shows (None: all); several: each frame is sent as so many
+        pictures, of which each is a slice, and all but the first are tiles of `tile_px` (None: of `size_px`).
     """
 
     source: Source
@@ -82,13 +83,22 @@ class PlannedVideo:
     places: tuple[int, ...]
     slice_frames: int
     size_px: SizePx
-    view: View | None = None
+    views: tuple[View | None, ...] = (None,)
+    tile_px: SizePx | None = None
+
+    def slice_shape(self, number: int) -> tuple[int, int, int, int]:
+        """The shape of slice `number`."""
+        frames = min(self.slice_frames, len(self.places) - number // len(self.views) * self.slice_frames)
+        return (frames, *(self.tile_px or self.size_px if number % len(self.views) else self.size_px), 3)
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
         """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
         with closing(self._frames(progress)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
-                yield self._slice(first, frames)
+                if len(self.views) > 1:
+                    yield from self._pictures(first * len(self.views), frames)
+                else:
+                    yield self._slice(first, frames)
 
     def _frames(self, progress: Callable[[], None]) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
@@ -97,16 +107,28 @@ class PlannedVideo:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)
 
+    def _pictures(self, first: int, frames: Iterator[DecodedFrame]) -> Iterator[Slice]:
+        """The slices of the next frame. It was decoded, and perhaps repaired, for the first of them."""
+        start_ns = monotonic_ns()
+        frame = next(frames)
+        decoded_ns = monotonic_ns()
+        for number, view in enumerate(self.views, first):
+            begun_ns = monotonic_ns()
+            pixels = np.empty(self.slice_shape(number), np.uint8)
+            view_into(frame.pixels, view, pixels[0])
+            resized_ns = monotonic_ns()
+            repaired, decode_s = (0, 0.0) if number > first else (int(frame.repaired), (decoded_ns - start_ns) * _NS)
+            yield Slice(number, pixels, repaired, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
+
     def _slice(self, first: int, frames: Iterator[DecodedFrame]) -> Slice:
-        frames_left = len(self.places) - first
-        pixels = np.empty((min(self.slice_frames, frames_left), *self.size_px, 3), np.uint8)
+        pixels = np.empty(self.slice_shape(first // self.slice_frames), np.uint8)
         repaired, decode_ns, resize_ns = 0, 0, 0
         resized_ns = monotonic_ns()
         for row in pixels:
             start_ns = resized_ns
             frame = next(frames)
             decoded_ns = monotonic_ns()
-            view_into(frame.pixels, self.view, row)
+            view_into(frame.pixels, self.views[0], row)
             resized_ns = monotonic_ns()
             decode_ns += decoded_ns - start_ns
             resize_ns += resized_ns - decoded_ns
