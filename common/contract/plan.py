@@ -186,8 +186,8 @@ class MediaPlan:
         if frames.count and pixels < self.grid.tokens:
             raise ValueError(f"frames of {frames.size_px} pixels are too small for a grid of {self.grid}")
         if group := frames.group_frames:
-            if is_image or group < 0:
-                raise ValueError(f"only a video has groups, of at least one frame, got {group}")
+            if is_image or columns or group < 0:
+                raise ValueError(f"only a video without tiles has groups, of at least one frame, got {group}")
             if -(-frames.count // group) != self.grid.t:
                 raise ValueError(f"{frames.count} frames in groups of {group} are not {self.grid.t} slices")
 
