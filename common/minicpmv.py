@@ -11,6 +11,9 @@ from framesieve.common.contract.retention import NONE
 
 # Tokens of a picture of each version that is supported, where the config does not say.
 _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}
+# Old configs have no version: 2.5 alone has so many queries, and 2.0 alone this width with these queries.
+_QUERIES_OF_2_5, _WIDTH_AND_QUERIES_OF_2_0 = 96, (2304, 64)
+_WHY_NOT_2_0 = "a tower of timm's and a language model that scales embeddings, residuals and logits"
 # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
 PRUNING_METHODS = (NONE,)
 WHY_NOT_ALL = "a resampler's tokens are not places, and no method keeps answers better than dropping at random"
@@ -21,15 +24,20 @@ _MERGED_SIDES: Mapping[str, int] = {"16x": 4, "4x": 2}
 
 
 def version_of(config: Mapping[str, Any]) -> str:
-    """The version, such as "2.6". Raises StartupError for one that is not supported, or none.
+    """The version, such as "2.6". Raises StartupError for one that is not supported.
 
-    A missing one is not guessed: it may be 2.0, another architecture.
+    A missing one is known by the published numbers of 2.5 and 2.0, else it is not guessed.
     """
-    stated = str(config.get("version"))
-    version = stated if "." in stated else f"{stated}.0"
+    stated, queries = config.get("version"), config.get("query_num")
+    if stated is None and queries == _QUERIES_OF_2_5:
+        return "2.5"
+    if stated is None and (config.get("hidden_size"), queries) == _WIDTH_AND_QUERIES_OF_2_0:
+        stated = "2.0"
+    version = str(stated) if "." in str(stated) else f"{stated}.0"
     if version not in _QUERIES:
-        named = f"version {stated!r}" if config.get("version") is not None else "without a version in config.json"
-        raise StartupError(f"MiniCPM-V {named} is not supported, only {', '.join(_QUERIES)}")
+        named = f"version {str(stated)!r}" if stated is not None else "without a version in config.json"
+        why = f": {_WHY_NOT_2_0}" if version == "2.0" else ""
+        raise StartupError(f"MiniCPM-V {named} is not supported, only {', '.join(_QUERIES)}{why}")
     return version
 
 

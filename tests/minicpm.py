@@ -22,7 +22,7 @@ from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddi
 from demo.checkpoint import TINY, make_tokenizer, randomise
 
 WIDTH, PATCH_PX, IMAGE_PX, SCALE_PX = 128, 14, 70, 56
-QUERIES: Mapping[str, int] = {"2.5": 6, "2.6": 4, "4.0": 4, "4.5": 4}
+QUERIES: dict[str, int] = {"2.5": 6, "2.6": 4, "4.0": 4, "4.5": 4}
 MARKS = ("<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<ref>", "</ref>")
 VISION: dict[str, Any] = {
     "hidden_size": 48,

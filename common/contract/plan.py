@@ -92,11 +92,12 @@ class Run:
 class FrameShape:
     """How many frames of an item are sent, and their sizes after resizing. The default: none.
 
-    count: of an image 1, or that and its tiles; 0 if the prompt brought the item's embeddings.
+    count: of an image 1, or that and its tiles; so for each frame of a video with tile_columns. 0 if the prompt
+        brought the item's embeddings.
     size_px: of each frame, but for tiles of another size; (0, 0) without frames.
-    tile_px: of an image's tiles, which are all frames but the first; None if these have the first one's size.
-    tile_columns: of an image whose frames are the whole picture and then its tiles, row by row: the tiles' columns,
-        else 0.
+    tile_px: of tiles, which are all frames of a picture but the first; None if these have the first one's size.
+    tile_columns: of an image whose frames are the whole picture and then its tiles, row by row, or of a video each of
+        whose frames is sent so: the tiles' columns, else 0.
     group_frames: frames of each temporal slice of a video whose slices are groups, the last of which may have fewer; 0
         if all slices have equally many.
     dtype: of the values, one of FRAME_DTYPES.
@@ -110,7 +111,7 @@ class FrameShape:
     dtype: DType = DType.UINT8
 
     def frame_px(self, index: int) -> SizePx:
-        """Height and width of a frame."""
+        """Height and width of a frame of a picture."""
         return self.tile_px if index and self.tile_px else self.size_px
 
 
@@ -181,19 +182,21 @@ class MediaPlan:
             raise ValueError(f"frames are {' or '.join(each.label for each in FRAME_DTYPES)}, got {frames.dtype.label}")
         if 0 < frames.count < self.grid.t:
             raise ValueError(f"{frames.count} frames do not fill {self.grid.t} temporal slices")
-        if tile_px and (not is_image or frames.count < 2):
+        if tile_px and (self.pictures < 2 or not (is_image or frames.tile_columns)):
             raise ValueError(f"only an image of several frames has tiles of another size, got {tile_px}")
         if tile_px and not 1 <= min(tile_px) <= max(tile_px) <= MAX_FRAME_SIDE_PX:
             raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile_px}")
-        columns, tiles = frames.tile_columns, frames.count - 1 if is_image else 0
+        columns, tiles = frames.tile_columns, self.pictures - 1
         if columns and not (0 < columns <= tiles and tiles % columns == 0):
-            raise ValueError(f"{tiles} tiles of an image do not fill rows of {columns}")
+            raise ValueError(f"{tiles} tiles of a picture do not fill rows of {columns}")
+        if columns and not is_image and frames.count != self.grid.t * self.pictures:
+            raise ValueError(f"{frames.count} frames are not {self.grid.t} slices of {self.pictures} pictures")
         pixels = math.prod(frames.size_px) + (frames.count - 1) * math.prod(frames.frame_px(1))
         if frames.count and pixels < self.grid.tokens:
             raise ValueError(f"frames of {frames.size_px} pixels are too small for a grid of {self.grid}")
         if group := frames.group_frames:
-            if is_image or group < 0:
-                raise ValueError(f"only a video has groups, of at least one frame, got {group}")
+            if is_image or columns or group < 0:
+                raise ValueError(f"only a video without tiles has groups, of at least one frame, got {group}")
             if -(-frames.count // group) != self.grid.t:
                 raise ValueError(f"{frames.count} frames in groups of {group} are not {self.grid.t} slices")
 
@@ -213,14 +216,28 @@ class MediaPlan:
             raise ValueError("timestamps_s must be finite, none below the one before")
 
     @property
+    def pictures(self) -> int:
+        """How many frames are one picture and its tiles: those of an image, or of a temporal slice of a video with
+        tile_columns, where each is a row of the grid; else 1."""
+        if self.modality is Modality.IMAGE:
+            return self.frames.count
+        return self.grid.h if self.frames.tile_columns else 1
+
+    def frame_px(self, index: int) -> SizePx:
+        """Height and width of a frame."""
+        return self.frames.frame_px(index % self.pictures)
+
+    @property
     def slices(self) -> int:
-        """How many parts are decoded and encoded one by one: temporal slices of a video, frames of an image."""
-        return self.grid.t if self.modality is Modality.VIDEO or self.brings_embeds else self.frames.count
+        """How many parts are decoded and encoded one by one: temporal slices of a video without tiles, else frames."""
+        if self.brings_embeds or (self.modality is Modality.VIDEO and not self.frames.tile_columns):
+            return self.grid.t
+        return self.frames.count
 
     @property
     def slice_frames(self) -> int:
         """Frames of each of `slices`; the last may have fewer."""
-        if self.modality is Modality.IMAGE or self.brings_embeds:
+        if self.modality is Modality.IMAGE or self.brings_embeds or self.frames.tile_columns:
             return 1
         return self.frames.group_frames or -(-self.frames.count // self.grid.t)
 

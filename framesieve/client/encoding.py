@@ -70,12 +70,16 @@ class Encoded:
         """The embeddings in the form that a prompt takes in place of pixels, with the same time base.
 
         Raises InvalidRequest if tokens were pruned (a prompt needs all tokens of the grid), if this item was sent as
-        embeddings in the first place, or if it is an image of several tiles whose tokens are put together.
+        embeddings in the first place, if it is an image of several tiles whose tokens are put together, or a video
+        whose frames have slices.
         """
         tokens, frames = self.plan.grid.tokens, self.plan.frames
         if self.kept.size != tokens:
             text = f"a prompt needs the embeddings of all {tokens} tokens, got {self.kept.size}"
             raise InvalidRequest(text, value=self.kept.size, limit=tokens, remedy="encode without pruning")
+        if self.plan.modality is Modality.VIDEO and frames.tile_columns:
+            text = "a video whose frames have slices cannot be sent as embeddings"
+            raise InvalidRequest(text, remedy="send the video again")
         # Where each frame is a row of the grid, its tokens stay its own.
         if self.plan.modality is Modality.IMAGE and frames.count > 1 and frames.count != self.plan.grid.h:
             text = f"an image of {frames.count} tiles cannot be sent as embeddings"

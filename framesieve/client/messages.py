@@ -230,6 +230,7 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget, name:
                 allow_truncated=bool(part.allow_truncated),
                 num_frames=part.num_frames,
                 frame_indices=part.frame_indices or (),
+                max_slices=part.max_slices,
             )
             _set_media(media, part, sampling, budget, name)
             if part.pruning is not None:
@@ -283,7 +284,7 @@ def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _Inline
                 shape=shape if len(shape) == 3 else (1, *shape),
             ),
             grid=grid_message(embeds.grid),
-            seconds_per_grid=None if step is None else _rational(step),
+            seconds_per_grid=None if step is None else _rational(step, f"{name}.seconds_per_grid"),
             timestamps_s=embeds.timestamps_s,
             tile_columns=embeds.tile_columns,
         )
@@ -291,13 +292,13 @@ def _set_embeds(message: prompt_pb2.MediaEmbeds, embeds: Embeds, budget: _Inline
     message.tensor.data = values
 
 
-def _rational(seconds: Fraction | float) -> prompt_pb2.Rational:
+def _rational(seconds: Fraction | float, name: str) -> prompt_pb2.Rational:
     try:
         exact = Fraction(str(seconds))
         return prompt_pb2.Rational(numerator=exact.numerator, denominator=exact.denominator)
     except ValueError as error:
         limit = "a quotient of two 64-bit integers"
-        raise InvalidRequest(field="Embeds.seconds_per_slice", limit=limit, value=seconds) from error
+        raise InvalidRequest(field=name, limit=limit, value=seconds) from error
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:

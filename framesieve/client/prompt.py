@@ -30,7 +30,7 @@ _URL = re.compile(r"(?:https?|file)://[^/?#]*(?P<path>[^?#]*)|data:", re.IGNOREC
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SAMPLING = (
     *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
-    *("allow_truncated", "num_frames", "frame_indices"),
+    *("allow_truncated", "num_frames", "frame_indices", "max_slices"),
 )
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
@@ -156,6 +156,7 @@ class _Media:
     pruning: Pruning | None = None
     num_frames: int | None = None
     frame_indices: tuple[int, ...] | None = None
+    max_slices: int | None = None
 
     def __post_init__(self) -> None:
         _check_source(self)
@@ -174,6 +175,7 @@ class Image(_Media):
         --media-root; or a data: URL, sent unchanged.
     embeds: the vision tower's output, sent with the request.
     max_pixels: resize to at most this many pixels; None: the checkpoint's limit. Not allowed with embeds.
+    max_slices: of MiniCPM-V 2.5 to 4.5: at most so many slices besides the whole; 1: none; None: the checkpoint's.
     The other fields are those of Video, and mean nothing for an image.
     Raises InvalidRequest unless exactly one source is given.
     """
@@ -192,6 +194,7 @@ class Video(_Media):
     num_frames: so many, evenly spaced, or all if there are fewer; not together with fps, min_frames or max_frames.
     frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
     allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
+    max_slices: of each frame, as of an image; None: 1.
         None of these is allowed with embeds, which have no frames.
     pruning: of this video, before the request's.
     Raises InvalidRequest unless exactly one source is given.

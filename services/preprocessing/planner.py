@@ -31,7 +31,7 @@ from framesieve.common.contract.plan import (
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.layout import Expansion, lay_out
+from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, lay_out
 from framesieve.services.preprocessing.prompt.tokens import ChatTokens
 from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.sources.digests import Digests, digests
@@ -45,7 +45,7 @@ from framesieve.services.preprocessing.video.pictures import (
     read_pictures,
 )
 from framesieve.services.preprocessing.video.resize import View, shrink_to
-from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
+from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, Sampled, sample
 from framesieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
 from framesieve.services.preprocessing.video.timing import TimeBase
 
@@ -151,7 +151,7 @@ class Planner:
         readers.check_cancelled()
         if isinstance(request.location, Embeds):
             return _Opened(request, request.modality)
-        self._check_max_pixels(request)
+        self._check_wish(request)
         source = self._source(request, files, readers.check_cancelled)
         if request.frames is not None or not is_picture(source.head):
             return _Opened(request, Modality.VIDEO, source)
@@ -240,10 +240,6 @@ class Planner:
         bounds, dtype = self._family.frame_bounds, self._family.frame_dtype
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
         source_px = index.height_px, index.width_px
-        size = self._family.video_size(*source_px, sampled.frames, sampling)
-        if sampling.max_pixels is not None:
-            size = shrink_to(*size, self._family.token_px, sampling.max_pixels)
-        view = self._family.video_view(*source_px, size)
         frames = len(sampled.places)
         frame_s = sampled.seconds_per_grid / bounds.temporal_patch
         group = bounds.group_frames(frames, frame_s * sampled.frames) if bounds.group_frames else 0
@@ -255,21 +251,49 @@ class Planner:
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
-        _check_side(size, source_px)
         with _too_large():
-            grid = self._family.video_grid(-(-frames // (group or 1)), *size)
+            laid = self._family.sliced_video(*source_px, frames, sampling)
+            laid = laid or self._whole_frames(source_px, sampled, sampling, group, base)
+        pictures = len(laid.views)
+        sizes = [laid.frames.frame_px(number) for number in range(pictures)]
+        for size in sizes:
+            _check_side(size, source_px)
+        sent = b"".join(_packed_sent(size, view) for size, view in zip(sizes, laid.views, strict=True))
         return _Item(
             modality=Modality.VIDEO,
-            planned=PlannedVideo(source, index, sampled.places, slice_frames, size, view, dtype),
-            frames=FrameShape(frames, size, group_frames=group, dtype=dtype),
-            grid=grid,
-            expansion=self._family.expansion(grid, base),
+            planned=PlannedVideo(
+                source,
+                index,
+                sampled.places,
+                slice_frames,
+                laid.frames.size_px,
+                laid.views,
+                laid.frames.tile_px,
+                dtype,
+            ),
+            frames=replace(laid.frames, dtype=dtype),
+            grid=laid.grid,
+            expansion=laid.expansion,
             base=base,
-            timestamps_s=sampled.timestamps_s,
-            content=(b"video", source.digest, _packed_sent(size, view), places, _packed(base), in_groups),
+            timestamps_s=tuple(time for time in sampled.timestamps_s for _ in range(pictures)),
+            content=(b"video", source.digest, sent, places, _packed(base), in_groups),
         )
 
-    def _check_max_pixels(self, request: MediaRequest) -> None:
+    def _whole_frames(
+        self, source_px: SizePx, sampled: Sampled, sampling: FrameSampling, group: int, base: TimeBase
+    ) -> ImageLayout:
+        """The layout of a video whose frames are sent as a whole alone. group: frames of a group; 0 without."""
+        size = self._family.video_size(*source_px, sampled.frames, sampling)
+        if sampling.max_pixels is not None:
+            size = shrink_to(*size, self._family.token_px, sampling.max_pixels)
+        frames = len(sampled.places)
+        grid = self._family.video_grid(-(-frames // (group or 1)), *size)
+        shape, view = FrameShape(frames, size, group_frames=group), self._family.video_view(*source_px, size)
+        return ImageLayout(shape, (view,), grid, self._family.expansion(grid, base))
+
+    def _check_wish(self, request: MediaRequest) -> None:
+        if request.sampling.max_slices is not None and not self._family.takes_max_slices:
+            raise InvalidRequest("is not a setting of this model", field=f"{request.name}.frame_sampling.max_slices")
         token, wished = self._family.token_px**2, request.sampling.max_pixels
         if wished is not None and wished < token:
             field, limit = f"{request.name}.frame_sampling.max_pixels", f"at least {token}, the pixels of one token"

@@ -30,11 +30,26 @@ LOADERS: dict[str, Callable[[Checkpoint], object]] = {
 def test_every_service_refuses_an_unknown_version_and_a_missing_one(
     load: Callable[[Checkpoint], object], tmp_path: Path
 ) -> None:
-    known = "is not supported, only 2.5, 2.6, 4.0, 4.5$"
-    for stated, named in ((2, "version '2'"), (4.6, "version '4.6'"), (None, "without a version in config.json")):
-        minicpm.write(tmp_path, 1, changes={"version": stated})
-        with pytest.raises(StartupError, match=f"^MiniCPM-V {named} {known}"):
+    known = "is not supported, only 2.5, 2.6, 4.0, 4.5"
+    of_2_0 = f"version '2.0' {known}: a tower of timm's and a language model that scales"
+    for changes, named in (
+        ({"version": 4.6}, f"version '4.6' {known}$"),
+        ({"version": None}, f"without a version in config.json {known}$"),
+        ({"version": "2.0"}, of_2_0),
+        ({"version": None, "hidden_size": 2304, "query_num": 64}, of_2_0),
+    ):
+        minicpm.write(tmp_path, 1, changes=changes)
+        with pytest.raises(StartupError, match=f"^MiniCPM-V {named}"):
             load(Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_every_service_takes_2_5_without_a_version_by_its_96_queries(
+    load: Callable[[Checkpoint], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(minicpm.QUERIES, "2.5", 96)
+    minicpm.write(tmp_path, 1, "2.5", {"version": None})
+    load(Checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ FAULTS: dict[str, Callable[[Message], Any]] = {
     "frames of 2^31 pixels": lambda m: setattr(m.media[0], "frame_height_px", 2**31 - 1),
     "frames of half precision": lambda m: setattr(m.media[0], "frame_dtype", tensor_pb2.DTYPE_FLOAT16),
     "frames of no dtype": lambda m: m.media[0].ClearField("frame_dtype"),
-    "columns of a video": lambda m: setattr(m.media[0], "tile_columns", 1),
+    "more columns of a video than tiles": lambda m: setattr(m.media[0], "tile_columns", 2),
     "short content hash": lambda m: setattr(m.media[0], "content_hash", bytes(31)),
     "short fingerprint": lambda m: setattr(m, "fingerprint", b"short"),
     "too many levels": lambda m: setattr(m, "embed_levels", 17),

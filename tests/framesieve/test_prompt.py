@@ -211,7 +211,7 @@ def test_values_of_another_type_or_shape_are_rejected(values: Any, more: dict[st
 
 @pytest.mark.parametrize("seconds", [float("nan"), Fraction(1, 2**63), 1e20])
 def test_a_step_that_is_no_quotient_of_64_bit_integers_is_rejected(seconds: Any) -> None:
-    with rejected("Embeds.seconds_per_slice must be a quotient of two 64-bit integers"):
+    with rejected("embeds.seconds_per_grid must be a quotient of two 64-bit integers"):
         sent(Video(embeds=Embeds(ROWS, GRID, seconds_per_slice=seconds)))
 
 

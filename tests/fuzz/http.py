@@ -23,10 +23,12 @@ from typing import Any
 import httpx
 
 from framesieve.cli.launcher import LocalStack
+from framesieve.client.prompt import Embeds
+from framesieve.common.contract.plan import Grid
 from tests import media
 from tests.fuzz.rpc_mutations import mutate_bytes
 from tests.integration.fleet import exported_at, metric_in
-from tests.integration.gateway import data_url, gateway, question
+from tests.integration.gateway import brought, data_url, gateway, question
 
 LIMIT_S = 30
 _AT_ONCE = 12
@@ -85,6 +87,9 @@ def _bodies() -> list[dict[str, Any]]:
     video = {"type": "video_url", "video_url": {"url": data_url("video/mp4", _CLIP)}, "pruning": {"rate": 0.5}}
     image = {"type": "image_url", "image_url": {"url": data_url("image/png", media.picture(40, 40))}}
     file = {"type": "file", "file": {"file_data": data_url("video/mp4", _CLIP), "filename": "clip.mp4"}}
+    embeds = brought(
+        "video_embeds", Embeds(bytes(512), Grid(2, 1, 1), dtype="float32", shape=(2, 64), seconds_per_slice=1)
+    )
     sampled = {"mm_processor_kwargs": {"fps": 2.0}, "media_io_kwargs": {"video": {"duration": 1.0}}}
     schema = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
     document = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
@@ -95,6 +100,7 @@ def _bodies() -> list[dict[str, Any]]:
         question("Why?", n=2, stop=["x"], logprobs=True, top_logprobs=2),
         question(video, "What?", stream=True, stream_options={"include_usage": True}),
         question(video, image, file, "What?", **sampled),
+        question(embeds, "What?"),
         {"messages": [{"role": role, "content": "Why?"} for role in ("system", "user")], "max_tokens": 4},
         {"input": items, "text": {"format": {"type": "json_schema", "name": "it", "schema": schema}}, "stream": True},
     ]

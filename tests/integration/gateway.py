@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from framesieve.client.prompt import Embeds
 from framesieve.common.process import free_port
 from tests.integration.fleet import ROOT
 
@@ -69,3 +70,18 @@ def video(url: str, **fields: Any) -> dict[str, Any]:
 
 def image(url: str, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}, **fields}
+
+
+def brought(kind: str, embeds: Embeds, **fields: Any) -> dict[str, Any]:
+    """A part with embeddings. kind: its type. embeds: of bytes."""
+    assert isinstance(embeds.values, bytes)
+    grid, step = embeds.grid, embeds.seconds_per_slice
+    value = {
+        "data": base64.b64encode(embeds.values).decode(),
+        "dtype": embeds.dtype,
+        "shape": list(embeds.array_shape),
+        "grid": {"t": grid.t, "h": grid.h, "w": grid.w},
+        "seconds_per_grid": None if step is None else float(step),
+        "timestamps_s": list(embeds.timestamps_s) or None,
+    }
+    return {"type": kind, kind: value, **fields}

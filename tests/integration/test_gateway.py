@@ -20,12 +20,12 @@ import openai
 import PIL.Image
 import pytest
 
-from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video
+from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video, encode
 from framesieve.client.prompt import Options
 from tests import media
 from tests.integration.conftest import OTHER_NAME, SERVED_NAME
 from tests.integration.fleet import Stack, exported, metric_in, until
-from tests.integration.gateway import Gateway, data_url, gateway, image, question, video
+from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
 from tests.preprocessing.media_server import ok, serving
 
@@ -114,6 +114,18 @@ async def test_every_part_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     parts, messages = SAME[name]
     body = question(*parts, logprobs=True)
     got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
+    async with FramesieveClient(stack.address) as client:
+        wanted = await client.answer(messages, GREEDY)
+    assert_same(got, wanted)
+
+
+async def test_embeddings_are_answered_as_the_media_that_they_come_from(stack: Stack, http: httpx.Client) -> None:
+    encoded = await encode(stack.addresses["encoder"], [Video(data=CLIP), Image(data=PICTURE)])
+    clip, picture = (each.as_embeds() for each in encoded)
+    parts = brought("video_embeds", clip, pruning={"rate": 0.5}), brought("image_embeds", picture)
+    body = question(*parts, "What?", logprobs=True, mm_processor_kwargs={"fps": 1.0})
+    got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
+    messages = [user(Video(data=CLIP, pruning=Pruning(0.5)), Image(data=PICTURE), Text("What?"))]
     async with FramesieveClient(stack.address) as client:
         wanted = await client.answer(messages, GREEDY)
     assert_same(got, wanted)

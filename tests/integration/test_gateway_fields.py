@@ -8,11 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
+from framesieve.client.prompt import Embeds
 from framesieve.common.contract.errors import PromptTooLong
+from framesieve.common.contract.plan import Grid
 from framesieve.services.gateway.chat.names import FieldNames
 from framesieve.services.gateway.http.errors import in_words
 from tests import media
-from tests.integration.gateway import data_url, question, video
+from tests.integration.gateway import brought, data_url, question, video
 
 CLIP_URL = data_url("video/mp4", media.clip(8, fps=4))
 PICTURE_URL = data_url("image/png", media.picture(64, 48))
@@ -118,6 +120,7 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     own = "messages[0].content[1]"
     assert param(part, mm_processor_kwargs={"video_start": -1.0}) == "mm_processor_kwargs.video_start"
     assert param(part | {"mm_processor_kwargs": {"video_end": 0.0}}) == f"{own}.mm_processor_kwargs.video_end"
+    assert param(part, mm_processor_kwargs={"max_slice_nums": 2}) == "mm_processor_kwargs.max_slice_nums"  # Qwen's
     assert param(part, media_io_kwargs={"video": {"fps": 2000.0}}) == "media_io_kwargs.video.fps"
     assert param(part | {"pruning": {"rate": 2.0}}) == f"{own}.pruning.rate"
     assert param(part, pruning={"rate": 0.5, "seed": 2**64}) == "pruning.seed"
@@ -135,6 +138,27 @@ def test_errors_name_what_the_caller_wrote(http: httpx.Client) -> None:
     assert param(part, structured_outputs={"json": schema}) == "structured_outputs.json"
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert param(part, tools=[tool], tool_choice="required") == "tools"  # the template shows none
+
+
+def test_errors_of_embeddings_name_their_fields(http: httpx.Client) -> None:
+    part = brought("image_embeds", Embeds(bytes(1024), Grid(1, 2, 2), dtype="float32", shape=(4, 64)))
+    own = "messages[0].content[1].image_embeds"
+    for changes, named in (
+        ({"shape": [4, 63]}, f"{own}.shape must be"),
+        ({"data": "a"}, f"{own}.data must be base64"),
+        ({"dtype": "int8"}, f"{own}.dtype is wrong"),
+        ({"grid": {"t": 1, "h": 0, "w": 2}}, f"{own}.grid is invalid"),
+        ({"grid": {"t": 2, "h": 1, "w": 2}}, f"{own}.grid.t of an image must be 1"),
+        ({"seconds_per_grid": 1.0}, f"{own}.seconds_per_grid and timestamps_s are for videos"),
+        ({"seconds_per_grid": 1e-300}, f"{own}.seconds_per_grid must be a quotient"),
+        ({"shape": [4, 64, 1, 1]}, f"{own}.shape is wrong"),
+    ):
+        asked = question("Why?", part | {"image_embeds": part["image_embeds"] | changes})
+        assert refused(http, asked)[1].startswith(named)
+    saved = part | {"image_embeds": "UEsDBAAACAgAAAAA"}  # what torch.save writes, which vLLM takes: a pickle
+    assert refused(http, question("Why?", saved))[0] == own
+    chosen = part | {"mm_processor_kwargs": {"fps": 1.0}}
+    assert refused(http, question("Why?", chosen))[0] == "messages[0].content[1].mm_processor_kwargs"
 
 
 UNHELD = {"type": "object", "properties": {"seen": {"type": "array", "uniqueItems": True}}}

@@ -36,14 +36,18 @@ VIDEOS: dict[str, tuple[Part, ...]] = {
     "a video": (Video(data=CLIP, fps=4),),
     "a video and an image": (Video(data=CLIP), Image(data=WIDE)),
 }
-VERSIONS = ["4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "2.6", "4.0"))]
+SLICED: dict[str, tuple[Part, ...]] = {
+    "a video whose frames are sliced, and an image": (Video(data=CLIP, max_slices=3, fps=2), Image(data=WIDE))
+}
+VERSIONS = ["2.6", "4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "4.0"))]
 GROUPED: dict[str, tuple[Part, ...]] = {"a video in groups": (Video(data=LONG), Image(data=PICTURE))}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_path: Path) -> None:
     oracle = minicpm.write(tmp_path, 1, version)
-    mixes = IMAGES | (VIDEOS if version != "2.5" else {}) | (GROUPED if version == "4.5" else {})
+    more = {"2.5": {}, "4.5": VIDEOS | GROUPED}.get(version, VIDEOS | SLICED)
+    mixes = IMAGES | more
     with running(tmp_path) as stack:
         async with FramesieveClient(stack.addresses["generation"]) as client:
             for parts in mixes.values():
@@ -109,7 +113,7 @@ async def plan_and_frames(preprocessing: str, parts: Sequence[Part]) -> tuple[Pr
     pictures: list[list[Tensor]] = [[] for _ in plan.media]
     for (index, first), data in sorted(slices.items()):
         pixels = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-        pictures[index] += pixels.view(-1, *plan.media[index].frames.frame_px(first), 3).unbind()
+        pictures[index] += pixels.view(-1, *plan.media[index].frame_px(first), 3).unbind()
     return plan, pictures
 
 

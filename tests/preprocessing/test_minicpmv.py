@@ -29,7 +29,7 @@ from framesieve.services.preprocessing.video.sampling import FrameSampling, Fram
 from tests import minicpm
 from tests.generation.checkpoints import changed
 from tests.media import clip, picture
-from tests.preprocessing.planning import ROUNDING, image, pictures, plan_of, sent_of, video
+from tests.preprocessing.planning import ROUNDING, image, pictures, plan_of, planned, sent_of, video
 
 # Pillow resizes columns before rows where that is less work, which differs by up to 13 levels: not here.
 SLICED = (120, 200)
@@ -236,6 +236,39 @@ def test_a_video_is_a_picture_a_second(planner: Planner, folder: Path, version: 
     assert item.frames.size_px[::-1] == sides_of(90, 60, grow=True)
     frame = f"<image>{'<unk>' * minicpm.QUERIES[version]}</image>"
     assert plan.input_ids.tolist() == ids_of(folder, "\n".join([frame] * 3))
+
+
+@pytest.mark.parametrize("size", [(120, 60), (50, 90), (40, 40)])
+def test_frames_of_a_video_are_sliced_like_images_where_a_request_asks_for_it(
+    planner: Planner, folder: Path, version: str, size: tuple[int, int]
+) -> None:
+    """The published `chat` with frames as images, max_slice_nums and without use_image_id."""
+    if version == "2.5":
+        return  # takes images only
+    files = [picture(*size, seed) for seed in range(3)]
+    made = planned(planner, pictures(files, (0.0, 1.0, 2.0), max_slices=2), "What?")
+    sent = list(made.media[0].slices())
+    made.files.close()
+    _, images = sent_of(planner, *(image(each, max_slices=2) for each in files), "What?")
+    wanted = [each for shown in images for each in shown]
+    (item,) = made.plan.media
+    columns, rows = grid_of(*size, 2) or (0, 0)
+    assert item.grid == Grid(3, 1 + columns * rows, minicpm.QUERIES[version])
+    assert item.timestamps_s == tuple(time for time in (0.0, 1.0, 2.0) for _ in range(item.grid.h))
+    assert [each.first_frame for each in sent] == list(range(len(wanted)))
+    assert all(np.array_equal(each.pixels, other) for each, other in zip(sent, wanted, strict=True))
+    shown = "\n".join([markers((columns, rows), None, version)] * 3)
+    text = f"<|im_start|>user\n{shown}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert made.plan.input_ids.tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+
+
+def test_a_number_of_slices_out_of_range_is_refused(planner: Planner, grouping: Path) -> None:
+    for most in (0, 10):
+        with pytest.raises(InvalidRequest, match=r"image\.frame_sampling\.max_slices must be between 1 and 9"):
+            plan_of(planner, image(picture(90, 60), max_slices=most), "What?")
+    plan_of(grouping, pictures([picture(90, 60)], (0.0,), max_slices=1), "What?")
+    with pytest.raises(InvalidRequest, match=r"video\.frame_sampling\.max_slices must be 1 for videos of this model"):
+        plan_of(grouping, pictures([picture(90, 60)], (0.0,), max_slices=2), "What?")
 
 
 @pytest.mark.parametrize(("seconds", "rate"), [(60, Fraction(25)), (65, Fraction(30)), (600, Fraction(30000, 1001))])

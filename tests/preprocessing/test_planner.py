@@ -152,6 +152,7 @@ def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None
             InvalidRequest,
             r"video\.frame_sampling\.max_pixels must be at least 784, the pixels of one token, got",
         ),
+        (video(clip(4), max_slices=1), InvalidRequest, r"video\.frame_sampling\.max_slices is not a setting of this"),
     ],
 )
 def test_bad_media_are_refused_by_name(held: Planner, look: MediaRequest, error: type[Exception], named: str) -> None:

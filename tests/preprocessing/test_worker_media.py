@@ -16,7 +16,7 @@ from framesieve.common.contract.plan import FrameShape
 from framesieve.services.preprocessing.sources.source import Source, bytes_source
 from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
 from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
-from framesieve.services.preprocessing.video.resize import UInt8Array, resize_into
+from framesieve.services.preprocessing.video.resize import UInt8Array, View, resize_into
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
 from framesieve.services.preprocessing.workers.indexes import index_facts, index_of
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
@@ -112,6 +112,22 @@ async def test_an_interrupted_video_continues_with_the_same_frames(queue: JobQue
     ours = await interrupted_at(queue, 3, video)
     assert numbers_of(ours) == list(range(0, 48, 3))
     assert_equal(ours, list(video.slices()))
+
+
+@pytest.mark.parametrize("slices_before", [3, 4])
+@pytest.mark.parametrize("damaged", [[], [8], [6, 8]])
+async def test_an_interrupted_video_whose_frames_are_sliced_continues_with_the_same_slices(
+    queue: JobQueue, slices_before: int, damaged: list[int]
+) -> None:
+    """Each frame is sent as a whole and two tiles; the interruption is before a frame or after its first slice."""
+    source = bytes_source("video", without_packets(clip(60, container="matroska", codec="mjpeg"), damaged))
+    views = (None, View(56, 84), View(56, 84, left=42))
+    places = tuple(range(4, 60, 2))
+    video = PlannedVideo(source, read_packets(source), places, 1, (28, 42), views, tile_px=(56, 42))
+    whole = list(video.slices())
+    assert [each.pixels.shape[1:3] for each in whole] == [(28, 42), (56, 42), (56, 42)] * len(places)
+    assert sum(each.repaired_frames for each in whole) == len(damaged)
+    assert_equal(await interrupted_at(queue, slices_before, video), whole)
 
 
 # A slice shows frames 4n and 4n + 2: damage long after the interruption, right after it, on both sides, and too much.

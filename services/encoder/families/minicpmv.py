@@ -90,8 +90,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
 
     def arrange(plan: MediaPlan) -> Arrangement:
         frames, is_video = plan.frames, plan.modality is Modality.VIDEO
-        pictures = (-(-frames.count // (frames.group_frames or 1)), 1) if is_video else (1, frames.count)
-        check_plan(plan, (*pictures, queries), frames.count)
+        slices = -(-frames.count // (frames.group_frames or plan.pictures))
+        check_plan(plan, (slices, plan.pictures, queries), frames.count)
         if bool(frames.group_frames) != (timed and is_video):
             raise ValueError(f"groups of {frames.group_frames} frames are not this version's")
         if any(side % patch_px for index in (0, 1) for side in frames.frame_px(index)):

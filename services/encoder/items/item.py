@@ -350,5 +350,7 @@ def _remedy(plan: MediaPlan) -> str:
     pixels = f"`frame_sampling.max_pixels` (now {height}×{width} a frame)"
     if plan.modality is Modality.IMAGE:
         return "send a smaller picture" if plan.fixed_tokens else f"lower {pixels}"
-    frames = f"lower `frame_sampling.fps` or `frame_sampling.max_frames` (now {plan.frames.count} frames)"
+    frames = (
+        f"lower `frame_sampling.fps` or `frame_sampling.max_frames` (now {plan.frames.count // plan.pictures} frames)"
+    )
     return frames if plan.fixed_tokens else f"{frames}, or {pixels}"

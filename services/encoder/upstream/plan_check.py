@@ -48,5 +48,5 @@ class PlanCheck:
             raise PeerContract(f"frames of {height}×{width} pixels do not make the grid {item.grid}")
         frames, is_image = item.frames, item.modality is Modality.IMAGE
         slices = 1 if is_image else -(-frames.count // self.patches.temporal_patch)
-        if slices != item.grid.t or frames.group_frames or (is_image and frames.count != 1):
+        if slices != item.grid.t or frames.group_frames or frames.tile_columns or (is_image and frames.count != 1):
             raise PeerContract(f"{frames.count} frames of an {item.modality.value} do not make the grid {item.grid}")

@@ -185,7 +185,7 @@ class PreprocessStream:
             return FrameSlice(index, None, *made, repeats=_repeated(first, item))
         kept = _kept(first, item, chosen=delivery.entry.chosen is not None)
         side = item.frames.size_px[0] // item.grid.h
-        size_px = item.frames.frame_px(start) if kept is None else (side * kept.size, side)
+        size_px = item.frame_px(start) if kept is None else (side * kept.size, side)
         take = self._receiver.take if self._receiver else None
         buffer = buffer_for(first.chunk, [item.frames.dtype], (frames, *size_px, 3), take)
         add_chunk(buffer, first.chunk)

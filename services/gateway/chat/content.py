@@ -20,12 +20,15 @@ from framesieve.services.gateway.chat.request import (
     AssistantCall,
     ChatMessage,
     ChatRequest,
+    EmbedsPart,
     FilePart,
+    ImageEmbedsPart,
     ImageURLPart,
     InputVideoPart,
     Location,
     MediaOptions,
     MediaPart,
+    Pruned,
     TextPart,
     VideoURLPart,
 )
@@ -36,7 +39,7 @@ _FRAMES = "video/jpeg"
 _MAX_FRAMES = 768
 """Of a video, as FrameSampling has them."""
 _COUNTS = {"fps", "num_frames", "min_frames", "max_frames"}
-_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s"}
+_CHOSEN_NAMES = {"video_start": "start_s", "video_end": "end_s", "max_slice_nums": "max_slices"}
 _READ_NAMES = {"frames_indices": "frame_indices", "duration": "end_s"}
 
 Source: TypeAlias = dict[str, Any]
@@ -82,8 +85,11 @@ def _note(request: ChatRequest, message: ChatMessage, number: int, names: FieldN
     if message.content is None or isinstance(message.content, str):
         return
     for place, part in enumerate(message.content):
-        if not isinstance(part, TextPart):
-            here = f"messages[{number}].content[{place}]"
+        here = f"messages[{number}].content[{place}]"
+        if isinstance(part, EmbedsPart):
+            pruning = f"{here}.pruning" if part.pruning else "pruning"
+            names.media[number, place] = MediaNames(f"{here}.{part.type}", pruning)
+        elif not isinstance(part, TextPart):
             names.media[number, place] = media_names(part, request, here, _location_of(part))
 
 
@@ -121,8 +127,18 @@ def _parts(message: ChatMessage, name: str, request: ChatRequest, uploads: Uploa
     ]
 
 
-def _of_part(part: MediaPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
+def _of_part(part: MediaPart | EmbedsPart, name: str, request: ChatRequest, uploads: Uploads) -> Image | Video:
+    if isinstance(part, EmbedsPart):
+        return _of_embeds(part, name)
     return media(_source(part, name, uploads), name, part, request, asks_for_image=isinstance(part, ImageURLPart))
+
+
+def _of_embeds(part: EmbedsPart, name: str) -> Image | Video:
+    pruning = _own_pruning(part, name)
+    with within(f"{name}.{part.type}"):
+        if isinstance(part, ImageEmbedsPart):
+            return Image(embeds=part.image_embeds.parsed(), pruning=pruning)
+        return Video(embeds=part.video_embeds.parsed(), pruning=pruning)
 
 
 def media(
@@ -143,7 +159,7 @@ def media(
     return kind(**source, **_read(_reading(request, part), _chosen(request, part)), pruning=pruning)
 
 
-def _own_pruning(part: MediaOptions, name: str) -> Pruning | None:
+def _own_pruning(part: Pruned, name: str) -> Pruning | None:
     with within(name):
         return part.pruning.parsed() if part.pruning else None
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from framesieve.common.contract.errors import path_of, steps_of
 
 _OF_FRAME = {"pictures": "frame", "timestamps_s": "the time of frame"}
-_FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end"}
+_FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end", "max_slices": "max_slice_nums"}
 
 
 @dataclass(frozen=True, slots=True)
 class MediaNames:
-    """location: of the media's URL or file. pruning: of the item's pruning, its own or the request's. sampling: of the
-    fields of FrameSampling that the caller set."""
+    """location: of the media's URL, file or embeddings. pruning: of the item's pruning, its own or the request's.
+    sampling: of the fields of FrameSampling that the caller set."""
 
     location: str
     pruning: str = "pruning"
@@ -65,6 +65,8 @@ class FieldNames:
                 return f"{own.pruning if own else 'pruning'}.{name}"
             case "frames", "pictures" | "timestamps_s" as kind, int(number):  # the caller has one field for all frames
                 return f"{location} at {_OF_FRAME[kind]} {number}"
+            case "embeds", *fields:  # the caller has the tensor's fields beside the others
+                return path_of(location, *(each for each in fields if each != "tensor"))
         return location
 
     def _of_sampling(self, name: str, own: MediaNames | None) -> str:

@@ -13,7 +13,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from framesieve.client.prompt import Embeds as Brought
 from framesieve.client.prompt import Pruning as Said
+from framesieve.common.contract.data_urls import DataUrl
+from framesieve.common.contract.errors import InvalidRequest, within
+from framesieve.common.contract.plan import Grid
 from framesieve.services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
@@ -52,6 +56,7 @@ class FrameChoice(Strict):
     max_pixels: int | None = None
     video_start: float | None = None
     video_end: float | None = None
+    max_slice_nums: int | None = None
 
     do_sample_frames: Literal[True] | None = None
 
@@ -84,10 +89,52 @@ class File(Strict):
     filename: str | None = None
 
 
-class MediaOptions(Strict):
+class TokenGrid(Strict):
+    """The tokens of an item: temporal slices, rows and columns."""
+
+    t: Int32
+    h: Int32
+    w: Int32
+
+
+class Embeds(Strict):
+    """The vision tower's output for an image or a video: gRPC's MediaEmbeds, whose tensor is its bytes, little-endian
+    and in C order, in base64."""
+
+    data: str
+    dtype: Literal["float32", "float16", "bfloat16"]
+    shape: Annotated[list[Int32], Field(min_length=2, max_length=3)]
+    grid: TokenGrid
+    tile_columns: Int32 | None = None
+    seconds_per_grid: float | None = None
+    timestamps_s: list[float] | None = None
+
+    def parsed(self) -> Brought:
+        """Raises InvalidRequest for data that are not base64, and a grid without tokens or of too many."""
+        with within("data"):
+            data = DataUrl("", is_base64=True, body=self.data.encode()).data
+        try:
+            grid = Grid(self.grid.t, self.grid.h, self.grid.w)
+        except ValueError as error:
+            raise InvalidRequest(f"is invalid: {error}", field="grid") from error
+        return Brought(
+            data,
+            grid,
+            dtype=self.dtype,
+            shape=tuple(self.shape),
+            seconds_per_slice=self.seconds_per_grid,
+            timestamps_s=tuple(self.timestamps_s or ()),
+            tile_columns=self.tile_columns or 0,
+        )
+
+
+class Pruned(Strict):
+    pruning: Pruning | None = None
+
+
+class MediaOptions(Pruned):
     """How media are pruned and read: of a part that holds them, or of all those of a request."""
 
-    pruning: Pruning | None = None
     mm_processor_kwargs: FrameChoice | None = None
     media_io_kwargs: MediaReading | None = None
 
@@ -127,8 +174,25 @@ class FilePart(Part):
     file: File
 
 
+class ImageEmbedsPart(Pruned):
+    type: Literal["image_embeds"]
+    image_embeds: Embeds
+
+    uuid: Unused = None
+    cache_control: dict[str, Any] | None = None
+
+
+class VideoEmbedsPart(Pruned):
+    type: Literal["video_embeds"]
+    video_embeds: Embeds
+
+    uuid: Unused = None
+    cache_control: dict[str, Any] | None = None
+
+
 MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart
-AnyPart: TypeAlias = Annotated[TextPart | MediaPart, Field(discriminator="type")]
+EmbedsPart: TypeAlias = ImageEmbedsPart | VideoEmbedsPart
+AnyPart: TypeAlias = Annotated[TextPart | MediaPart | EmbedsPart, Field(discriminator="type")]
 
 
 class CalledFunction(Strict):

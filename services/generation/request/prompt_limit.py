@@ -102,12 +102,13 @@ def _tokens(item: MediaPlan, pruning: Pruning, slices: int, slice_tokens: int) -
 
 
 def _between(item: MediaPlan, slices: int) -> int:
-    """An upper bound on the text tokens between `slices` slices of an item: the sum of its longest `slices` gaps.
+    """An upper bound on the text tokens between `slices` slices of an item: the sum of its longest gaps, as
+    many as the slices have runs.
 
     That is one gap more than needed, as the last of fewer slices may have a timestamp with one more digit.
     """
     gaps = sorted((after.offset - before.end for before, after in pairwise(item.runs)), reverse=True)
-    return sum(gaps[:slices])
+    return sum(gaps[: slices * -(-len(item.runs) // item.grid.t)])
 
 
 def _max_pixels(media: Sequence[MediaPlan], limits: Sequence[Limit]) -> int | None:

@@ -169,7 +169,8 @@ def _by_layer(
         if not (match and place and place["name"] in layers):
             raise folder.refusal(
                 f"{WEIGHTS_FILE} holds {key}; only linear layers of the language model's blocks can be adapted, not "
-                f"experts, embeddings, the output layer or the vision tower"
+                f"experts, embeddings, the output layer, the vision tower or its projector; merge such an adapter into "
+                f"a checkpoint (PEFT's merge_and_unload)"
             )
         before.add(place["before"])
         found.setdefault(place["name"], {})[match["side"]] = tensor

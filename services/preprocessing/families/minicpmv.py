@@ -3,7 +3,8 @@ or of one a group of frames (4.5).
 
     an image    <image_id>0</image_id><image>64 queries</image><slice>64 queries</slice>…  newline after each row
     2.5         <image>96 queries</image><slice><image>96 queries</image>… newline … </slice>
-    a video     <image>64 queries</image>, newline, <image>64 queries</image> …
+    a video     <image>64 queries</image>, newline, <image>64 queries</image> … each with its slices where a request
+                asks for them (2.6 and 4.0)
     4.5         the same for each group of up to three consecutive frames, or more where a request asks for more frames
 
 Positions are one-dimensional. Every picture becomes as many tokens as the resampler has queries, whatever its size.
@@ -99,6 +100,7 @@ class MiniCPMV(Family):
             wraps_slices=not takes_videos,
             frame_bounds=_IN_GROUPS if version == "4.5" else _ONE_BY_ONE,
             names=names,
+            takes_max_slices=True,
             # A picture of any size becomes as many tokens; fewer pixels make an image fewer slices.
             fixed_tokens=True,
             joins_parts="\n",
@@ -127,12 +129,36 @@ class MiniCPMV(Family):
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """The source picture, and its slices. Raises MediaRejected for an aspect ratio above 200."""
-        sliced = self.slicing.of(height_px, width_px, wish.max_pixels)
+        sliced = self._slicing(wish).of(height_px, width_px, wish.max_pixels)
         expansion = tuple(self._picture(index))
         if sliced.slices:
             expansion += tuple(self._rows(sliced.columns, sliced.rows))
         grid = Grid(1, 1 + sliced.slices, self.queries)
         return ImageLayout(sliced.frames, sliced.views, grid, expansion)
+
+    def sliced_video(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> ImageLayout | None:
+        """As so many images without numbers, joined by newlines."""
+        slicing = self._slicing(wish) if wish.max_slices is not None else replace(self.slicing, max_slices=1)
+        if slicing.max_slices > 1 and self.frame_bounds.group_frames:
+            limit = "1 for videos of this model, whose frames are in groups"
+            raise InvalidRequest(field="frame_sampling.max_slices", limit=limit, value=wish.max_slices)
+        sliced = slicing.of(height_px, width_px, wish.max_pixels)
+        if not sliced.slices:
+            return None
+        one = (*self._marked("im"), *self._rows(sliced.columns, sliced.rows))
+        return ImageLayout(
+            replace(sliced.frames, count=frames * sliced.frames.count),
+            sliced.views,
+            Grid(frames, 1 + sliced.slices, self.queries),
+            (*one, *("\n", *one) * (frames - 1)),
+        )
+
+    def _slicing(self, wish: FrameSampling) -> Slicing:
+        most = self.slicing.max_slices
+        if wish.max_slices is not None and not 1 <= wish.max_slices <= most:
+            limit = f"between 1 and {most}, max_slice_nums of the checkpoint"
+            raise InvalidRequest(field="frame_sampling.max_slices", limit=limit, value=wish.max_slices)
+        return replace(self.slicing, max_slices=wish.max_slices or most)
 
     def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
         """As of an image without slices."""
@@ -147,7 +173,7 @@ class MiniCPMV(Family):
         self._check_queries(grid)
         if grid.h != 1:
             raise InvalidRequest(f"of a video must be 1 for this model, got {grid.h}", field="embeds.grid.h")
-        one = (self.names["im_start"], LinearSpan(self.queries), self.names["im_end"])
+        one = tuple(self._marked("im"))
         return (*one, *("\n", *one) * (grid.t - 1))
 
     def embedded_image(self, grid: Grid, tile_columns: int, index: int) -> Expansion:
@@ -175,7 +201,11 @@ class MiniCPMV(Family):
         names = self.names
         if self.numbers_images:
             yield f"{names['im_id_start']}{index}{names['im_id_end']}"
-        yield from (names["im_start"], LinearSpan(self.queries), names["im_end"])
+        yield from self._marked("im")
+
+    def _marked(self, kind: str) -> Iterator[str | LinearSpan]:
+        """A picture between its markers. kind: "im" or "slice"."""
+        yield from (self.names[f"{kind}_start"], LinearSpan(self.queries), self.names[f"{kind}_end"])
 
     def _rows(self, columns: int, rows: int) -> Iterator[str | LinearSpan]:
         names, kind = self.names, "im" if self.wraps_slices else "slice"
@@ -185,7 +215,7 @@ class MiniCPMV(Family):
             if row:
                 yield "\n"
             for _ in range(columns):
-                yield from (names[f"{kind}_start"], LinearSpan(self.queries), names[f"{kind}_end"])
+                yield from self._marked(kind)
         if self.wraps_slices:
             yield names["slice_end"]
 

@@ -29,6 +29,7 @@ class Family(ABC):
     timed_by_first: whether the time of a slice is that of its first frame, and not the middle of its frames'.
     embed_levels: tensors that each media token has besides its embedding.
     frame_dtype: of frames as they are sent: float32 where the processor does not round them after resizing.
+    takes_max_slices: whether a request may say how many slices a picture has.
     fixed_tokens: whether the tokens of a frame are not in proportion to its pixels.
     joins_parts: the text between the parts of a message, for chat templates that take text only; None for templates
         that take parts.
@@ -43,6 +44,7 @@ class Family(ABC):
     timed_by_first: bool = False
     embed_levels: int = 0
     frame_dtype: DType = DType.UINT8
+    takes_max_slices: bool = False
     fixed_tokens: bool = False
     joins_parts: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)
@@ -74,6 +76,13 @@ class Family(ABC):
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """The grid of merged tokens of a video whose `frames`, or groups of frames, are sent at this size."""
         raise NotImplementedError
+
+    def sliced_video(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> ImageLayout | None:
+        """The layout of a video each of whose `frames` is sent as a whole and slices; None: as a whole alone.
+
+        Raises as `image`.
+        """
+        return None
 
     @staticmethod
     def fixed_size(size_px: SizePx, wish: FrameSampling) -> SizePx:

@@ -27,7 +27,10 @@ Expansion: TypeAlias = tuple[str | int | MediaSpan | CanvasSpan, ...]
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """How an image is sent and laid out: its frames, what each of them shows (None: all), its grid and expansion."""
+    """How an image is sent and laid out: its frames, what each of them shows (None: all), its grid and expansion.
+
+    Of a video: views are those of the pictures in which each frame is sent.
+    """
 
     frames: FrameShape
     views: tuple[View | None, ...]

@@ -46,6 +46,7 @@ class FrameSampling:
     allow_truncated: take a video of which more than a tenth of the frames is missing.
     num_frames: so many, evenly spaced, or all if there are fewer. frame_indices: exactly these; empty selects the
         default.
+    max_slices: of an image, or each frame, besides the whole; 1: none. Families check its range.
     Raises InvalidRequest for a value outside its range.
     """
 
@@ -58,6 +59,7 @@ class FrameSampling:
     allow_truncated: bool = False
     num_frames: int | None = None
     frame_indices: tuple[int, ...] = ()
+    max_slices: int | None = None
 
     @property
     def chooses_frames(self) -> bool:

@@ -75,7 +75,9 @@ class PlannedVideo:
     """A video, the places of its selected frames, and their height and width as they are sent.
 
     index: where the frames are in its file, which may be one of pictures. slice_frames: of each temporal slice, but
-        the last may have fewer. view: what each frame shows; None: all. dtype: of their values as they are sent.
+        the last may have fewer. views: what each frame shows (None: all); several: each frame is sent as so many
+        pictures, of which each is a slice, and all but the first are tiles of `tile_px` (None: of `size_px`). dtype:
+        of their values as they are sent.
     """
 
     source: Source
@@ -83,15 +85,24 @@ class PlannedVideo:
     places: tuple[int, ...]
     slice_frames: int
     size_px: SizePx
-    view: View | None = None
+    views: tuple[View | None, ...] = (None,)
+    tile_px: SizePx | None = None
     dtype: DType = DType.UINT8
+
+    def slice_shape(self, number: int) -> tuple[int, int, int, int]:
+        """The shape of slice `number`."""
+        frames = min(self.slice_frames, len(self.places) - number // len(self.views) * self.slice_frames)
+        return (frames, *(self.tile_px or self.size_px if number % len(self.views) else self.size_px), 3)
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
         """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""
-        resizing = _Resizing(self.view)
+        resizing = _Resizing(self.views[0])
         with closing(self._frames(progress)) as frames:
             for first in range(0, len(self.places), self.slice_frames):
-                yield self._slice(first, frames, resizing)
+                if len(self.views) > 1:
+                    yield from self._pictures(first * len(self.views), frames)
+                else:
+                    yield self._slice(first, frames, resizing)
 
     def _frames(self, progress: Callable[[], None]) -> Generator[DecodedFrame, None, None]:
         if isinstance(self.index, PacketIndex):
@@ -100,9 +111,21 @@ class PlannedVideo:
             for pixels in decode_pictures(self.source, self.index, self.places, progress):
                 yield DecodedFrame(pixels, repaired=False)
 
+    def _pictures(self, first: int, frames: Iterator[DecodedFrame]) -> Iterator[Slice]:
+        """The slices of the next frame. It was decoded, and perhaps repaired, for the first of them."""
+        start_ns = monotonic_ns()
+        frame = next(frames)
+        decoded_ns = monotonic_ns()
+        for number, view in enumerate(self.views, first):
+            begun_ns = monotonic_ns()
+            pixels = np.empty(self.slice_shape(number), self.dtype.label)
+            view_into(frame.pixels, view, pixels[0])
+            resized_ns = monotonic_ns()
+            repaired, decode_s = (0, 0.0) if number > first else (int(frame.repaired), (decoded_ns - start_ns) * _NS)
+            yield Slice(number, pixels, repaired, decode_s, (resized_ns - begun_ns) * _NS, decoded_ns, resized_ns)
+
     def _slice(self, first: int, frames: Iterator[DecodedFrame], resizing: _Resizing) -> Slice:
-        frames_left = len(self.places) - first
-        pixels = np.empty((min(self.slice_frames, frames_left), *self.size_px, 3), self.dtype.label)
+        pixels = np.empty(self.slice_shape(first // self.slice_frames), self.dtype.label)
         repaired, decode_ns, resize_ns = 0, 0, 0
         resized_ns = monotonic_ns()
         for row in pixels:

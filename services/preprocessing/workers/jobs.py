@@ -130,7 +130,7 @@ class IndexPictures:
 
 @dataclass(frozen=True, slots=True)
 class VideoSlices:
-    """Decodes and resizes the selected frames of a video, one temporal slice a piece.
+    """Decodes and resizes the selected frames of a video, one temporal slice a piece, or one picture of a frame.
 
     A worker that continues a job first repeats the slices from the last undamaged one on, because a frame that cannot
     be decoded is replaced by the frame before it:
@@ -139,7 +139,7 @@ class VideoSlices:
         repeated      1   2   3   4 ...
         sent                      4 ...
 
-    begin, end: the slices to make, of all slices of the video; end defaults to their number.
+    begin, end: the temporal slices to make, of all those of the video; end defaults to their number.
     made_before: repaired frames of each slice before `begin`, if the job continues another one; if it does not, `begin`
         is at a keyframe. A job object is run only once.
     """
@@ -163,19 +163,21 @@ class VideoSlices:
 
     @property
     def pieces(self) -> int:
-        return self.end - self.begin
+        return (self.end - self.begin) * len(self.video.views)
 
     @property
     def piece_bytes(self) -> int:
-        return 3 * self.video.dtype.itemsize * self.video.slice_frames * math.prod(self.video.size_px)
+        pixels = max(math.prod(self.video.slice_shape(number)) for number in range(len(self.video.views)))
+        return pixels * self.video.dtype.itemsize
 
     @property
     def frames(self) -> int:
-        return self.pieces * self.video.slice_frames
+        return (self.end - self.begin) * self.video.slice_frames
 
     def order(self, done: int) -> Order:
         video, known = self.video, self._known_from
-        following = self.begin + done
+        made, pictures = divmod(done, len(video.views))
+        following = self.begin + made
         intact = (number for number in range(known, following) if not self._repaired[number - known])
         begin = max(intact, default=known)
         places = np.array(video.places[begin * video.slice_frames : self.end * video.slice_frames], np.int64)
@@ -188,18 +190,18 @@ class VideoSlices:
             "places": places.size,
             "whole": len(video.places),
             "repaired": sum(self._repaired[: begin - known]),
-            "again": following - begin,
+            "again": (following - begin) * len(video.views) + pictures,
             "slice_frames": video.slice_frames,
+            "tile_px": video.tile_px or (),
         }
-        frames = _sent_facts(video.size_px, [video.view], video.dtype)
+        frames = _sent_facts(video.size_px, video.views, video.dtype)
         return Order(name, facts | sent | frames, np.concatenate([places, numbers]))
 
     def piece(self, number: int, facts: Facts, data: UInt8Array, memory: SealedMemory | None) -> Slice:
-        video = self.video
-        first = (self.begin + number) * video.slice_frames
-        frames = min(video.slice_frames, len(video.places) - first)
-        made = _slice(first, (frames, *video.size_px, 3), video.dtype, facts, data, memory)
-        self._repaired.append(made.repaired_frames)
+        video, number = self.video, self.begin * len(self.video.views) + number
+        made = _slice(number * video.slice_frames, video.slice_shape(number), video.dtype, facts, data, memory)
+        if number % len(video.views) == 0:
+            self._repaired.append(made.repaired_frames)
         return made
 
 

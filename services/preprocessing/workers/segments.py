@@ -72,6 +72,7 @@ def _segments(job: VideoSlices, workers: int) -> list[VideoSlices]:
     frames = video.places[-1] - video.places[0] + 1
     if (
         workers < 2
+        or len(video.views) > 1
         or isinstance(index, PictureIndex)
         or index.pts is None
         or frames * index.height_px * index.width_px < _MIN_PX

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import FramesieveError, MediaRejected
-from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape
+from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
 from framesieve.common.process import give_back_freed_memory
 from framesieve.common.sealed_memory import sealed
 from framesieve.services.preprocessing.sources.source import Source, check_file_size
@@ -111,18 +111,19 @@ def _slices(
     places = task.facts.integer("places", 0, task.numbers.size)
     whole = task.facts.integer("whole", places, 2**31)
     repaired = task.facts.integer("repaired", 0, whole)
-    size_px, (view,), dtype = sent_of(task.facts)
+    size_px, views, dtype = sent_of(task.facts)
     video = PlannedVideo(
         source=task.source,
         index=index(task.numbers[places:]),
         places=RemainingPlaces.of(task.numbers[:places].tolist(), whole, repaired),
         slice_frames=task.facts.integer("slice_frames", 1, _MAX_SLICE_FRAMES),
         size_px=size_px,
-        view=view,
+        views=views,
+        tile_px=_tile_px(task.facts),
         dtype=dtype,
     )
     slices = video.slices(task.progress)
-    for _ in range(task.facts.integer("again", 0, whole)):
+    for _ in range(task.facts.integer("again", 0, whole * len(views))):
         next(slices)
     return _pieces(slices)
 
@@ -131,11 +132,15 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
     height, width, orientation = (
         task.facts.integer(name, 1, 2**32) for name in ("height_px", "width_px", "orientation")
     )
-    tile_px = task.facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
     size_px, views, dtype = sent_of(task.facts)
-    frames = FrameShape(len(views), size_px, (tile_px[0], tile_px[1]) if tile_px else None, dtype=dtype)
+    frames = FrameShape(len(views), size_px, _tile_px(task.facts), dtype=dtype)
     picture = PlannedPicture(task.source, Picture(height, width, orientation), frames, views)
     return _pieces(picture.slices(task.facts.integer("first", 0, len(views))))
+
+
+def _tile_px(facts: Facts) -> SizePx | None:
+    size_px = facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
+    return (size_px[0], size_px[1]) if size_px else None
 
 
 JOBS: JobTable = {
