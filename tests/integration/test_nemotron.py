@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
-from framesieve.common.contract.plan import Modality
 from tests import media, nemotron
 from tests.families import load_reference
 from tests.integration.fleet import Stack, running
@@ -56,20 +54,9 @@ def reference(folder: Path) -> Any:
 
 
 async def inputs_of(stack: Stack, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """What transformers' processors make of the frames of preprocessing, which need no resizing, and its ids."""
+    """The model's inputs, from the ids and frames of preprocessing."""
     prompt = generate_request([user_turn(list(parts), QUESTION)], {}).prompt
-    plan, frames = await plan_and_frames(stack.addresses["preprocessing"], prompt)
-    ids = torch.from_numpy(plan.input_ids.astype(np.int64))[None]
-    shown = [
-        np.frombuffer(frames[index], np.float32).reshape(item.frames.count, *item.frames.size_px, 3)
-        for index, item in enumerate(plan.media)
-    ]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if plan.media[0].modality is Modality.IMAGE:
-        return inputs | dict(nemotron.image_processor()([frames[0] for frames in shown]))
-    planes = [torch.from_numpy(frames).movedim(-1, -3) for frames in shown]
-    made = nemotron.video_processor()._preprocess(planes, return_tensors="pt")
-    return inputs | {"pixel_values_videos": made["pixel_values_videos"]}
+    return nemotron.model_inputs(*await plan_and_frames(stack.addresses["preprocessing"], prompt))
 
 
 @pytest.mark.parametrize("mix", MIXES)

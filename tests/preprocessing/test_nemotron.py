@@ -24,21 +24,20 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import DType
 from framesieve.common.handover import Receiver
-from framesieve.services.preprocessing.conversation import MediaRequest
 from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from framesieve.services.preprocessing.planner import PlannedPrompt
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron
 from tests.media import picture
 from tests.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed
+from tests.preprocessing.planning import image, pictures, planned
+from tests.preprocessing.planning import video as movie
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order
 from tests.preprocessing.service import Queues, Service, asked, frames_of, plan_of, prompt_of, text, video
-from tests.preprocessing.test_llava import conversation, image
-from tests.preprocessing.test_picture_frames import plan as plan_frames
 from tests.preprocessing.test_pixel_change import chosen_of, clip_of
 
 TOKEN_PX = MERGE * PATCH_PX
@@ -111,14 +110,6 @@ def test_indices_equal_those_of_transformers(loaded: Any, frames: int, rate: Fra
     assert list(loaded.sample_indices(frames, rate, FrameBounds(fps, 1, 10**6, TUBELET))) == expected
 
 
-def plan(folder: Path, *parts: str | MediaRequest) -> PlannedPrompt:
-    return Planner(Checkpoint(folder), None).plan(conversation(*parts))
-
-
-def movie(data: bytes, **wish: Any) -> MediaRequest:
-    return MediaRequest("video", Modality.VIDEO, data, FrameSampling(**wish))
-
-
 def asking(*media: str) -> str:
     return f"<|im_start|>user\n{''.join(media)}What?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -127,17 +118,17 @@ def rgb(data: bytes) -> NDArray[np.uint8]:
     return np.array(Image.open(BytesIO(data)).convert("RGB"))
 
 
-def pixels_of(planned: PlannedPrompt, item: int = 0) -> NDArray[np.float32]:
+def pixels_of(made: PlannedPrompt, item: int = 0) -> NDArray[np.float32]:
     """All frames of an item, float32 [F, H, W, 3]."""
-    slices = [each.pixels for each in planned.media[item].slices()]
+    slices = [each.pixels for each in made.media[item].slices()]
     assert {each.dtype for each in slices} == {np.dtype(np.float32)}
     return np.concatenate(slices)
 
 
-def check_equal(planned: PlannedPrompt, expected: dict[str, Tensor]) -> None:
+def check_equal(made: PlannedPrompt, expected: dict[str, Tensor]) -> None:
     """Whether transformers' model gets the same tokens and pixels."""
-    frames = {item: pixels_of(planned, item).tobytes() for item in range(len(planned.media))}
-    inputs = nemotron.model_inputs(planned.plan, frames)
+    frames = {item: pixels_of(made, item).tobytes() for item in range(len(made.media))}
+    inputs = nemotron.model_inputs(made.plan, frames)
     for name, values in expected.items():
         torch.testing.assert_close(inputs[name], values, atol=ROUNDING, rtol=0)
 
@@ -156,23 +147,23 @@ def test_videos_become_the_tokens_and_pixels_of_transformers(
     folder: Path, frames: int, rate: Fraction | int, size: tuple[int, int], wish: dict[str, Any]
 ) -> None:
     data = clip(frames, rate, size=size)
-    planned = plan(folder, movie(data, **wish), "What?")
-    (item,) = planned.plan.media
+    made = planned(folder, movie(data, **wish), "What?")
+    (item,) = made.plan.media
     indices = [round(time_s * float(rate)) for time_s in dict.fromkeys(item.timestamps_s)]
     taken = np.stack([decoded_in_order(data)[index] for index in indices])
     inputs = processed(folder, asking("<video>"), videos=[Video(taken, indices, float(rate))])
-    check_equal(planned, inputs)
+    check_equal(made, inputs)
     assert item.frames.dtype is DType.FLOAT32
     resized = item.frames.size_px != size
-    assert (pixels_of(planned).max() > 256) == (resized and frames > 1)
+    assert (pixels_of(made).max() > 256) == (resized and frames > 1)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (40, 30), (300, 200), (31, 157)])
 def test_images_become_the_tokens_and_pixels_of_transformers(folder: Path, size: tuple[int, int]) -> None:
     data = picture(*size)
-    planned = plan(folder, image(data), image(picture(90, 70)), "What?")
+    made = planned(folder, image(data), image(picture(90, 70)), "What?")
     inputs = processed(folder, asking("<image>", "<image>"), images=[rgb(data), rgb(picture(90, 70))])
-    check_equal(planned, inputs)
+    check_equal(made, inputs)
 
 
 def test_frames_given_as_pictures_are_those_of_a_video(folder: Path) -> None:
@@ -181,23 +172,22 @@ def test_frames_given_as_pictures_are_those_of_a_video(folder: Path) -> None:
     for frame, file in zip(frames, files, strict=True):
         Image.fromarray(frame).save(file, "PNG")
     data = [file.getvalue() for file in files]
-    ends = tuple(np.cumsum([len(each) for each in data]).tolist())
-    planned: PlannedPrompt = plan_frames(folder, b"".join(data), [number / 4 for number in range(5)], ends)
+    made = planned(folder, pictures(data, [number / 4 for number in range(5)]), "What moves?")
     asked = asking("<video>").replace("What?", "What moves?")
     inputs = processed(folder, asked, videos=[Video(np.stack(frames), range(5), 4.0)])
-    check_equal(planned, inputs)
+    check_equal(made, inputs)
 
 
 def test_where_the_rate_varies_the_text_has_the_time_when_a_frame_is_shown(folder: Path) -> None:
     pts = [0, 40, 80, 500, 540, 1000, 1333, 1400]
-    planned = plan(folder, movie(clip(8, pts=pts, time_base=Fraction(1, 1000)), frame_indices=(0, 3, 6)), "What?")
-    tokens = planned.plan.media[0].grid.slice_tokens * "<image>"
+    made = planned(folder, movie(clip(8, pts=pts, time_base=Fraction(1, 1000)), frame_indices=(0, 3, 6)), "What?")
+    tokens = made.plan.media[0].grid.slice_tokens * "<image>"
     spelt = (
         f"Frame 1 sampled at 0.00 seconds and frame 2 sampled at 0.50 seconds: <img>{tokens}</img>\n"
         f"Frame 3 sampled at 1.33 seconds: <img>{tokens}</img>"
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert planned.plan.input_ids.tolist() == tokenizer(asking(spelt), add_special_tokens=False)["input_ids"]
+    assert made.plan.input_ids.tolist() == tokenizer(asking(spelt), add_special_tokens=False)["input_ids"]
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -221,9 +211,9 @@ async def test_workers_and_messages_carry_frames_unrounded(folder: Path, stub: A
     call = await asked(stub, request)
     received, _ = await frames_of(call, await plan_of(call), take)
     receiver.close()
-    planned = plan(folder, movie(data, **FEW), "and", image(photo))
+    made = planned(folder, movie(data, **FEW), "and", image(photo))
     for index, frames in received.items():
-        assert np.array_equal(frames, pixels_of(planned, index))
+        assert np.array_equal(frames, pixels_of(made, index))
     assert sum(taken) == (sum(frames.nbytes for frames in received.values()) if handed_over else 0)
 
 
@@ -245,9 +235,9 @@ def test_a_checkpoint_of_the_code_published_with_it_is_read_or_refused_by_name(
 @pytest.mark.parametrize(
     "pruning", [Pruning(0.6, "pixel_change"), Pruning(method="pixel_change", threshold=0.1)], ids=str
 )
-def test_tokens_chosen_by_their_pixels_are_those_of_rounded_frames(how: dict[str, float]) -> None:
+def test_tokens_chosen_by_their_pixels_are_those_of_rounded_frames(pruning: Pruning) -> None:
     """They are sent unrounded."""
-    grid, pruning = Grid(6, 2, 2), Pruning(method="pixel_change", **how)  # type: ignore[arg-type]
+    grid = Grid(6, 2, 2)
     frames = clip_of(grid, TOKEN_PX, seed=5).astype(np.float32)
     frames += np.random.default_rng(2).normal(0, 9, frames.shape).astype(np.float32)
     rounded = np.rint(frames).clip(0, 255).astype(np.uint8)
