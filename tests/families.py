@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cosmos3EdgeForConditionalGeneration,
     GenerationConfig,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
@@ -47,7 +48,7 @@ from transformers import (
 )
 
 from demo.checkpoint import TINY, make_tokenizer, randomise, write_checkpoint
-from tests import minicpm, minicpmv4_6
+from tests import cosmos3_edge, minicpm, minicpmv4_6
 from tests.recurrent import as_trained
 
 
@@ -63,6 +64,7 @@ class FamilyUnderTest:
     linear: positions are one-dimensional.
     rows_stand_alone: an image's rows, or its tiles, have text between them.
     newline_id: of the stored vector after rows of an image and after a video: the id after the vocabulary.
+    channels_last: a patch's values are in the order y, x, channel.
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
 
@@ -78,6 +80,7 @@ class FamilyUnderTest:
     linear: bool = False
     rows_stand_alone: bool = False
     newline_id: int | None = None
+    channels_last: bool = False
     model_type: str = ""
     lm_head: str = "lm_head.weight"
 
@@ -767,6 +770,18 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         )
         for name, (_, model, _) in _GLM_CLASSES.items()
     },
+    "cosmos3_edge": FamilyUnderTest(
+        write=cosmos3_edge.write,
+        model=Cosmos3EdgeForConditionalGeneration,
+        patch_px=cosmos3_edge.PATCH_PX,
+        merge=cosmos3_edge.MERGE,
+        temporal_patch=1,
+        hidden=cosmos3_edge.HIDDEN,
+        levels=0,
+        slices_stand_alone=True,
+        text_prefix="model.language_model.",
+        channels_last=True,
+    ),
     "llava_next_video": FamilyUnderTest(
         write=_write_next_video,
         model=LlavaNextVideoForConditionalGeneration,
@@ -839,6 +854,12 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
 
 
 QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
+
+
+def vision_of(model: Any) -> Any:
+    """The vision tower of a whole model of transformers, whose `pooler_output` are tokens."""
+    inner = model.model
+    return cosmos3_edge.Vision(inner) if model.config.model_type == "cosmos3_edge" else inner.visual
 
 
 def load_reference(name: str, folder: Path) -> Any:

@@ -320,6 +320,7 @@ def test_a_tower_that_cannot_be_made_is_refused(
         ("llava_siglip", "siglip_vision_model"),
         ("mistral3", "pixtral"),
         ("internvl", "internvl_vision"),
+        ("cosmos3_edge", "SigLIP"),
     ],
 )
 def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -55,3 +56,24 @@ def test_layouts_equal_transformers_to_the_last_bit(
     )
     assert_same(found.interpolation_indices, taps)
     assert_same(found.interpolation_weights, weights)
+
+
+@settings(max_examples=40)
+@given(packing=packings(), table_side=st.sampled_from([1, 2, 6, 16]))
+def test_a_smoothed_table_is_resized_to_each_slice_as_an_image_is(
+    packing: tuple[list[Side], int], table_side: int
+) -> None:
+    sides, merge = packing
+    found = lay_out(sides, TowerShape(merge, table_side=table_side, smoothed=True))
+    assert found.table_weights is not None
+    table = torch.randn(table_side, table_side, generator=torch.Generator().manual_seed(1))
+    row, column = torch.from_numpy(found.table_weights).unbind(1)
+    ours = torch.einsum("pr,rc,pc->p", row, table, column)
+    theirs = []
+    for side in sides:
+        resized = F.interpolate(
+            table[None, None], (side.rows, side.columns), mode="bilinear", align_corners=False, antialias=True
+        )[0, 0]
+        rows, columns = get_vision_position_ids(torch.tensor([(1, side.rows, side.columns)]), merge).unbind(1)
+        theirs.append(resized[rows, columns])
+    torch.testing.assert_close(ours, torch.cat(theirs), atol=1e-6, rtol=0)

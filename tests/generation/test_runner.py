@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -26,7 +27,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model import norms
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from tests import law
+from tests import cosmos3_edge, law
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
@@ -97,6 +98,18 @@ def test_both_spellings_of_key_names_load(
     assert torch.equal(*(tower.encode([frames])[0] for tower in towers))
 
 
+@pytest.mark.parametrize("layout", [cosmos3_edge.published, cosmos3_edge.saved])
+def test_cosmos3_edge_loads_as_published_and_as_transformers_saves_it(
+    layout: Callable[[Path], Path], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    own = checkpoints("cosmos3_edge")
+    folder = layout(shutil.copytree(own, tmp_path / "copy"))
+    assert answer(load(folder)) == answer(load(own)) == answer_of_transformers("cosmos3_edge", folder)
+    towers = [load_tower(Checkpoint(each), "float32", CPU) for each in (folder, own)]
+    picture = torch.arange(64 * 96 * 3).remainder(251).to(torch.uint8).view(1, 64, 96, 3)
+    assert torch.equal(*(tower.encode([picture])[0] for tower in towers))
+
+
 # Of the two matrices of an expert the first is square at 32, the second at 64: those are taken as they are.
 @pytest.mark.parametrize("moe_intermediate", [32, 64])
 def test_experts_load_as_transformers_writes_them_and_with_swapped_axes_as_published(
@@ -116,6 +129,20 @@ def test_experts_load_one_by_one_as_published_beside_an_output_layer_that_the_co
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert f"{FAMILIES[family].text_prefix}layers.1.mlp.experts.3.up_proj.weight" in file.keys()  # noqa: SIM118
     assert answer(load(folder)) == answer_of_transformers(family, folder)
+
+
+def test_layers_of_glm_4_5v_that_predict_further_tokens_are_not_read(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its published files have one after the last layer."""
+    draft = {
+        "model.language_model.layers.3.eh_proj.weight": torch.zeros(64, 128),
+        "model.language_model.layers.3.mlp.experts.0.up_proj.weight": torch.zeros(48, 64),
+    }
+    own = checkpoints("glm4v_moe")
+    drafts = {"num_nextn_predict_layers": 1}
+    folder = changed(own, tmp_path / "other", lambda weights: weights.update(draft), drafts)
+    assert answer(load(folder)) == answer(load(own))
 
 
 def test_a_missing_expert_is_named(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class TowerShape:
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
     table_side: side of the square table from which position embeddings are interpolated; 0 without a table. cubic:
-        bicubic, laid over a slice cell on cell; else linear, corner on corner.
+        bicubic, laid over a slice cell on cell. smoothed: as an image is resized, linear, cell on cell, with
+        antialiasing. Else linear, corner on corner.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
@@ -85,6 +86,7 @@ class TowerShape:
     window_side: int = 0
     table_side: int = 0
     cubic: bool = False
+    smoothed: bool = False
     lead: int = 0
     dropped: int = 0
     fixed: Side | None = None
@@ -93,6 +95,11 @@ class TowerShape:
     cells_in_a_row: bool = False
     cells_by_quotient: bool = False
     timed: bool = False
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether a patch takes a few entries of the table."""
+        return self.table_side > 0 and not self.smoothed
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
@@ -111,10 +118,10 @@ class PackedLayout(Generic[A]):
     in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends: int32 (W + 1,),
     ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64 (P, E), the E
     table entries whose weighted sum is a patch's position embedding, 4 or 16; interpolation_weights: float32 (P, E).
-    token_rows: int64
-    (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of slices in queries.
-    cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's frame. slice_ends: int32
-    (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
+    table_weights: float32 (P, 2, table_side), of a smoothed table: an entry's weight in the sum is that of its row
+    times that of its column. token_rows: int64 (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,),
+    ends of slices in queries. cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's
+    frame. slice_ends: int32 (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
     """
 
     positions: A
@@ -125,6 +132,7 @@ class PackedLayout(Generic[A]):
     longest_window: int = 0
     interpolation_indices: A | None = None
     interpolation_weights: A | None = None
+    table_weights: A | None = None
     token_rows: A | None = None
     query_ends: A | None = None
     cells: A | None = None
@@ -191,8 +199,9 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         order=order,
         window_ends=window_ends,
         longest_window=longest_window,
-        interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.table_side else None,
-        interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.table_side else None,
+        interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.has_entries else None,
+        interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.has_entries else None,
+        table_weights=np.concatenate([each.table_weights for each in laid]) if shape.smoothed else None,
         token_rows=token_rows,
         query_ends=_ends([shape.queries] * len(sides)) if shape.queries else None,
         cells=np.concatenate([each.cells for each in laid]) if shape.cell_side else None,
@@ -222,6 +231,7 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         longest_window=min(longest, (shape.window_side * shape.merge) ** 2),
         interpolation_indices=_lengthen(layout.interpolation_indices, patches),
         interpolation_weights=_lengthen(layout.interpolation_weights, patches),
+        table_weights=_lengthen(layout.table_weights, patches),
         token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
         query_ends=_lengthen_ends(layout.query_ends, slices),
         cells=_lengthen(layout.cells, patches),
@@ -258,7 +268,10 @@ class _Frame:
             self.window = (row * (column.max() + 1) + column).ravel()
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
-        if shape.table_side:
+        if shape.smoothed:
+            axes = [_smoothed_axis(side[axis], shape.table_side)[self.positions[:, axis]] for axis in (0, 1)]
+            self.table_weights = np.stack(axes, axis=1)
+        if shape.has_entries:
             along = _cubic_axis if shape.cubic else _axis
             (row_indices, row_weights), (column_indices, column_weights) = (
                 along(self.positions[:, axis], side[axis], shape.table_side) for axis in (0, 1)
@@ -289,7 +302,9 @@ class _Frame:
             frame.order = np.argsort(window, kind="stable")
             found = np.bincount(window)
             frame.windows = found[found > 0] * shape.merge**2
-        if shape.table_side:
+        if shape.smoothed:
+            frame.table_weights = self.table_weights[rows]
+        if shape.has_entries:
             frame.indices, frame.weights = self.indices[rows], self.weights[rows]
         return frame
 
@@ -323,6 +338,19 @@ def _cubic_axis(places: Array, length: int, table_side: int) -> tuple[Array, Arr
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     weights = np.where(x <= 1, near, far).astype(np.float32)
     return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), weights
+
+
+def _smoothed_axis(length: int, table_side: int) -> Array:
+    """The weights of all entries of a table's axis for each place of an axis: float32 (length, table_side).
+
+    A triangle around the middle of a place, as wide as the place where that is wider than an entry: bilinear
+    interpolation of `torch.nn.functional.interpolate` with antialiasing.
+    """
+    place = table_side / length  # in entries
+    middles = (np.arange(length) + 0.5) * place
+    apart = np.abs(np.arange(table_side) + 0.5 - middles[:, None]) / max(place, 1)
+    weights = np.maximum(1 - apart, 0)
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
 def _cells(length: int, shape: TowerShape) -> Array:
