@@ -60,6 +60,8 @@ def answer(model: LanguageModel) -> list[int]:
 
 
 def test_a_tied_output_layer_answers_as_in_transformers(family: str, family_checkpoint: Path, tmp_path: Path) -> None:
+    if not FAMILIES[family].model._tied_weights_keys:
+        pytest.skip("its class in transformers ties no weights")
     folder = tied(family_checkpoint, tmp_path / "tied")
     assert answer(load(folder)) == answer_of_transformers(family, folder)
 
@@ -195,7 +197,7 @@ def test_dynamic_frequencies_are_the_default_ones_as_long_as_positions_fit_into_
     ("text_config", "message"),
     [
         ({"use_sliding_window": True}, "text_config.use_sliding_window: sliding window"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'linear' is not|got 'linear'"),
     ],
 )
 def test_an_unsupported_text_config_is_a_startup_error(
@@ -311,7 +313,9 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "minicpmv_4_5", "mistral3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "cosmos3_edge", "llava", "minicpmv_4_5", "mistral3"]
+)
 def test_the_law_holds_with_layers_joined_and_fused_as_they_are_on_cuda(family: str, tmp_path: Path) -> None:
     with (
         patch.object(packed_linear, "JOINING_DEVICES", ("cpu",)),
@@ -325,7 +329,9 @@ def test_the_law_holds_with_layers_joined_and_fused_as_they_are_on_cuda(family: 
     models.engine.text.register_forward_hook(lambda *_: forwards.append(1))
     modules = dict(models.engine.text.named_modules())
     kinds = {name.split(".")[-1]: type(each) for name, each in modules.items() if ".0." in name}
-    assert all(kinds[name] is JoinedLinear for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+    gated = family != "cosmos3_edge"
+    joined = ("q_proj", "k_proj", "v_proj", *(("gate_proj", "up_proj") if gated else ()))
+    assert all(kinds[name] is JoinedLinear for name in joined)
     assert kinds["o_proj"] is nn.Linear
     assert all(type(each) is norms.FusedNorm for name, each in modules.items() if name.endswith("norm"))
     engine, capture = TinyEngine(models.engine, max_num_batched_tokens=9), Recorder()
@@ -334,7 +340,7 @@ def test_the_law_holds_with_layers_joined_and_fused_as_they_are_on_cuda(family: 
     assert use_paged(engine).runner.capture_decoding(4, 256, capture)
     law.assert_law(models, engine, questions, law.answer(engine, questions, arrivals=[0, 1, 3]))
     computed = models.engine.layers * len(forwards)
-    assert library.called == {"rope": computed, "silu": computed}
+    assert library.called == {"rope": computed, **({"silu": computed} if gated else {})}
 
 
 @pytest.mark.parametrize("name", ["apply_rope_with_cos_sin_cache", "silu_and_mul"])
