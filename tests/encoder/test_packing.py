@@ -66,14 +66,15 @@ def test_a_smoothed_table_is_resized_to_each_slice_as_an_image_is(
     sides, merge = packing
     found = lay_out(sides, TowerShape(merge, table_side=table_side, smoothed=True))
     assert found.table_weights is not None
-    table = torch.randn(table_side, table_side, generator=torch.Generator().manual_seed(1))
+    # Channels last, as in the model. If a picture has one channel and one column, torch weighs its rows wrongly.
+    table = torch.randn(table_side, table_side, 3, generator=torch.Generator().manual_seed(1))
     row, column = torch.from_numpy(found.table_weights).unbind(1)
-    ours = torch.einsum("pr,rc,pc->p", row, table, column)
+    ours = torch.einsum("pr,pc,rcd->pd", row, column, table)
     theirs = []
-    for side in sides:
+    for rows, columns, *_ in sides:
         resized = F.interpolate(
-            table[None, None], (side.rows, side.columns), mode="bilinear", align_corners=False, antialias=True
-        )[0, 0]
-        rows, columns = get_vision_position_ids(torch.tensor([(1, side.rows, side.columns)]), merge).unbind(1)
-        theirs.append(resized[rows, columns])
+            table.permute(2, 0, 1)[None], (rows, columns), mode="bilinear", align_corners=False, antialias=True
+        )
+        y, x = get_vision_position_ids(torch.tensor([(1, rows, columns)]), merge).unbind(1)
+        theirs.append(resized[0, :, y, x].T)
     torch.testing.assert_close(ours, torch.cat(theirs), atol=1e-6, rtol=0)

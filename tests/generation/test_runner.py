@@ -197,7 +197,10 @@ def test_dynamic_frequencies_are_the_default_ones_as_long_as_positions_fit_into_
     ("text_config", "message"),
     [
         ({"use_sliding_window": True}, "text_config.use_sliding_window: sliding window"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'linear' is not|got 'linear'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "'linear' is not|got 'linear'",
+        ),
     ],
 )
 def test_an_unsupported_text_config_is_a_startup_error(
