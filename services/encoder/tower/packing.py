@@ -349,8 +349,9 @@ def _smoothed_axis(length: int, table_side: int) -> Array:
     place = table_side / length  # in entries
     middles = (np.arange(length) + 0.5) * place
     apart = np.abs(np.arange(table_side) + 0.5 - middles[:, None]) / max(place, 1)
-    weights = np.maximum(1 - apart, 0)
-    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    weights: Array = np.maximum(1 - apart, 0)
+    weights /= weights.sum(1, keepdims=True)
+    return weights.astype(np.float32)
 
 
 def _cells(length: int, shape: TowerShape) -> Array:
