@@ -49,6 +49,7 @@ LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preproce
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 DEEP_FAMILIES = (
+    "cosmos3_edge",
     "glm4v",
     "glm46v",
     "glm4v_moe",

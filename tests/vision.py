@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.cosmos3_edge import Vision
 from tests.families import FamilyUnderTest
 
 
@@ -31,7 +32,8 @@ def patches_of(frames: NDArray[np.uint8], folder: Path, shape: FamilyUnderTest) 
     rows, columns = frames.shape[1] // px // merge, frames.shape[2] // px // merge
     parts = values.reshape(-1, deep, rows, merge, px, columns, merge, px, 3)
     # (slice, frame, row, inner row, y, column, inner column, x, channel) to the tower's order
-    patches = parts.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3 * deep * px**2)
+    within = (4, 7, 8, 1) if shape.channels_last else (8, 1, 4, 7)
+    patches = parts.transpose(0, 2, 5, 3, 6, *within).reshape(-1, 3 * deep * px**2)
     return torch.from_numpy(patches).float()
 
 
@@ -48,7 +50,10 @@ def kept_embeds(
     inner = [(y, x) for y in range(merge) for x in range(merge)]
     owners = [token for token in kept for _ in inner]
     places = [(token // columns * merge + y, token % columns * merge + x) for token in kept for y, x in inner]
-    hidden = tower.patch_embed(patches.view(rows * columns, len(inner), -1)[list(kept)].flatten(0, 1))
+    own = patches.view(rows * columns, len(inner), -1)[list(kept)].flatten(0, 1)
+    if isinstance(tower, Vision):
+        return tower.kept_embeds(own, places, (rows * merge, columns * merge))[None]
+    hidden = tower.patch_embed(own)
     if hasattr(tower, "post_conv_layernorm"):
         sides = torch.tensor([[1, rows * merge, columns * merge]])
         row, column = torch.tensor(places).T

@@ -39,6 +39,7 @@ MODEL_FAMILIES = (
     ModelFamily("qwen3_vl_moe", "Qwen3-VL, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("qwen3_5", "Qwen3.5, 3.6, 3.8", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("qwen3_5_moe", "Qwen3.5, 3.6, 3.8, mixture of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
+    ModelFamily("cosmos3_edge", "Cosmos 3 Edge", _BOTH, _PRUNING, "M-RoPE, timestamps as text", "no float16 tower"),
     ModelFamily("glm4v", "GLM-4.1V, GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("glm46v", "GLM-4.6V-Flash", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),
     ModelFamily("glm4v_moe", "GLM-4.5V, GLM-4.6V, mixtures of experts", _BOTH, _PRUNING, "M-RoPE, timestamps as text"),

@@ -119,6 +119,7 @@ class Planner:
             self._family.pad,
             self._family.joins_parts,
             self._family.template_options,
+            self._family.video_text,
         )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root

@@ -24,7 +24,7 @@ from framesieve.services.encoder.tower.patches import Frames
 from framesieve.services.encoder.tower.tower import Tower
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.families import FAMILIES, FamilyUnderTest, load_reference, vision_of
 
 MOST_TOKENS = 160
 Expect = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -55,7 +55,7 @@ def graphed(captured: Graphed) -> Graphed:
 @pytest.fixture(scope="module")
 def expect(family: str, family_checkpoint: Path, shape: FamilyUnderTest) -> Expect:
     """Embeddings from transformers' tower, with its own attention, of each slice alone."""
-    reference = load_reference(family, family_checkpoint).model.visual
+    reference = vision_of(load_reference(family, family_checkpoint))
     return lambda slices: [reference_embeds(reference, family_checkpoint, frames, shape) for frames in slices]
 
 

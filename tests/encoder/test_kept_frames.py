@@ -25,13 +25,13 @@ from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_graphs import Graphed, assert_same, encode_in_batches, encode_without
 from tests.encoder.test_tower import CPU, frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
-from tests.families import FAMILIES, FamilyUnderTest, load_reference
+from tests.families import FAMILIES, FamilyUnderTest, load_reference, vision_of
 from tests.vision import kept_embeds, patches_of
 
 MOST_TOKENS = 160
 
 
-@pytest.fixture(scope="session", params=[*QWEN_PARAMS, "glm4v"])
+@pytest.fixture(scope="session", params=[*QWEN_PARAMS, "cosmos3_edge", "glm4v"])
 def family(request: pytest.FixtureRequest) -> str:
     """Qwen3-VL-MoE's tower is Qwen3-VL's."""
     name: str = request.param
@@ -40,7 +40,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def reference(family: str, family_checkpoint: Path) -> Any:
-    return load_reference(family, family_checkpoint).model.visual
+    return vision_of(load_reference(family, family_checkpoint))
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,10 @@ def test_a_tower_that_cannot_be_made_is_refused(
         load_tower(Checkpoint(folder), "float32", CPU)
 
 
-@pytest.mark.parametrize(("kind", "tower"), [("llava", "clip_vision_model"), ("internvl", "internvl_vision")])
+@pytest.mark.parametrize(
+    ("kind", "tower"),
+    [("llava", "clip_vision_model"), ("internvl", "internvl_vision"), ("cosmos3_edge", "SigLIP")],
+)
 def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower: str) -> None:
     with pytest.raises(StartupError, match=f"--dtype float16: {tower} towers"):
         load_tower(Checkpoint(checkpoints(kind)), "float16", CPU)

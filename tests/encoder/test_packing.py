@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from framesieve.services.encoder.tower.packing import Fit, Side, TowerShape, lay_out
 
 PATCH_PX = 14
 
@@ -55,3 +56,25 @@ def test_layouts_equal_transformers_to_the_last_bit(
     )
     assert_same(found.interpolation_indices, taps)
     assert_same(found.interpolation_weights, weights)
+
+
+@settings(max_examples=40)
+@given(packing=packings().filter(lambda each: each[1] > 1), table_side=st.sampled_from([1, 2, 6, 16]))
+def test_a_smoothed_table_is_resized_to_each_slice_as_an_image_is(
+    packing: tuple[list[Side], int], table_side: int
+) -> None:
+    """With a merge: of slices of one column torch's own weighs the rows wrongly."""
+    sides, merge = packing
+    found = lay_out(sides, TowerShape(merge, table_side=table_side, fit=Fit.SMOOTHED))
+    assert found.table_weights is not None
+    table = torch.randn(table_side, table_side, 3, generator=torch.Generator().manual_seed(1))
+    row, column = torch.from_numpy(found.table_weights).unbind(1)
+    ours = torch.einsum("pr,pc,rcd->pd", row, column, table)
+    theirs = []
+    for rows, columns, *_ in sides:
+        resized = F.interpolate(
+            table.permute(2, 0, 1)[None], (rows, columns), mode="bilinear", align_corners=False, antialias=True
+        )
+        y, x = get_vision_position_ids(torch.tensor([(1, rows, columns)]), merge).unbind(1)
+        theirs.append(resized[0, :, y, x].T)
+    torch.testing.assert_close(ours, torch.cat(theirs), atol=1e-6, rtol=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.compute.graphs import Captured
-from framesieve.services.encoder.families import load_tower, minicpmv, minicpmv4_6, nemotron_h_omni
+from framesieve.services.encoder.families import cosmos3_edge, load_tower, minicpmv, minicpmv4_6, nemotron_h_omni
 from framesieve.services.encoder.tower import projected, vision_model
 from framesieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
@@ -64,7 +64,7 @@ def stale(buffer: Tensor) -> float:
 def load_packed(checkpoint: Path) -> Tower:
     """A tower with variable-length attention, as on CUDA."""
     with ExitStack() as patches:
-        for module in (minicpmv, minicpmv4_6, nemotron_h_omni, projected, vision_model):
+        for module in (cosmos3_edge, minicpmv, minicpmv4_6, nemotron_h_omni, projected, vision_model):
             patches.enter_context(patch.object(module, "find_attention", return_value=attend_by_formula))
         return load_tower(Checkpoint(checkpoint), "float32", CPU)
 

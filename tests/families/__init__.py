@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Cosmos3EdgeForConditionalGeneration
 
-from tests import minicpm, minicpmv4_6, nemotron
+from tests import cosmos3_edge, minicpm, minicpmv4_6, nemotron
 from tests.families import glm, internvl, llava, qwen
 from tests.families.family import FamilyUnderTest as FamilyUnderTest
 from tests.families.internvl import INTERNVL_PX as INTERNVL_PX
@@ -72,6 +73,15 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         )
         for name, (_, model) in minicpmv4_6.CLASSES.items()
     },
+    "cosmos3_edge": FamilyUnderTest(
+        cosmos3_edge.write,
+        Cosmos3EdgeForConditionalGeneration,
+        patch_px=cosmos3_edge.PATCH_PX,
+        merge=cosmos3_edge.MERGE,
+        hidden=cosmos3_edge.HIDDEN,
+        slices_stand_alone=True,
+        channels_last=True,
+    ),
     "nemotron_h_omni": FamilyUnderTest(
         _write_nemotron,
         nemotron.MODEL,
@@ -89,6 +99,12 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
     **qwen.FAMILIES,
 }
 QWEN = sorted(name for name in FAMILIES if name.startswith("qwen"))
+
+
+def vision_of(model: Any) -> Any:
+    """The vision tower of a whole model of transformers, whose `pooler_output` are tokens."""
+    inner = model.model
+    return cosmos3_edge.Vision(inner) if model.config.model_type == "cosmos3_edge" else inner.visual
 
 
 def text_and_head(reference: Any) -> tuple[Any, Any]:

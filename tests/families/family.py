@@ -41,6 +41,7 @@ class FamilyUnderTest:
     linear: positions are one-dimensional.
     rows_stand_alone: an image's rows, or its tiles, have text between them.
     newline_id: of the stored vector after rows of an image and after a video: the id after the vocabulary.
+    channels_last: a patch's values are in the order y, x, channel.
     model_type: of its config.json, where that is not its name in FAMILIES.
     """
 
@@ -56,6 +57,7 @@ class FamilyUnderTest:
     linear: bool = False
     rows_stand_alone: bool = False
     newline_id: int | None = None
+    channels_last: bool = False
     model_type: str = ""
     lm_head: str = "lm_head.weight"
 

@@ -35,7 +35,7 @@ from tests.tiny import Models, TinyEngine, load_models
 
 CPU = torch.device("cpu")
 DEEP = (
-    *("glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5"),
+    *("cosmos3_edge", "glm4v", "glm4v_moe", "llava", "llava_pixtral", "minicpmv_2_6", "minicpmv_4_5"),
     *("nemotron_h_omni", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl"),
 )
 FAMILY_PARAMS = [
@@ -126,7 +126,7 @@ def test_a_rank_holds_half_of_every_layer_of_its_cache_and_of_its_adapters(share
     assert 2 * half.token_bytes == shared.whole.engine.token_bytes
     written = load_file(shared.whole.folder / "model.safetensors")
     for name, each in half.text.named_parameters():
-        sharded = "_proj" in name and not name.endswith("o_proj.bias")
+        sharded = ("_proj" in name or ".mlp.fc" in name) and not name.endswith("o_proj.bias")
         stored = half.stored * half.hidden_size if name == "embed_tokens.weight" else 0
         whole = stored + sum(written[each].numel() for each in names_in(written, prefix + name.replace(".layer.", ".")))
         assert each.numel() * (2 if sharded else 1) == whole, name

@@ -23,7 +23,7 @@ from framesieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.choice import chosen_tokens
-from tests.families import FamilyUnderTest
+from tests.families import FamilyUnderTest, vision_of
 from tests.integration.reference import CLEAR_MARGIN, plan_and_frames
 from tests.oracle import Item, Text, expected_logprobs, expected_sequence
 from tests.vision import kept_embeds, patches_of
@@ -114,7 +114,7 @@ async def expect(
     for number, tokens in enumerate(chosen_tokens(whole, grid, step, pruning.rate, threshold)):
         if tokens:
             patches = patches_of(whole[number * step : (number + 1) * step], folder, family)
-            levels.append(kept_embeds(model.model.visual, patches, grid, tokens, family))
+            levels.append(kept_embeds(vision_of(model), patches, grid, tokens, family))
         kept += [number * item.grid.slice_tokens + token for token in tokens]
     embeds = torch.cat(levels, dim=1).numpy()
     full = np.full((len(embeds), item.grid.tokens, embeds.shape[2]), np.nan, np.float32)

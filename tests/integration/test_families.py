@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -17,7 +18,7 @@ from framesieve.client.encoding import encode
 from framesieve.client.prompt import Image, Message, Part, Pruning, Text, Video
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Modality
-from tests import media
+from tests import cosmos3_edge, media
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
 from tests.integration.before_tower import answered, asking, encoded, expect
@@ -28,7 +29,7 @@ QUESTION = "What moves?"
 GREEDY: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
 # The others differ from these in a tower or a text model, which tests of the encoder and of generation cover; MiniCPM-V
 # 4.7 has the text model of Qwen3.5.
-DEEP = ("glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+DEEP = ("cosmos3_edge", "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 FAMILY_PARAMS = ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]
 
 
@@ -42,14 +43,19 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=FAMILY_PARAMS)
-def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     family: str = request.param
     if family == "qwen2_5_vl":
         stack: Stack = request.getfixturevalue("stack")
         yield Served(family, request.getfixturevalue("tiny_checkpoint"), stack.addresses)
         return
-    with running(checkpoints(family)) as stack:
-        yield Served(family, checkpoints(family), stack.addresses)
+    folder = checkpoints(family)
+    if family == "cosmos3_edge":
+        folder = cosmos3_edge.published(shutil.copytree(folder, tmp_path_factory.mktemp(family) / "published"))
+    with running(folder) as stack:
+        yield Served(family, folder, stack.addresses)
 
 
 @pytest.fixture

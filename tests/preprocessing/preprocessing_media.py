@@ -24,6 +24,7 @@ import torch
 import transformers
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
+from transformers.models.cosmos3_edge.processing_cosmos3_edge import Cosmos3EdgeProcessor
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -147,6 +148,7 @@ class _Base:
 
 # For each family: module and class of its video processor, and the class that expands placeholders.
 _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
+    "cosmos3_edge": ("cosmos3_edge", "Cosmos3EdgeVideoProcessor", Cosmos3EdgeProcessor),
     "qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2VLProcessor),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor", Qwen2_5_VLProcessor),
     "qwen3_5": ("qwen3_vl", "Qwen3VLVideoProcessor", Qwen3VLProcessor),
@@ -157,6 +159,10 @@ _PROCESSORS: Mapping[str, tuple[str, str, Any]] = {
     "glm46v": ("glm46v", "Glm46VVideoProcessor", Glm46VProcessor),
     "video_llama_3": ("video_llama_3", "VideoLlama3VideoProcessor", VideoLlama3Processor),
 }
+
+
+# Frames of a patch, of families whose images are sized as videos of one patch.
+_TEMPORAL = {"cosmos3_edge": 1, "glm4v": 2, "glm46v": 2}
 
 
 @cache
@@ -203,10 +209,11 @@ def transformers_processor(family: str, merge: int, temporal_patch: int) -> Any:
 
 def transformers_image_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int, family: str) -> Any:
     """The size of the family's image processor. Raises ValueError."""
-    if not family.startswith("glm"):
+    if family not in _TEMPORAL:
         return transformers_smart_resize(height, width, factor, min_pixels, max_pixels)
     module, name, _ = _PROCESSORS[family]
-    return _compiled(module, name)["smart_resize"](2, height, width, 2, factor, min_pixels, max_pixels)
+    frames = _TEMPORAL[family]
+    return _compiled(module, name)["smart_resize"](frames, height, width, frames, factor, min_pixels, max_pixels)
 
 
 def transformers_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> Any:
@@ -232,11 +239,11 @@ def transformers_video_size(
     """The size of the family's `resize`, with cap_pixels_per_frame if max_tokens is set. Raises ValueError."""
     processor = transformers_video_processor(family)
     processor.max_video_tokens = max_tokens
-    of_glm = family.startswith("glm")
-    video = torch.empty(1, frames + (frames % 2 if of_glm else 0), 3, height, width, device="meta")
+    temporal = _TEMPORAL.get(family, 2)
+    video = torch.empty(1, frames + (-frames % temporal if family in _TEMPORAL else 0), 3, height, width, device="meta")
     size = _Size(shortest_edge=low, longest_edge=high)
-    if of_glm or family == "video_llama_3":
-        resized: tuple[int, int] = processor.resize(video, size, None, factor=factor, temporal_factor=2)
+    if family in _TEMPORAL or family == "video_llama_3":
+        resized: tuple[int, int] = processor.resize(video, size, None, factor=factor, temporal_factor=temporal)
     else:
         resized = processor.resize(video, size, None, factor, 2, max_tokens is not None)
     return resized

@@ -40,7 +40,10 @@ BY_LENGTH = "glm46v"
 FILM, NTSC = Fraction(24000, 1001), Fraction(30000, 1001)
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"])
+@pytest.fixture(
+    scope="session",
+    params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "cosmos3_edge", "glm4v", "glm46v"],
+)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -197,6 +200,7 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: 
     expected = [expected_item(family, checkpoint, part) for part in parts]
     assert plan.input_ids.tolist() == expected_ids(family, checkpoint, messages, expected)
     alone, token_px = FAMILIES[family].slices_stand_alone, FAMILIES[family].token_px
+    patch = FAMILIES[family].temporal_patch
     for part, item, its in zip(parts, plan.media, expected, strict=True):
         assert item.frames.size_px == (its.height_px, its.width_px)
         assert (item.grid.h, item.grid.w) == (its.height_px // token_px, its.width_px // token_px)
@@ -207,9 +211,9 @@ def assert_planned_as_by_transformers(family: str, checkpoint: Path, *messages: 
             continue
         metadata = part.metadata(family)
         shown = metadata.frames_indices / metadata.fps
-        assert item.timestamps_s == (*shown, *shown[its.frames - its.frames % 2 :])
-        assert item.frames.count == 2 * item.grid.t == len(item.timestamps_s)
-        assert item.seconds_per_grid == 2 * part.seconds_per_frame(its.frames)
+        assert item.timestamps_s == (*shown, *shown[its.frames - its.frames % patch :])
+        assert item.frames.count == patch * item.grid.t == len(item.timestamps_s)
+        assert item.seconds_per_grid == patch * part.seconds_per_frame(its.frames)
     # Elsewhere transformers resumes text inside the video once its time exceeds the longer side of a frame.
     steps = [1 if family == "qwen2_vl" else (item.seconds_per_grid or 0) * TOKENS_PER_SECOND for item in plan.media]
     if alone or all(

@@ -6,6 +6,7 @@ import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families import (
+    cosmos3_edge,
     glm4v,
     internvl,
     llava,
@@ -25,6 +26,7 @@ from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.tower import Tower
 
 FAMILIES = {
+    "cosmos3_edge": cosmos3_edge.load,
     "glm4v": glm4v.load,
     "glm4v_moe": glm4v.load,
     "glm46v": glm4v.load,

@@ -78,12 +78,13 @@ class Fit(Enum):
     """How a square table of position embeddings is laid over a slice, and between its entries.
 
     CORNERS: corner on corner, linear. CELLS: cell on cell, cubic. LONGER_SIDE: cell on cell over the square of the
-    slice's longer side, linear.
+    slice's longer side, linear. SMOOTHED: as an image is resized, cell on cell, linear, with antialiasing.
     """
 
     CORNERS = "corners"
     CELLS = "cells"
     LONGER_SIDE = "longer side"
+    SMOOTHED = "smoothed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ class TowerShape:
     timed: bool = False
     stills: bool = False
 
+    @property
+    def has_entries(self) -> bool:
+        """Whether a patch takes a few entries of the table."""
+        return self.table_side > 0 and self.fit is not Fit.SMOOTHED
+
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
         return bucket.tokens * self.merge**2 + bucket.slices * self.dropped
@@ -132,10 +138,11 @@ class PackedLayout(Generic[A]):
     ends of frames in patches, the longest of which has `longest`. order: int64 (T,), tokens by window. window_ends:
     int32 (W + 1,), ends of windows in patches, the longest of which has `longest_window`. interpolation_indices: int64
     (P, E), the E table entries whose weighted sum is a patch's position embedding, 4 or 16; interpolation_weights:
-    float32 (P, E). token_rows: int64 (T · merge²,), the rows that become tokens. query_ends: int32 (S + 1,), ends of
-    slices in queries. cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of each patch's frame.
-    slice_ends: int32 (S + 1,), ends of slices in patches, the longest of which has `longest_slice`. stills: bool (P,),
-    whether a patch is of a picture.
+    float32 (P, E). table_weights: float32 (P, 2, table_side), of a smoothed table: an entry's weight in the sum is that
+    of its row times that of its column. token_rows: int64 (T · merge²,), the rows that become tokens. query_ends: int32
+    (S + 1,), ends of slices in queries. cells: int64 (P,), the entries of the table of cells. times: int64 (P,), of
+    each patch's frame. slice_ends: int32 (S + 1,), ends of slices in patches, the longest of which has `longest_slice`.
+    stills: bool (P,), whether a patch is of a picture.
     """
 
     positions: A
@@ -146,6 +153,7 @@ class PackedLayout(Generic[A]):
     longest_window: int = 0
     interpolation_indices: A | None = None
     interpolation_weights: A | None = None
+    table_weights: A | None = None
     token_rows: A | None = None
     query_ends: A | None = None
     cells: A | None = None
@@ -213,8 +221,9 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
         order=order,
         window_ends=window_ends,
         longest_window=longest_window,
-        interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.table_side else None,
-        interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.table_side else None,
+        interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.has_entries else None,
+        interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.has_entries else None,
+        table_weights=np.concatenate([each.table_weights for each in laid]) if shape.fit is Fit.SMOOTHED else None,
         token_rows=token_rows,
         query_ends=_ends([shape.queries] * len(sides)) if shape.queries else None,
         cells=np.concatenate([each.cells for each in laid]) if shape.cell_side else None,
@@ -245,6 +254,7 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
         longest_window=min(longest, (shape.window_side * shape.merge) ** 2),
         interpolation_indices=_lengthen(layout.interpolation_indices, patches),
         interpolation_weights=_lengthen(layout.interpolation_weights, patches),
+        table_weights=_lengthen(layout.table_weights, patches),
         token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
         query_ends=_lengthen_ends(layout.query_ends, slices),
         cells=_lengthen(layout.cells, patches),
@@ -283,7 +293,10 @@ class _Frame:
             self.window = (row * (column.max() + 1) + column).ravel()
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
-        if shape.table_side:
+        if shape.fit is Fit.SMOOTHED:
+            axes = [_smoothed_axis(side[axis], shape.table_side)[self.positions[:, axis]] for axis in (0, 1)]
+            self.table_weights = np.stack(axes, axis=1)
+        if shape.has_entries:
             lengths = (max(side),) * 2 if shape.fit is Fit.LONGER_SIDE else side
             (row_indices, row_weights), (column_indices, column_weights) = (
                 _AXES[shape.fit](self.positions[:, axis], lengths[axis], shape.table_side) for axis in (0, 1)
@@ -314,7 +327,9 @@ class _Frame:
             frame.order = np.argsort(window, kind="stable")
             found = np.bincount(window)
             frame.windows = found[found > 0] * shape.merge**2
-        if shape.table_side:
+        if shape.fit is Fit.SMOOTHED:
+            frame.table_weights = self.table_weights[rows]
+        if shape.has_entries:
             frame.indices, frame.weights = self.indices[rows], self.weights[rows]
         return frame
 
@@ -368,6 +383,20 @@ _AXES: Mapping[Fit, Callable[[Array, int, int], tuple[Array, Array]]] = {
     Fit.CELLS: _cubic_axis,
     Fit.LONGER_SIDE: _cell_axis,
 }
+
+
+def _smoothed_axis(length: int, table_side: int) -> Array:
+    """The weights of all entries of a table's axis for each place of an axis: float32 (length, table_side).
+
+    A triangle around the middle of a place, as wide as the place where that is wider than an entry: bilinear
+    interpolation of `torch.nn.functional.interpolate` with antialiasing.
+    """
+    place = table_side / length  # in entries
+    middles = (np.arange(length) + 0.5) * place
+    apart = np.abs(np.arange(table_side) + 0.5 - middles[:, None]) / max(place, 1)
+    weights: Array = np.maximum(1 - apart, 0)
+    weights /= weights.sum(1, keepdims=True)
+    return weights.astype(np.float32)
 
 
 def _cells(length: int, shape: TowerShape) -> Array:

@@ -10,6 +10,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.families import (
+    cosmos3_edge,
     glm4v,
     glm4v_moe,
     glm46v,
@@ -33,6 +34,7 @@ from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES: Mapping[str, TextFamily] = {
+    "cosmos3_edge": cosmos3_edge.FAMILY,
     "glm4v": glm4v.FAMILY,
     "glm4v_moe": glm4v_moe.FAMILY,
     "glm46v": glm46v.FAMILY,

@@ -16,6 +16,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
 from framesieve.services.generation.families.glm4v import TEXT_PREFIXES, with_plan
+from framesieve.services.generation.families.glm4v_moe import without_drafts
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
@@ -35,5 +36,6 @@ FAMILY = TextFamily(
     _config,
     lambda config: TextClasses(Glm46VForConditionalGeneration, *_TEXT_CLASSES[config.text_config.model_type]),
     TEXT_PREFIXES,
+    named=without_drafts,
     pruning_methods=METHODS,
 )

@@ -5,6 +5,8 @@ Source: arXiv 2507.01006; weight names of zai-org/GLM-4.5V.
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import Glm4vMoeConfig
 from transformers.models.glm4v_moe.modeling_glm4v_moe import (
     Glm4vMoeForConditionalGeneration,
@@ -15,8 +17,26 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import (
 from framesieve.common.contract.retention import METHODS
 from framesieve.services.generation.families.glm4v import TEXT_PREFIXES
 from framesieve.services.generation.loading import TextClasses, TextFamily
+from framesieve.services.generation.loading.weights import Named
 
+# Of the published sizes. After these transformers leaves out a layer, whatever the config says.
+_LAYERS = 46
 _CLASSES = TextClasses(Glm4vMoeForConditionalGeneration, Glm4vMoeTextModel, Glm4vMoeTextRotaryEmbedding)
+
+
+def without_drafts(config: Any) -> Named:
+    """Leaves out the layers after the last, which predict further tokens. Their number is in some configs."""
+    text = config.text_config
+    layers = text.num_hidden_layers
+    drafts = getattr(text, "num_nextn_predict_layers", int(layers == _LAYERS))
+    unread = tuple(f"layers.{layers + index}." for index in range(drafts))
+    return lambda name: None if name.startswith(unread) else name
+
+
 FAMILY = TextFamily(
-    lambda checkpoint: checkpoint.config_as(Glm4vMoeConfig), lambda _: _CLASSES, TEXT_PREFIXES, pruning_methods=METHODS
+    lambda checkpoint: checkpoint.config_as(Glm4vMoeConfig),
+    lambda _: _CLASSES,
+    TEXT_PREFIXES,
+    named=without_drafts,
+    pruning_methods=METHODS,
 )

@@ -15,7 +15,7 @@ from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
 from framesieve.services.generation.loading.quantised import is_quantised, load_quantised
 from framesieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
-from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
+from framesieve.services.generation.loading.weights import Named, as_stored, fill, has_weights, read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import WHOLE_OUTPUT
@@ -43,6 +43,7 @@ class TextFamily:
     stored: names of a vector that prompts name by the id after the vocabulary's last; the first that the checkpoint has
         is read. Empty if there is none.
     plan: a tensor-parallel plan in the place of the text config's.
+    named: for a config, the names in the text model of weights below the prefix.
     change: changes the weights that were read to those that the text model takes.
     pruning_methods, why_not_all: those that the encoder takes for videos of the family, and why no others.
     """
@@ -54,6 +55,7 @@ class TextFamily:
     embed_levels: Callable[[Any], int] = lambda config: 0
     stored: Sequence[str] = ()
     plan: Mapping[str, str] | None = None
+    named: Callable[[Any], Named] = lambda config: as_stored
     change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
     pruning_methods: Sequence[str] = AFTER_TOWER
     why_not_all: str = WHY_NOT_BEFORE
@@ -89,7 +91,8 @@ def _load(
         if not in_fp8:
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
     shards = shard_text(text, family.plan or text.config.base_model_tp_plan, group)
-    weights = read_weights(checkpoint, prefix, dtype, device, shards, in_float32(text, dtype) | in_fp8)
+    dtypes = in_float32(text, dtype) | in_fp8
+    weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, family.named(config))
     family.change(text, weights)
     fill(text, weights, prefix)
     del weights  # while layers are joined, both copies of all weights would be held

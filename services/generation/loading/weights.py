@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -21,13 +21,24 @@ _CPU = torch.device("cpu")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
-def stored_weights(checkpoint: Checkpoint, prefix: str, device: torch.device = _CPU) -> Iterator[tuple[str, str, Any]]:
-    """Each weight whose name starts with `prefix`: its name, the name without the prefix, and its open file."""
+# From the name of a weight in a file to its name in the module; None of one that is not read.
+Named: TypeAlias = Callable[[str], str | None]
+
+
+def as_stored(name: str) -> str:
+    """The `Named` of files that have the module's names."""
+    return name
+
+
+def stored_weights(
+    checkpoint: Checkpoint, prefix: str, device: torch.device = _CPU, named: Named = as_stored
+) -> Iterator[tuple[str, str, Any]]:
+    """Each weight whose name starts with `prefix`: its name, that of the rest of it by `named`, and its open file."""
     for path in checkpoint.weight_files:
         with safe_open(path, framework="pt", device=str(device)) as file:
             for full in file.keys():  # noqa: SIM118  (not a dict)
-                if full.startswith(prefix):
-                    yield full, full.removeprefix(prefix), file
+                if full.startswith(prefix) and (name := named(full.removeprefix(prefix))) is not None:
+                    yield full, name, file
 
 
 def has_weights(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -42,8 +53,9 @@ def read_weights(
     device: torch.device,
     shards: Mapping[str, Shard],
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    named: Named = as_stored,
 ) -> dict[str, Tensor]:
-    """The weights whose names start with `prefix`, by the rest of their names. Of those in `shards`, this rank's part.
+    """The weights whose names start with `prefix`, by `named` of the rest. Of those in `shards`, this rank's part.
 
     dtypes: of those that are not read in `dtype`. Matrices of single experts are stacked, as transformers' classes have
     them: gate_up_proj [experts, 2 · I, D], or up_proj [experts, I, D] of experts without gates; and down_proj
@@ -51,8 +63,8 @@ def read_weights(
     Raises StartupError if the shape of a sharded weight is not the one that the config says.
     """
     weights: dict[str, Tensor] = {}
-    experts = _Experts(checkpoint, prefix)
-    for full, name, file in stored_weights(checkpoint, prefix, device):
+    experts = _Experts(checkpoint, prefix, named)
+    for full, name, file in stored_weights(checkpoint, prefix, device, named):
         if found := _OF_EXPERT.fullmatch(name):
             for stacked, whole in experts.add(found, file.get_tensor(full).to(dtype)):
                 weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
@@ -74,9 +86,9 @@ def _own(name: str, whole: Any, shards: Mapping[str, Shard], full: str) -> Tenso
 class _Experts:
     """Stacks the matrices of experts, a layer as soon as its last one was read: files have them in any order."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, prefix: str, named: Named) -> None:
         self._prefix = prefix
-        names = (name for _, name, _ in stored_weights(checkpoint, prefix))
+        names = (name for _, name, _ in stored_weights(checkpoint, prefix, named=named))
         self._missing = Counter(found[1] for name in names if (found := _OF_EXPERT.fullmatch(name)))
         self._read: dict[str, dict[tuple[str, int], Tensor]] = {}
 

@@ -4,7 +4,7 @@
                        they become a table with a row for each token, once a forward
     attention          transformers' own code over other globals: its function that rotates reads the table
     MLP, experts       the joined product of gate and up is multiplied as it is. Sharded and quantised layers have two
-                       products, which are multiplied by transformers' code
+                       products, which are multiplied by transformers' code, as are those of other activations
 
 Source: flashinfer-python 0.7.2, include/flashinfer/pos_enc.cuh and activation.cuh: bfloat16 and float16, heads whose
 halves are rotated against each other; they compute in float32 and round once. No card has run them yet.
@@ -87,12 +87,15 @@ def _fuse(library: Any, text: Any) -> None:
     Raises the library's exceptions, and AssertionError for wrong results, before anything is changed.
     """
     rotate = partial(_rotate, library)
-    multiply = partial(_multiply, getattr(library, ACTIVATIONS[text.config.hidden_act]))
+    kernel = ACTIVATIONS.get(text.config.hidden_act)
+    multiply = None if kernel is None else partial(_multiply, getattr(library, kernel))
     attention = _over(rotate, type(attention_layers(text)[0]))
     _check(rotate, multiply, text)
     text.rotary_emb = RotaryTable(text.rotary_emb)
     for layer in attention_layers(text):
         layer.__class__ = attention
+    if multiply is None:
+        return
     for module in text.modules():
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             module.__class__, module.multiply = FusedMlp, multiply
@@ -122,7 +125,9 @@ def _over(rotate: Callable[..., tuple[Tensor, Tensor]], attention: type) -> type
 
 
 @torch.inference_mode()
-def _check(rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Tensor], Tensor], text: Any) -> None:
+def _check(
+    rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Tensor], Tensor] | None, text: Any
+) -> None:
     """Compares the kernels with transformers' functions in float32, on views of one product as joined layers give."""
     attention, like, device = attention_layers(text)[0], text.embed_tokens.weight, text.embed_tokens.weight.device
     draw = torch.Generator(device).manual_seed(0)
@@ -134,5 +139,7 @@ def _check(rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Ten
     expected = theirs(query.float(), key.float(), *text.rotary_emb(product.float(), positions))
     for rows, exact in zip(found, expected, strict=True):
         check_result(rows, exact)
+    if multiply is None:
+        return
     gate, up = product.flatten(2).float().chunk(2, dim=-1)
     check_result(multiply(product.flatten(2)), ACT2FN[text.config.hidden_act](gate) * up)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.preprocessing.families import glm46v
+from framesieve.services.preprocessing.families.cosmos3_edge import Cosmos3Edge
 from framesieve.services.preprocessing.families.internvl import InternVL
 from framesieve.services.preprocessing.families.llava import Llava
 from framesieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
@@ -21,6 +22,7 @@ from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
 from framesieve.services.preprocessing.layouts.family import Family
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "cosmos3_edge": Cosmos3Edge.from_checkpoint,
     "glm4v": glm46v.load,
     "glm4v_moe": glm46v.load,
     "glm46v": glm46v.load,

@@ -18,7 +18,7 @@ import numpy as np
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid, Modality, SizePx
-from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_most
+from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
 from framesieve.services.preprocessing.prompt.layout import Expansion
 from framesieve.services.preprocessing.prompt.positions import GridSpan
 from framesieve.services.preprocessing.video.resize import PixelBudget, smart_resize
@@ -94,14 +94,11 @@ class Glm4V(QwenVL):
         return self._size(height_px, width_px, frames, self.video_budget, wish)
 
     def _size(self, height_px: int, width_px: int, frames: int, budget: PixelBudget, wish: FrameSampling) -> SizePx:
-        patch, side = self.frame_bounds.temporal_patch, self.token_px
+        patch = self.frame_bounds.temporal_patch
         frames = -(-frames // patch) * patch
         if wish.max_pixels is not None:
             budget = at_most(budget, min(budget.max_px, wish.max_pixels * frames))
-        if min(height_px, width_px) < side:
-            scale = max(side / height_px, side / width_px)
-            height_px, width_px = int(height_px * scale), int(width_px * scale)
-        return smart_resize(height_px, width_px, budget, frames, frames)
+        return smart_resize(*at_least_a_token(height_px, width_px, self.token_px), budget, frames, frames)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each slice its grid between image markers, and its time. For an image one grid alone."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid, SizePx
-from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_most
+from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
 from framesieve.services.preprocessing.prompt.layout import Expansion
 from framesieve.services.preprocessing.prompt.positions import GridSpan
 from framesieve.services.preprocessing.video.resize import smart_resize
@@ -61,10 +61,8 @@ class Qwen3VL(QwenVL):
             budget = replace(budget, max_px=max(share, int(budget.min_px * 1.05)) * frames)
         if wish.max_pixels is not None:
             budget = at_most(budget, min(budget.max_px, wish.max_pixels * frames))
-        if min(height_px, width_px) < side:
-            scale = max(side / height_px, side / width_px)
-            height_px, width_px = int(height_px * scale), int(width_px * scale)
-        return smart_resize(height_px, width_px, budget, frames, round(frames / patch) * patch)
+        grown = at_least_a_token(height_px, width_px, side)
+        return smart_resize(*grown, budget, frames, round(frames / patch) * patch)
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each slice its timestamp, and its grid between vision markers. For an image one grid alone."""

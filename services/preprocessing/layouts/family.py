@@ -24,6 +24,8 @@ class Family(ABC):
     placeholders: the control token of a media item in the chat template, by modality; of those that the model takes.
     pad: the token of each of an item's tokens; None: its placeholder. With it, a placeholder need not be in the
         vocabulary: the chat template alone writes it.
+    video_text: the placeholder of a video with the control tokens around it that its expansion replaces, too; None: it
+        replaces the placeholder alone.
     token_px: side in pixels of the square that becomes one token; sides of resized frames are multiples of it.
     frame_bounds: the checkpoint's defaults for sampling frames.
     timed_by_first: whether the time of a slice is that of its first frame, and not the middle of its frames'.
@@ -39,6 +41,7 @@ class Family(ABC):
 
     placeholders: Mapping[Modality, str]
     pad: str | None = None
+    video_text: str | None = None
     token_px: int
     frame_bounds: FrameBounds
     timed_by_first: bool = False

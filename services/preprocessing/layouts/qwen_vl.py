@@ -1,4 +1,4 @@
-"""The common parts of Qwen's and GLM's vision-language families: processor settings, sampling bounds, sizes and grids.
+"""The common parts of Qwen's, GLM's and Cosmos' families: processor settings, sampling bounds, sizes and grids.
 
 Each family adds how it samples and sizes videos, and the expansion of its placeholders.
 Source: `Qwen2VLImageProcessor` of transformers 5.24, which all of them use, and the files where it reads settings.
@@ -31,7 +31,7 @@ class VideoDefaults:
 
     patch_px: of the model. size, image_size: of the video and the image processor, in pixels. max_tokens: limit for
     cap_pixels_per_frame. old_names: whether min_pixels and max_pixels override the size. only: supported values of
-    settings that the family does not read.
+    settings that the family does not read. temporal_patch: frames of a patch.
     """
 
     patch_px: int
@@ -40,6 +40,7 @@ class VideoDefaults:
     old_names: bool
     image_size: Mapping[str, int] = field(default_factory=lambda: _IMAGE_SIZE)
     only: Mapping[str, object] = field(default_factory=lambda: {"num_frames": None})
+    temporal_patch: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class QwenVL(Family):
         """
         vision = checkpoint.config.get("vision_config", {})
         patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
-        temporal = int(vision.get("temporal_patch_size", 2))
+        temporal = int(vision.get("temporal_patch_size", defaults.temporal_patch))
         image = checkpoint.processor("image")
         video = checkpoint.processor("video") or image
         check_processors(checkpoint, **defaults.only)
@@ -104,6 +105,14 @@ class QwenVL(Family):
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
         """A slice for each temporal patch."""
         return Grid(frames // self.frame_bounds.temporal_patch, height_px // self.token_px, width_px // self.token_px)
+
+
+def at_least_a_token(height_px: int, width_px: int, token_px: int) -> SizePx:
+    """Height and width of a picture, grown in its aspect until neither side is shorter than a token's."""
+    if min(height_px, width_px) >= token_px:
+        return height_px, width_px
+    scale = max(token_px / height_px, token_px / width_px)
+    return int(height_px * scale), int(width_px * scale)
 
 
 def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:

@@ -38,7 +38,8 @@ class ChatTokens:
     placeholders: what the template writes for a media item, by modality. pad: the control token of each of its tokens;
         None: the placeholder, which then is one.
     joins_parts: the text between the parts of a message, for a template that takes text only; None: it takes parts.
-    options: variables of the template besides the messages and the tokenizer's special tokens.
+    options: variables of the template besides the messages and the tokenizer's special tokens. video_text: a video's
+    placeholder with the control tokens around it that are replaced together with it; None: it is replaced alone.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
@@ -49,6 +50,7 @@ class ChatTokens:
         pad: str | None = None,
         joins_parts: str | None = None,
         options: Mapping[str, object] = {},
+        video_text: str | None = None,
     ) -> None:
         self._text = PlainText(checkpoint)
         self._control = self._text.control
@@ -77,6 +79,7 @@ class ChatTokens:
         self._template = templates[0]
         self._with_tools = next((each for each in templates if each.shows_tools), None)
         self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
+        self._video_text = self._marks.marked(video_text) if video_text else None
 
     def conversation(
         self,
@@ -181,6 +184,8 @@ class ChatTokens:
     def _expanded(self, rendered: str, expansions: Sequence[Expansion]) -> list[str]:
         """Text, control token, text, …: each placeholder replaced by its item's expansion, with one placeholder for
         each part that is no text."""
+        if self._video_text is not None:
+            rendered = rendered.replace(self._video_text, self._placeholders[Modality.VIDEO])
         following = iter(expansions)
         pieces = []
         for place, piece in enumerate(self._marks.split(rendered)):
