@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -117,6 +118,18 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
     batcher.start()
     batcher.submit(torch.zeros(1), target).result(TIMEOUT_S)
     batcher.close()
+
+
+def test_an_idle_batcher_holds_no_target(tower: GatedTower, submit: Submit) -> None:
+    encoded, target = submit(1, 3)
+    tower.open()
+    encoded.result(TIMEOUT_S)
+    held = weakref.ref(target)
+    del encoded, target
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while held() is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_a_failing_forward_fails_only_its_own_slices(tower: GatedTower, submit: Submit) -> None:
