@@ -117,7 +117,13 @@ def assert_law_at_every_cut(models: Models) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.deep) for each in ("glm4v", "qwen2_5_vl", "qwen3_vl_moe"))],
+    [
+        "qwen3_vl",
+        *(
+            pytest.param(each, marks=pytest.mark.deep)
+            for each in ("cosmos3_edge", "glm4v", "qwen2_5_vl", "qwen3_vl_moe")
+        ),
+    ],
     scope="module",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
