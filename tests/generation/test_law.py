@@ -112,7 +112,13 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("glm4v", "nemotron_h_omni", "qwen3_vl"))],
+    [
+        "qwen3_5",
+        *(
+            pytest.param(each, marks=pytest.mark.deep)
+            for each in ("cosmos3_edge", "glm4v", "nemotron_h_omni", "qwen3_vl")
+        ),
+    ],
     scope="module",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
