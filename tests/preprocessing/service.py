@@ -34,7 +34,6 @@ from framesieve.services.preprocessing.workers.process import Fault
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.preprocessing.media_server import Server, fetcher_of
-from tests.preprocessing.worker_jobs import until
 
 INFLIGHT_SLICES = 4
 SLICE_BYTES = 2 * 1024 * 1024 * 3
@@ -103,8 +102,6 @@ class Service:
                     yield preprocessing_pb2_grpc.PreprocessingServiceStub(channel)
             finally:
                 await server.stop(1)
-            # A thread ends what it began, and what waited for one is forgotten.
-            await until(lambda: (quick.jobs, slow.jobs, quick.waiting, slow.waiting) == (0, 0, 0, 0))
 
 
 def prompt_of(*parts: prompt_pb2.Part) -> PreprocessRequest:

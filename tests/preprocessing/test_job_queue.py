@@ -207,3 +207,15 @@ async def test_planning_threads_end_without_deadlock_while_a_plan_uses_the_event
         asked = asyncio.create_task(threads.call(ask))
         await asyncio.to_thread(started.wait, 5)
     assert await asked == 42
+
+
+async def test_a_function_that_is_cancelled_while_it_waits_for_a_planning_thread_is_forgotten() -> None:
+    held = threading.Event()
+    async with PlanningThreads(1) as threads:
+        running, waiting = (asyncio.create_task(threads.call(lambda: held.wait(5))) for _ in range(2))
+        await until(lambda: threads.waiting == 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (threads.jobs, threads.waiting, threads.oldest_ns) == (1, 0, None)
+        held.set()
+        await running

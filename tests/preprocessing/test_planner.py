@@ -20,6 +20,7 @@ from framesieve.services.preprocessing import planner
 from framesieve.services.preprocessing.conversation import MediaRequest
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.video import decode
+from framesieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
 from tests.media import picture
 from tests.preprocessing.planning import image, planned, video
@@ -39,6 +40,15 @@ def held(tiny_checkpoint: Path, tmp_path: Path) -> Planner:
     (tmp_path / "clip.mp4").write_bytes(clip(4))
     (tmp_path / "bad.mp4").write_bytes(b"bad")
     return Planner(Checkpoint(tiny_checkpoint), tmp_path)
+
+
+@pytest.mark.parametrize("look", [image(picture(51, 50)), image(picture(400, 10)), video(clip(5)), video(clip(1))])
+def test_no_frame_has_more_than_max_pixels(family: str, tiny: Planner, look: MediaRequest) -> None:
+    token_px = FAMILIES[family].token_px
+    for max_pixels in (32 * 32, 3000, 56 * 56, 10_000, 20_000):
+        (item,) = planned(tiny, replace(look, sampling=FrameSampling(max_pixels=max_pixels))).plan.media
+        assert math.prod(item.frames.size_px) <= max_pixels
+        assert not any(side % token_px for side in item.frames.size_px)
 
 
 # Of MiniCPM-V an image without slices: fewer pixels make others fewer slices.
