@@ -220,8 +220,8 @@ def make_request(
 
 
 def key_of(item: Item) -> bytes:
-    """The key of an item in the cache of encoded media: the item and its pruning."""
-    pruned = repr((item.t, item.h, item.w, item.time_step, item.rate, item.method, item.bounded))
+    """The key of an item in the cache of encoded media: the item and its pruning, without its times."""
+    pruned = repr((item.time_step is None, item.t, item.h, item.w, item.rate, item.method, item.bounded))
     return hashlib.sha256(pruned.encode() + item.embeds.tobytes()).digest()
 
 

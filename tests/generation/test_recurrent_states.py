@@ -21,6 +21,8 @@ from framesieve.services.generation.model.states import RESERVED, StateCache
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.generation.sampling.structured import Grammars
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item
@@ -146,6 +148,18 @@ def test_documents_obey_the_law_beside_draft_tokens_and_preemption(models: Model
     totals = engine.engine.stats().totals
     assert 0 < totals.accepted_draft_tokens < totals.draft_tokens
     assert totals.preemptions
+
+
+def test_rows_that_only_fill_a_replayed_step_write_no_state(models: Models) -> None:
+    """One of four answers ends, and three go on in graphs of four rows; its next turn begins with its state."""
+    engine = use_paged(TinyEngine(models.engine, blocks=128))
+    assert engine.runner.capture_decoding(4, 512, Recorder())
+    questions = [Question((text(30 * number, 9 + number),), 30 if number else 8) for number in range(4)]
+    asked = answer(engine, questions)
+    turn = Question((*questions[0].parts, Text(tuple(asked[0].answer)), text(200, 5)), 4)
+    asked += answer(engine, [turn])
+    assert asked[-1].request.cached_tokens > 9
+    assert_law(models, engine, [*questions, turn], asked)
 
 
 def test_a_step_that_failed_is_computed_again_from_the_same_states(
