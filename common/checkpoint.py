@@ -138,7 +138,8 @@ class Checkpoint:
     def weight_files(self) -> tuple[Path, ...]:
         """Those in the folder, and those in folders below it that its index names."""
         named = self.read_json(_INDEX).get("weight_map", {}).values()
-        return tuple(sorted({*self.folder.glob("*.safetensors"), *(self.folder / name for name in named)}))
+        below = (path for name in named if (path := self.folder / name).is_file())
+        return tuple(sorted({*self.folder.glob("*.safetensors"), *below}))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Contents of one of its JSON files; empty if the file is missing. Raises StartupError for malformed JSON."""

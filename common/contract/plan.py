@@ -182,8 +182,8 @@ class MediaPlan:
             raise ValueError(f"frames are {' or '.join(each.label for each in FRAME_DTYPES)}, got {frames.dtype.label}")
         if 0 < frames.count < self.grid.t:
             raise ValueError(f"{frames.count} frames do not fill {self.grid.t} temporal slices")
-        if tile_px and (self.pictures < 2 or not (is_image or frames.tile_columns)):
-            raise ValueError(f"only an image of several frames has tiles of another size, got {tile_px}")
+        if tile_px and self.pictures < 2:
+            raise ValueError(f"only what is sent as several pictures has tiles of another size, got {tile_px}")
         if tile_px and not 1 <= min(tile_px) <= max(tile_px) <= MAX_FRAME_SIDE_PX:
             raise ValueError(f"a tile's side must be between 1 and {MAX_FRAME_SIDE_PX} pixels, got {tile_px}")
         columns, tiles = frames.tile_columns, self.pictures - 1

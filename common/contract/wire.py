@@ -306,7 +306,7 @@ def _media_plan(message: prompt_pb2.MediaPlan) -> MediaPlan:
             tile_px if any(tile_px) else None,
             message.tile_columns,
             message.group_frames,
-            dtype_of(message.frame_dtype),
+            dtype_of(message.frame_dtype) if message.frame_dtype else DType.UINT8,
         ),
         seconds_per_grid=Fraction(base.numerator, base.denominator) if message.HasField("seconds_per_grid") else None,
         timestamps_s=tuple(message.timestamps_s),

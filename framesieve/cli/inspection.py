@@ -206,7 +206,7 @@ async def _frames(
             async for response in answers:
                 piece, item = response.frames, plan.media[0]
                 repaired += piece.repaired_frames
-                shape = (*piece.chunk.shape[:1], *item.frames.frame_px(len(frames)), 3)
+                shape = (*piece.chunk.shape[:1], *item.frame_px(len(frames)), 3)
                 buffer = buffer or buffer_for(piece.chunk, [item.frames.dtype], shape)
                 add_chunk(buffer, piece.chunk)
                 if buffer.complete:

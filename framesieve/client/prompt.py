@@ -195,7 +195,7 @@ class Video(_Media):
     frame_indices: exactly these frames, counted from 0, increasing; not together with the fields above but max_pixels.
     allow_truncated: take a file that was cut off, even if more than a tenth of its frames is missing.
     max_slices: of each frame, as of an image; None: 1.
-        None of these is allowed with embeds, which have no frames.
+    None of these settings is allowed with embeds, which have no frames.
     pruning: of this video, before the request's.
     Raises InvalidRequest unless exactly one source is given.
     """

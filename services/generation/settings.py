@@ -206,7 +206,7 @@ class GenerationSettings(UpstreamSettings):
     def pruning(self, config: Mapping[str, Any]) -> Pruning:
         """Of videos for which a request names none. config: of the checkpoint.
 
-        Raises StartupError if the config has a rate that is none.
+        Raises StartupError if the config has a rate that is not at least 0 and below 1.
         """
         method, rate = named_method(self.pruning_method, self.pruning_threshold), self.pruning_rate
         if rate is None:

@@ -150,7 +150,6 @@ FAULTS: dict[str, Callable[[Message], Any]] = {
     "fewer pixels than tokens": lambda m: m.media[0].MergeFrom(type(m.media[0])(frame_width_px=1, frame_height_px=1)),
     "frames of 2^31 pixels": lambda m: setattr(m.media[0], "frame_height_px", 2**31 - 1),
     "frames of half precision": lambda m: setattr(m.media[0], "frame_dtype", tensor_pb2.DTYPE_FLOAT16),
-    "frames of no dtype": lambda m: m.media[0].ClearField("frame_dtype"),
     "more columns of a video than tiles": lambda m: setattr(m.media[0], "tile_columns", 2),
     "short content hash": lambda m: setattr(m.media[0], "content_hash", bytes(31)),
     "short fingerprint": lambda m: setattr(m, "fingerprint", b"short"),

@@ -77,4 +77,4 @@ def test_a_smoothed_table_is_resized_to_each_slice_as_an_image_is(
         )
         y, x = get_vision_position_ids(torch.tensor([(1, rows, columns)]), merge).unbind(1)
         theirs.append(resized[0, :, y, x].T)
-    torch.testing.assert_close(ours, torch.cat(theirs), atol=1e-6, rtol=0)
+    torch.testing.assert_close(ours, torch.cat(theirs), atol=5e-6, rtol=0)

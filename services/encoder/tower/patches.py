@@ -1,7 +1,7 @@
 """Turns frames into the patches that a vision tower reads; normalisation is folded into the tower's first weights.
 
-    frames  uint8 (F, H, W, 3)                           F above temporal_patch: patches of one part after another
-    patches uint8 (h·w·merge², 3·temporal_patch·patch²)      rows by merged token, then within it; values (c, t, y, x)
+    frames  (F, H, W, 3)                                 F above temporal_patch: patches of one part after another
+    patches (h·w·merge², 3·temporal_patch·patch²)      rows by merged token, then within it; values (c, t, y, x)
 
 A patch embedding W of normalised values is, for uint8 values u, W·(u·rescale − mean)/std, which equals
 W'·(u − 128) + b' (without centring, the bfloat16 error would be a fifth larger). So frames stay uint8 until the
@@ -123,7 +123,7 @@ def _normalisation(config: Mapping[str, Any]) -> Normalisation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedFrames:
-    """A slice whose frames have times. frames: uint8 (F, H, W, 3). times: the number of each one's time."""
+    """A slice whose frames have times. frames: (F, H, W, 3). times: the number of each one's time."""
 
     frames: Tensor
     times: tuple[int, ...]
@@ -135,7 +135,7 @@ class TimedFrames:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptFrames:
-    """A slice of which only some tokens are there, one below the other. frames: uint8 (F, k · token_px, token_px, 3).
+    """A slice of which only some tokens are there, one below the other. frames: (F, k · token_px, token_px, 3).
 
     grid: rows and columns of all its tokens. kept: which are there, k of them, increasing.
     """
@@ -149,7 +149,7 @@ class KeptFrames:
         return self.frames.shape
 
 
-# uint8 (F, H, W, 3), with the times of its frames where a tower takes them, or with the tokens that are there.
+# (F, H, W, 3), with the times of its frames where a tower takes them, or with the tokens that are there.
 Frames: TypeAlias = Tensor | TimedFrames | KeptFrames
 
 
@@ -164,7 +164,7 @@ def side_of(frames: Frames, shape: PatchShape) -> Side:
 
 
 def pixels_of(frames: Frames) -> Tensor:
-    """uint8 (F, H, W, 3)."""
+    """(F, H, W, 3)."""
     return frames if isinstance(frames, Tensor) else frames.frames
 
 
@@ -177,8 +177,8 @@ def whole(frames: Tensor, shape: PatchShape) -> Tensor:
 def patchify(frames: Tensor, shape: PatchShape) -> Tensor:
     """One temporal slice as patches, in the tower's order.
 
-    frames: uint8 (F, H, W, 3), made whole here; rows and columns after the last whole token are left out.
-    Returns uint8 (F / temporal_patch · (lead + H·W / patch²), patch_values).
+    frames: (F, H, W, 3), made whole here; rows and columns after the last whole token are left out.
+    Returns (F / temporal_patch · (lead + H·W / patch²), patch_values).
     """
     frames = whole(frames, shape)
     rows, columns = frames.shape[1] // shape.token_px, frames.shape[2] // shape.token_px

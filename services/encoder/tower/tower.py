@@ -1,6 +1,6 @@
 """A vision tower: runs temporal slices of any sizes in one forward.
 
-    slices, uint8 (F, H, W, 3) each ─▶ patches, uint8 (P, patch_values) ─▶ embeddings, (1 + levels, P / merge², D)
+    slices, (F, H, W, 3) each ─▶ patches, (P, patch_values) ─▶ embeddings, (1 + levels, P / merge², D)
                                        layout of the packed patches     ─┘
 
 The layout is computed on the host and sent with the patches, so the host never waits for the device.
@@ -30,7 +30,7 @@ from framesieve.services.encoder.tower.patches import Frames, PatchShape, patchi
 class ModelForward:
     """One forward of a tower's model, without a graph.
 
-    compute: patches uint8 (P, patch_values) and their layout, to (1 + embed_levels, P / merge², embed_dim).
+    compute: patches (P, patch_values) and their layout, to (1 + embed_levels, P / merge², embed_dim).
     varlen: attention reads the ends of sequences from the device, so a captured graph of `compute` follows the layout.
         Otherwise attention reads them on the host, once per forward.
     layers: those of the model, of one class.
@@ -93,7 +93,7 @@ class Arrangement:
 class Tower:
     """A vision tower on its device, ready to run.
 
-    forward: patches uint8 (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
+    forward: patches (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
         embed_dim); level 0 is the embedding.
     pruning_methods: those of `framesieve.common.contract.retention.METHODS` that a request may name.
     why_not_all: why it takes no others, for the error of a request that names one.
@@ -124,7 +124,7 @@ class Tower:
     def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.
 
-        slices: at least one, uint8 (F, H, W, 3) each, of any sizes, from any number of requests; on the host, or on the
+        slices: at least one, (F, H, W, 3) each, of any sizes, from any number of requests; on the host, or on the
         device, where the current stream may still be making them.
         Attention never crosses slices, so neighbours change only rounding. On CUDA the result may still be in
         progress on the current stream.

@@ -19,7 +19,7 @@ from framesieve.services.generation.families.glm4v import TEXT_PREFIXES
 from framesieve.services.generation.loading import TextClasses, TextFamily
 from framesieve.services.generation.loading.weights import Named
 
-# Of the published sizes. After these transformers leaves out a layer, whatever the config says.
+# Published models have so many, and one that drafts, which some configs do not count.
 _LAYERS = 46
 _CLASSES = TextClasses(Glm4vMoeForConditionalGeneration, Glm4vMoeTextModel, Glm4vMoeTextRotaryEmbedding)
 

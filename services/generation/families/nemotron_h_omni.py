@@ -7,16 +7,20 @@ nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16. The weights `mtp.*`, which p
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from transformers import NemotronH_Omni_Reasoning_V3, NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHModel
 
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.retention import METHODS
 from framesieve.services.generation.loading import TextClasses, TextFamily
 from framesieve.services.generation.parallel.sharding import WHOLE_OUTPUT
 
 # Of transformers 5, and of published checkpoints.
 TEXT_PREFIXES = ("language_model.model.", "language_model.backbone.")
-# transformers' own plan shards nothing but experts. Every rank keeps the whole state of recurrent layers.
+# transformers' own plan shards experts alone. Every rank keeps the whole state of recurrent layers.
 _PLAN = {
     "layers.*.mixer.q_proj": "colwise",
     "layers.*.mixer.k_proj": "colwise",
@@ -42,10 +46,16 @@ class _Text(NemotronHModel):
         return table
 
 
+def _config(checkpoint: Checkpoint) -> Any:
+    config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
+    config.text_config.base_model_tp_plan = dict(_PLAN)
+    return config
+
+
 FAMILY = TextFamily(
-    lambda checkpoint: checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config),
+    _config,
     lambda _: TextClasses(NemotronH_Omni_Reasoning_V3, _Text, None),
     TEXT_PREFIXES,
     position_axes=0,
-    plan=_PLAN,
+    pruning_methods=METHODS,
 )

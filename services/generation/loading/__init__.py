@@ -42,8 +42,8 @@ class TextFamily:
     embed_levels: for a config, see `LanguageModel`.
     stored: names of a vector that prompts name by the id after the vocabulary's last; the first that the checkpoint has
         is read. Empty if there is none.
-    plan: a tensor-parallel plan in the place of the text config's.
-    named: for a config, the names in the text model of weights below the prefix.
+    plan: transformers' tensor-parallel plan, if the text config has none.
+    named: for a config, maps a stored name after the prefix to the text model's.
     change: changes the weights that were read to those that the text model takes.
     pruning_methods, why_not_all: those that the encoder takes for videos of the family, and why no others.
     """
@@ -90,7 +90,7 @@ def _load(
         in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
         if not in_fp8:
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
-    shards = shard_text(text, family.plan or text.config.base_model_tp_plan, group)
+    shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
     dtypes = in_float32(text, dtype) | in_fp8
     weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, family.named(config))
     family.change(text, weights)

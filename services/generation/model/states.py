@@ -49,7 +49,8 @@ class Recurrence(Protocol):
     def step(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One token of each of R sequences. convolved: [R, channels]. matrices: [R, heads, rows, columns], before it.
+        """One token of each of R sequences. convolved: [R, channels]. matrices: [R, heads, rows, columns], before it;
+        they may be changed.
 
         Returns the output [R, heads, head_dim], and the matrices after it.
         """
@@ -191,10 +192,8 @@ class StateBatch:
         windows, matrices = self.cache.inputs[layer], self.cache.matrices[layer]
         before, taps = windows[use.read], convolution.taps
         window = torch.cat([before, inputs.T.float()], dim=1)  # [channels, kernel − 1 + tokens]
-        convolved = F.silu(F.conv1d(window[None].to(taps.dtype), taps[:, None], convolution.bias, groups=len(taps)))[
-            0
-        ].T
-        matrix, start = matrices[use.read], 0
+        sums = F.conv1d(window[None].to(taps.dtype), taps[:, None], convolution.bias, groups=len(taps))
+        convolved, matrix, start = F.silu(sums)[0].T, matrices[use.read], 0
         for end, slot in (*use.saves, (len(inputs), use.write)):
             if end > start:
                 rows = slice(start, end)

@@ -23,7 +23,7 @@ class PromptLimit:
     """A limit on prompt and answer together, in tokens.
 
     context_tokens: of a model with one-dimensional positions, which pruning leaves as they are: the prompt before
-    pruning and its answer must fit into it. None: of other models, whose positions grow more slowly than their tokens.
+    pruning and its answer must fit into it. None: of others, whose positions grow more slowly, or which have none.
     """
 
     tokens: int

@@ -276,9 +276,13 @@ def _slice(
     if data.size != dtype.itemsize * np.prod(shape):
         raise PeerContract(f"a worker's slice has {data.size} bytes, which is not the size of {dtype.label} {shape}")
     repaired = facts.integer("repaired_frames", 0, shape[0])
+    pixels = data.view(dtype.label).reshape(shape)
+    # Resampling overshoots the levels 0 to 255 by less than their range. Not a number is neither above nor below.
+    if dtype is not DType.UINT8 and not (pixels.min() > -255 and pixels.max() < 510):
+        raise PeerContract("a worker's slice has values that no resampling makes")
     return Slice(
         first_frame=first_frame,
-        pixels=data.view(dtype.label).reshape(shape),
+        pixels=pixels,
         repaired_frames=repaired,
         decode_s=facts.seconds("decode_s"),
         resize_s=facts.seconds("resize_s"),
