@@ -224,7 +224,7 @@ def model_inputs(plan: PromptPlan, frames: Mapping[int, bytes | bytearray]) -> d
 
 
 def video_processor(**settings: Any) -> Any:
-    """transformers', with SETTINGS but for these; without its base class."""
+    """The class of transformers without its base class. settings: override those in SETTINGS."""
     made = _compiled("video", "NemotronH_Omni_Reasoning_V3VideoProcessor")()
     vars(made).update({**SETTINGS, **settings})
     return made

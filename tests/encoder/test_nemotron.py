@@ -237,7 +237,7 @@ CLIPS = (Grid(12, 3, 4), Grid(20, 5, 5))
 @pytest.mark.parametrize("grid", CLIPS, ids=str)
 @pytest.mark.parametrize("rate", [0.5, 0.7, 0.9])
 def test_evs_keeps_the_tokens_of_transformers(written: tuple[Path, Any], rate: float, grid: Grid) -> None:
-    """But for those whose float32 scores are within 2⁻¹⁶ of that of the last one kept: ours are rounded to that.
+    """Our scores are rounded to 2⁻¹⁶, so tokens within that of the last kept one are not compared.
 
     transformers computes 1 − 0.9 in floating point: a tenth of 500 tokens are 49 to it.
     """

@@ -1,4 +1,4 @@
-"""LLaVA's families, and those that take the same parts."""
+"""Families of LLaVA, and families whose checkpoints are made of the same parts."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ PROMPTS = [Text(tuple(range(10 + 3 * number, 14 + 7 * number))) for number in ra
 
 
 class LateCopies:
-    """Stands in for `ToHost`: copies finish as late as they can."""
+    """Takes the place of `ToHost`. A copy has its values only when it is waited for."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._copies = tuple(torch.full_like(each, 99) for each in tensors)

@@ -66,7 +66,7 @@ def each_by_itself(tower: Tower, shown: Sequence[NDArray[np.uint8]]) -> NDArray[
 
 
 def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    """But for rounding: embeddings of other noise differ by far more."""
+    """Up to rounding. Embeddings of frames with other noise differ by far more."""
     np.testing.assert_allclose(found, expected, atol=1e-3, rtol=0)
 
 

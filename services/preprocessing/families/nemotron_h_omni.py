@@ -161,7 +161,7 @@ class NemotronHOmni(Family):
         return [round(time_s * per_s) * frame_ms / 1000.0 for time_s in base.frames_s]
 
     def _picture_patches(self, height_px: int, width_px: int, least: int, most: int) -> tuple[int, int]:
-        """Rows and columns of a picture: those that cover it, scaled into the limits, as whole tokens."""
+        """Rows and columns of patches that cover a picture, scaled into the limits and rounded to whole tokens."""
         sides = [round(side / self.patch_px + 0.5) for side in (height_px, width_px)]
         shrink = min(math.sqrt(most / math.prod(sides)), 1.0)
         sides = [max(math.floor(shrink * side), 1) for side in sides]
