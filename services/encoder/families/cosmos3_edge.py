@@ -24,7 +24,7 @@ from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 _PARTS = ("visual.", "projector.")
@@ -107,10 +107,7 @@ class _Cosmos3Edge(nn.Module):
 
 def _sizes(model: _Cosmos3Edge) -> TowerSizes:
     """Of each patch the table is multiplied, too."""
-    in_layers, projector = (
-        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
-        for part in (model.visual.encoder, model.projector)
-    )
+    in_layers, projector = linear_weights(model.visual.encoder), linear_weights(model.projector)
     weight = model.patch_embed.weight
     return TowerSizes(
         hidden=len(weight),

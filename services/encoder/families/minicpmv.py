@@ -36,7 +36,7 @@ from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchSha
 from framesieve.services.encoder.tower.projected import pass_ends_on, side_of
 from framesieve.services.encoder.tower.resampler import Resampler
 from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 # The version whose slices are groups of frames.
@@ -157,7 +157,7 @@ class _MiniCPMV(nn.Module):
 
 
 def _sizes(model: _MiniCPMV) -> TowerSizes:
-    in_layers = sum(each.weight.numel() for each in model.vpm.encoder.modules() if isinstance(each, nn.Linear))
+    in_layers = linear_weights(model.vpm.encoder)
     hidden, values = model.patch_embed.weight.shape
     width = model.resampler.proj.shape[0]
     # Of each patch also its key and its value.

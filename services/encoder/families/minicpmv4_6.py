@@ -35,7 +35,7 @@ from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.projected import side_of
 from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 _CONFIGS = {"minicpmv4_6": MiniCPMV4_6Config, "minicpmv4_7": MiniCPMV4_7Config}
@@ -172,22 +172,19 @@ def _merged(rows: Tensor, merger: MiniCPMV4_6ViTWindowAttentionMerger) -> Tensor
 def _sizes(model: _MiniCPMV) -> TowerSizes:
     """The layers after the windows, and the linear layers that merge these, apply to four rows of each token."""
 
-    def weights(module: nn.Module) -> int:
-        return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
-
     layers = model.vision_tower.encoder.layers
     hidden, values = model.patch_embed.weight.shape
     first = len(layers) if model._merged_after is None else model._merged_after + 1
-    each, later = weights(layers[0]), len(layers) - first
-    patch_weights, token_weights = hidden * values + first * each, weights(model.merger)
+    each, later = linear_weights(layers[0]), len(layers) - first
+    patch_weights, token_weights = hidden * values + first * each, linear_weights(model.merger)
     if model._merged_after is None:
         return TowerSizes(hidden, patch_weights, token_weights, first)
     merger = model.vision_tower.vit_merger
-    in_windows = weights(merger.self_attn)
+    in_windows = linear_weights(merger.self_attn)
     return TowerSizes(
         hidden=hidden,
         patch_weights=patch_weights + in_windows,
-        token_weights=token_weights + _WINDOW * (weights(merger) - in_windows + later * each),
+        token_weights=token_weights + _WINDOW * (linear_weights(merger) - in_windows + later * each),
         full_layers=first + Fraction(later, _WINDOW**2),
         windowed_layers=1,
         window_patches=_WINDOW,

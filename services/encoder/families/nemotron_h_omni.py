@@ -31,7 +31,7 @@ from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _EMBEDDINGS, _LAYERS = "vision_model.", "vision_model.embeddings.", "vision_model.encoder.layer."
@@ -202,10 +202,7 @@ def _split(weights: dict[str, Tensor]) -> None:
 
 
 def _sizes(model: _Nemotron) -> TowerSizes:
-    in_layers, projector = (
-        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
-        for part in (model.vision_model.encoder, model.multi_modal_projector)
-    )
+    in_layers, projector = linear_weights(model.vision_model.encoder), linear_weights(model.multi_modal_projector)
     weight = model.embed.patch_embed.weight
     return TowerSizes(
         weight.shape[0] // 2, in_layers + weight.numel(), projector, len(model.vision_model.encoder.layer)

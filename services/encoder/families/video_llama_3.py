@@ -32,7 +32,7 @@ from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_b
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _PROJECTOR = "vision_model.", "projector."
@@ -135,10 +135,7 @@ def _means(features: Tensor, side: tuple[int, int], project: Callable[[Tensor], 
 
 
 def _sizes(model: _VideoLlama3) -> TowerSizes:
-    in_layers, projector = (
-        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
-        for part in (model.vision_model.encoder, model.projector)
-    )
+    in_layers, projector = linear_weights(model.vision_model.encoder), linear_weights(model.projector)
     hidden = model.patch_embed.weight.shape[0]
     return TowerSizes(
         hidden, in_layers + model.patch_embed.weight.numel(), projector, len(model.vision_model.encoder.layers)

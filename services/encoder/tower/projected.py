@@ -32,7 +32,7 @@ from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes
+from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -269,9 +269,6 @@ def _find(checkpoint: Checkpoint, model: _Llava) -> dict[str, Stored]:
 
 
 def _sizes(model: _Llava) -> TowerSizes:
-    in_layers, projector = (
-        sum(each.weight.numel() for each in part.modules() if isinstance(each, nn.Linear))
-        for part in (model.layers, model.multi_modal_projector)
-    )
+    in_layers, projector = linear_weights(model.layers), linear_weights(model.multi_modal_projector)
     hidden, values = model.embed.patch_embed.weight.shape
     return TowerSizes(hidden, in_layers + hidden * values, projector, len(model.layers))

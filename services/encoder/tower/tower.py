@@ -68,6 +68,11 @@ class TowerSizes:
     window_patches: int = 0
 
 
+def linear_weights(module: nn.Module) -> int:
+    """The number of weights of its linear layers."""
+    return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
+
+
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """How the tower's tokens of an item's slices become those of its grid.
