@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,13 +18,14 @@ from typing import Any, TypeAlias
 import torch
 
 from benchmarks.gpu import device as of_device
-from benchmarks.gpu.device import Peaks
+from benchmarks.gpu.device import Peaks, wait
 from benchmarks.gpu.targets import Target
 from benchmarks.report import Beginning, markdown
 from benchmarks.table import Row
 
 # A part is not begun in the last seconds.
 PART_S = 20
+LONGEST_KERNELS = 20
 
 ROOFLINE, GENERATE = "the roofline", "`generate`"
 
@@ -121,3 +123,26 @@ class Call:
 
     def _progress(self, what: str) -> None:
         print(f"{self._limit_s - self.left_s:.0f} s, {self._part}: {what}", file=sys.stderr, flush=True)
+
+
+def longest_kernels(what: str, work: Callable[[], object], device: torch.device, repeats: int) -> Iterator[Row]:
+    """The longest kernels of a call of `work`, whose first call is not profiled; on the CPU its operators."""
+    on_cuda = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
+    work()
+    wait(device)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        wait(device)
+        wall_s = time.perf_counter() - start_s
+    by_name: dict[str, float] = defaultdict(float)
+    for each in profile.key_averages():
+        own_us = each.self_device_time_total if on_cuda else each.self_cpu_time_total
+        by_name[each.key] += own_us * 1e-6 / repeats
+    total_s = sum(by_name.values())
+    yield Row(f"{what}: all kernels", "a profiled call", total_s, wall_s / repeats, "s")
+    for name, seconds in sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST_KERNELS]:
+        if seconds:
+            yield Row(f"{what}: `{name.replace('|', '/')[:160]}`", "all kernels", seconds, total_s, "s")

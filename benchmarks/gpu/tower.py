@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.call import ROOFLINE, Call, Part
+from benchmarks.gpu.call import ROOFLINE, Call, Part, longest_kernels
 from benchmarks.gpu.device import seconds
 from benchmarks.media.handover import embeds_handover
 from benchmarks.table import Row
@@ -46,6 +46,7 @@ def parts(call: Call) -> dict[str, Part]:
         "graphs": measured.graphs,
         "longest": measured.longest,
         "forwards": measured.forwards,
+        "kernels": measured.kernels,
         "hop": measured.hop,
         "pruning": measured.pruning,
     }
@@ -123,6 +124,13 @@ class DrawnTower:
             taken_s = self._median(partial(_encode, self._as_served, slices, grid, BATCH_TOKENS))
             note = f"{taken_s * 1e3:.2f} ms"
             yield Row(_name(grid), ROOFLINE, grid.tokens / taken_s, grid.tokens / least_s, "tokens/s", note=note)
+
+    def kernels(self) -> Iterator[Row]:
+        """The longest kernels of the first video's forwards, without graphs."""
+        if self._call.fits("kernels", FORWARDS_S):
+            grid = self._target.grids[0]
+            work = partial(_encode, self._tower, self._slices(grid), grid, BATCH_TOKENS)
+            yield from longest_kernels(_name(grid), work, self._device, REPEATS // 2)
 
     def hop(self) -> Iterator[Row]:
         """The first video's embeddings: checked, copied to the host, sent to another process, copied to the device."""

@@ -287,6 +287,14 @@ def test_a_plan_with_other_frames_or_another_grid_breaks_the_contract(
         check.check_frames(plan)
 
 
+def test_frames_larger_than_the_table_of_positions_break_the_contract(checkpoints: Callable[[str], Path]) -> None:
+    """On a card, an index outside a table ends the process."""
+    tower = load_tower(Checkpoint(checkpoints("llava")), "float32", CPU)
+    plan = plan_of_video(torch.empty(3, 70, 56, 3), Grid(3, 5, 4))
+    with pytest.raises(PeerContract, match="frames of 70×56 pixels do not make the grid"):
+        PlanCheck(tower.patches, 0, bytes(32), tower.arrange).check_frames(plan)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [

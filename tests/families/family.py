@@ -40,6 +40,7 @@ class FamilyUnderTest:
     text_prefix, lm_head: prefix of the names of the text model's weights in that checkpoint, and its output layer's.
     linear: positions are one-dimensional.
     rows_stand_alone: an image's rows, or its tiles, have text between them.
+    side: rows and columns of the tokens of every frame, where all have one size; 0: any.
     newline_id: of the stored vector after rows of an image and after a video: the id after the vocabulary.
     channels_last: a patch's values are in the order y, x, channel.
     model_type: of its config.json, where that is not its name in FAMILIES.
@@ -56,6 +57,7 @@ class FamilyUnderTest:
     text_prefix: str = "model.language_model."
     linear: bool = False
     rows_stand_alone: bool = False
+    side: int = 0
     newline_id: int | None = None
     channels_last: bool = False
     model_type: str = ""
@@ -64,6 +66,10 @@ class FamilyUnderTest:
     @property
     def token_px(self) -> int:
         return self.patch_px * self.merge
+
+    def sized(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of the tokens of a frame: these, if the family takes them."""
+        return (self.side, self.side) if self.side else (rows, columns)
 
 
 # Fields of a family whose checkpoints have the text model's names before those of the whole.

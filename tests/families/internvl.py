@@ -86,6 +86,7 @@ FAMILIES = {
             partial(_write_internvl, name=name),
             InternVLForConditionalGeneration,
             slices_stand_alone=True,
+            side=2,
             model_type="internvl",
             **TEXT_FIRST,
         )

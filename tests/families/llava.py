@@ -165,6 +165,10 @@ def _write_tiled(
     return save(folder, seed, model, tokenizer, image, {**settings, "video_processor_type": f"{name}VideoProcessor"})
 
 
+def _side(vision: Mapping[str, Any]) -> int:
+    return 0 if vision["model_type"] == "pixtral" else vision["image_size"] // vision["patch_size"]
+
+
 _TILED: dict[str, Any] = {**TEXT_FIRST, "merge": 1, "rows_stand_alone": True, "newline_id": NEWLINE_ID}
 FAMILIES = {
     **{
@@ -174,11 +178,12 @@ FAMILIES = {
             patch_px=settings["vision_config"]["patch_size"],
             merge=settings.get("spatial_merge_size", 1),
             rows_stand_alone=settings["vision_config"]["model_type"] == "pixtral",
+            side=_side(settings["vision_config"]),
             model_type=name if name == "mistral3" else "llava",
             **TEXT_FIRST,
         )
         for name, settings in LLAVA.items()
     },
-    "llava_next_video": FamilyUnderTest(_write_next_video, LlavaNextVideoForConditionalGeneration, **_TILED),
-    "llava_onevision": FamilyUnderTest(_write_onevision, LlavaOnevisionForConditionalGeneration, **_TILED),
+    "llava_next_video": FamilyUnderTest(_write_next_video, LlavaNextVideoForConditionalGeneration, side=4, **_TILED),
+    "llava_onevision": FamilyUnderTest(_write_onevision, LlavaOnevisionForConditionalGeneration, side=3, **_TILED),
 }

@@ -33,8 +33,9 @@ TOLERANCE = 1e-3
 
 def test_the_tower_encodes_as_on_the_cpu(family: str, family_checkpoint: Path) -> None:
     """In float32, which the kernel does not take: of CLIP, SigLIP, Pixtral and InternViT by `attend_by_length`."""
-    sides = (4 * FAMILIES[family].token_px, 3 * FAMILIES[family].token_px)
-    frames = torch.randint(0, 256, (2, *sides, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    shape = FAMILIES[family]
+    sides_px = (side * shape.token_px for side in shape.sized(4, 3))
+    frames = torch.randint(0, 256, (2, *sides_px, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     on_cpu, on_cuda = (
         load_tower(Checkpoint(family_checkpoint), "float32", device).encode([frames])[0].cpu() for device in DEVICES
     )

@@ -1,7 +1,7 @@
 """The engine on a CUDA device: the law holds, no step synchronises with the device, and memory does not grow.
 
-The law's tolerances are those of float32 in another order of additions, and of bfloat16, in which a router of experts
-may also choose another expert by a hair.
+The law's tolerances are those of float32 in another order of additions, and of bfloat16, which a recurrent state adds
+up, and in which a router of experts may choose another expert by a hair: on the CPU, bfloat16 is 0.1, 0.2 and 1 off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 CUDA = torch.device("cuda", 0)
 MIB = 2**20
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-EXPERTS_TOLERANCE = 1.0
+RECURRENT_TOLERANCE, EXPERTS_TOLERANCE = 0.5, 2.0
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,9 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
     asking = several_questions(FAMILIES[family])
     asked = answer(engine, asking, [0, 0, 1, 2, 5, 9], [0, 3, 1, 4])
     tolerance = TOLERANCES[dtype]
-    if dtype is torch.bfloat16 and "moe" in family:
+    if dtype is torch.bfloat16 and model.states is not None:
+        tolerance = RECURRENT_TOLERANCE
+    if dtype is torch.bfloat16 and ("moe" in family or family == "nemotron_h_omni"):
         tolerance = EXPERTS_TOLERANCE
     assert_law(models, engine, asking, asked, tolerance, 2 * tolerance)
 

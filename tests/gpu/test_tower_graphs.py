@@ -6,6 +6,7 @@ Tests of the variable-length kernel are skipped only on cards that are too old f
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from prometheus_client import REGISTRY
 from torch import Tensor
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.compute.graphs import Captured
@@ -56,15 +58,23 @@ def flash() -> None:
 
 @pytest.fixture(scope="module", params=list(TOLERANCE), ids=str)
 def tower(request: pytest.FixtureRequest, family_checkpoint: Path, flash: None) -> Tower:
-    return load_tower(Checkpoint(family_checkpoint), str(request.param).removeprefix("torch."), CUDA, "varlen")
+    try:
+        return load_tower(Checkpoint(family_checkpoint), str(request.param).removeprefix("torch."), CUDA, "varlen")
+    except StartupError as error:
+        pytest.skip(str(error))  # towers that overflow float16
 
 
 @pytest.fixture(scope="module")
-def graphed(tower: Tower) -> Iterator[Tower]:
+def graphed(tower: Tower, shape: FamilyUnderTest) -> Iterator[Tower]:
     """The tower with graphs, which it replays even where that is slower."""
     graphed = with_graphs(tower, MOST_TOKENS)
     assert isinstance(graphed.forward, TowerGraphs)
-    assert sorted(each.tokens for each in graphed.forward.buckets) == [64, 128, 256, 512, 512]
+    buckets = sorted(each.tokens for each in graphed.forward.buckets)
+    if shape.side:
+        assert buckets[0] >= shape.side**2
+        assert buckets[-1] == MOST_TOKENS
+    else:
+        assert buckets == [64, 128, 256, 512, 512]
     with patch.object(graphs, "pays", return_value=True):
         yield graphed
 
@@ -84,26 +94,26 @@ def slices_of(sides: list[tuple[int, int]], shape: FamilyUnderTest, seed: int) -
         torch.randint(
             0,
             256,
-            (shape.temporal_patch, rows * shape.token_px, columns * shape.token_px, 3),
+            (shape.temporal_patch, *(side * shape.token_px for side in shape.sized(*each)), 3),
             dtype=torch.uint8,
             generator=draw,
         )
-        for rows, columns in sides
+        for each in sides
     ]
 
 
-def random_sides(seed: int) -> list[tuple[int, int]]:
+def random_sides(shape: FamilyUnderTest, seed: int) -> list[tuple[int, int]]:
     """Sides of slices: up to four of other media, then three equal ones of a video."""
     draw = random.Random(seed)
     others = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(draw.randint(0, 4))]
-    return [*others, *[(draw.randint(2, 7), draw.randint(2, 7))] * 3]
+    return [shape.sized(*each) for each in (*others, *[(draw.randint(2, 7), draw.randint(2, 7))] * 3)]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_replays_equal_the_eager_forward_with_pruning(
     tower: Tower, graphed: Tower, shape: FamilyUnderTest, seed: int
 ) -> None:
-    sides = random_sides(seed)
+    sides = random_sides(shape, seed)
     slices = slices_of(sides, shape, seed)
     eager = torch.cat(tower.encode(slices)[-3:], dim=1)
     with replays(1):
@@ -116,6 +126,8 @@ def test_replays_equal_the_eager_forward_with_pruning(
 
 
 def test_slices_of_more_than_256_tokens_are_replayed(tower: Tower, graphed: Tower, shape: FamilyUnderTest) -> None:
+    if shape.side:
+        pytest.skip("its slices have one size")
     slices, tolerance = slices_of([(16, 17), (3, 4), (10, 20)], shape, 0), TOLERANCE[tower.dtype]
     with replays(1):
         replayed = graphed.encode(slices)
@@ -162,7 +174,7 @@ def test_an_eager_forward_does_not_synchronise(family_checkpoint: Path, shape: F
 
 
 def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -> None:
-    for sides, count in (([(3, 4), (7, 2)], 1), ([(8, 8)] * 4, 1), ([(30, 20)], 0)):
+    for sides, count in (([(3, 4), (7, 2)], 1), ([(8, 8)] * 4, 1), ([(30, 20)], int(shape.side > 0))):
         slices = slices_of(sides, shape, 0)
         graphed.encode(slices)
         with replays(count), waits_forbidden():
@@ -172,9 +184,9 @@ def test_a_replay_does_not_synchronise(graphed: Tower, shape: FamilyUnderTest) -
 def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape: FamilyUnderTest) -> None:
     batcher = Batcher(graphed.encode, MOST_TOKENS, graphed.packing)
     batcher.start()
-    slices = slices_of([(6, 5)] * 12, shape, 0)
+    slices, tokens = slices_of([(6, 5)] * 12, shape, 0), math.prod(shape.sized(6, 5))
     levels = 1 + shape.levels
-    targets = [torch.full((levels, 30, shape.hidden), torch.nan, dtype=graphed.dtype, device=CUDA) for _ in slices]
+    targets = [torch.full((levels, tokens, shape.hidden), torch.nan, dtype=graphed.dtype, device=CUDA) for _ in slices]
     torch.cuda.synchronize()
     submitted = [batcher.submit(frames, target) for frames, target in zip(slices, targets, strict=True)]
     elsewhere = torch.cuda.Stream()
@@ -188,8 +200,9 @@ def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape:
 def test_five_hundred_requests_do_not_grow_memory(graphed: Tower, shape: FamilyUnderTest) -> None:
     def encode_fifty(first: int) -> tuple[int, int]:
         for seed in range(first, first + 50):
-            embeds = graphed.encode(slices_of(random_sides(seed), shape, seed))
-            keep_tokens(torch.cat(embeds[-3:], dim=1)[0], Grid(3, *random_sides(seed)[-1]), Pruning(0.5, "evs"))
+            sides = random_sides(shape, seed)
+            embeds = graphed.encode(slices_of(sides, shape, seed))
+            keep_tokens(torch.cat(embeds[-3:], dim=1)[0], Grid(3, *sides[-1]), Pruning(0.5, "evs"))
         del embeds
         gc.collect()
         torch.cuda.synchronize()

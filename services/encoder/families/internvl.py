@@ -58,9 +58,9 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
 
     def arrange(plan: MediaPlan) -> Arrangement:
         height, width = plan.frames.size_px
-        tokens = tower.patches.tokens((1, height, width))
-        if tower.forward.shape.fixed != tower.patches.side((1, height, width)):  # type: ignore[attr-defined]
+        if tower.patches.grid(height, width) is None:
             raise ValueError(f"they have {height}×{width} pixels")
+        tokens = tower.patches.tokens((1, height, width))
         if plan.grid.tokens != plan.frames.count * tokens:
             raise ValueError(f"{plan.frames.count} frames have {tokens} tokens each, the grid {plan.grid}")
         return Arrangement(tokens)

@@ -56,6 +56,6 @@ def _best_of_slices(scores: Tensor, grid: Grid, pruning: Pruning, start: int) ->
     each = causal_slice_tokens(grid, pruning.rate)
     budgets, count = torch.full((len(scores),), each, device=scores.device), each * len(scores)
     if not start:
-        budgets[0] = grid.slice_tokens
+        budgets[:1].fill_(grid.slice_tokens)  # an assignment would wait for the device
         count += grid.slice_tokens - each
     return keep_best_of_slices(scores, budgets, count) + start * grid.slice_tokens

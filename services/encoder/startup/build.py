@@ -86,7 +86,7 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
         torch.cuda.set_device(device)
     tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
-    if device.type == "cpu" and (settings.compile == "on" or (settings.compile == "auto" and large)):
+    if settings.compile == "on" or (settings.compile == "auto" and large):
         compile_tower(tower)
     return with_graphs(tower, budget_of(tower, settings))
 

@@ -32,9 +32,10 @@ _CENTRE = 128
 class PatchShape:
     """patch_px: side of a square patch; merge: patches per side of a token; temporal_patch: frames of a patch.
 
-    lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. crops: frames may be
-    larger than their whole tokens, the rest is left out. queries: tokens of each slice, whatever its size, which a
-    resampler makes of its patches; 0: as many as it has merged patches. frame_dtype: of frames and patches.
+    lead: rows of a slice before its patches. dropped: first rows of a slice that become no tokens. fixed: rows and
+    columns of patches of every frame, of towers that take no others, whose rest of pixels is left out; 0: any.
+    queries: tokens of each slice, whatever its size, which a resampler makes of its patches; 0: as many as it has
+    merged patches. frame_dtype: of frames and patches.
     """
 
     patch_px: int
@@ -42,7 +43,7 @@ class PatchShape:
     temporal_patch: int
     lead: int = 0
     dropped: int = 0
-    crops: bool = False
+    fixed: int = 0
     queries: int = 0
     frame_dtype: torch.dtype = torch.uint8
 
@@ -74,7 +75,10 @@ class PatchShape:
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int] | None:
         """Rows and columns of the tokens of a frame; one row where they are not those of patches. None: of no frame."""
-        if not self.crops and (height_px % self.token_px or width_px % self.token_px):
+        if self.fixed:
+            if {height_px // self.patch_px, width_px // self.patch_px} != {self.fixed}:
+                return None
+        elif height_px % self.token_px or width_px % self.token_px:
             return None
         if self.queries:
             return 1, self.queries

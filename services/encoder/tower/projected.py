@@ -97,12 +97,11 @@ def load_projected(
         features: Tensor = model(patches, layout, attend=attend)
         return (features if arrange else project(features))[None]
 
-    side = side_of(vision.image_size) // side_of(vision.patch_size)
-    fixed = None if vision.model_type == "pixtral" else Side(side, side)
-    shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=fixed)
+    fixed = 0 if vision.model_type == "pixtral" else side_of(vision.image_size) // side_of(vision.patch_size)
+    shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=Side(fixed, fixed) if fixed else None)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),
-        patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, crops=fixed is not None),
+        patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, fixed),
         embed_dim=config.text_config.hidden_size,
         embed_levels=0,
         dtype=runs_in,
