@@ -1,5 +1,6 @@
-"""Layers of a model, or all of it, compiled for the CPU by torch's compiler: norms, rotary embeddings and activations
-become a few loops instead of an operator each. Products and attention stay the operators that they are.
+"""Layers of a model, or all of it, compiled by torch's compiler: norms, rotary embeddings and activations become a few
+loops, or kernels of Triton on CUDA, instead of an operator each. Products and attention stay the operators that they
+are.
 
 The code is kept on disk, so a first start takes longer than the next ones. Nothing is compiled after the start.
 

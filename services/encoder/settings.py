@@ -61,8 +61,8 @@ class EncoderSettings(UpstreamSettings):
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="whether the tower's layers are compiled for the CPU at startup, which needs a C++ compiler, and "
-        "some seconds at the first start; auto: unless the tower is very small",
+        description="whether the tower's layers are compiled at startup, which needs a C or C++ compiler, and some "
+        "seconds at the first start; auto: unless the tower is very small, or its attention on CUDA is SDPA",
     )
     step_timeout_s: float | None = Field(
         None,

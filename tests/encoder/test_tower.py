@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
@@ -22,7 +24,7 @@ from framesieve.services.encoder.startup.build import compile_tower
 from framesieve.services.encoder.tower import attention
 from framesieve.services.encoder.tower.patches import read_normalisation
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES
+from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES, align_mlps
 from framesieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_llava import frames_of as sized_frames
@@ -258,3 +260,15 @@ def test_wrong_configs_are_refused(copy: Path, name: str, change: dict[str, Any]
     (copy / name).write_text(json.dumps(config | change))
     with pytest.raises(StartupError, match=complaint):
         load_tower(Checkpoint(copy), "auto", CPU)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_aligned_mlps_compute_what_they_did(bias: bool) -> None:
+    """3420, of the published towers of Qwen2.5-VL."""
+    mlp = Qwen2_5_VLMLP(Qwen2_5_VLVisionConfig(hidden_size=32, intermediate_size=3420), bias=bias)
+    rows = torch.randn(7, 32)
+    expected = mlp(rows)
+    align_mlps(nn.Sequential(mlp))
+    assert mlp.gate_proj.weight.shape == (3456, 32)
+    assert mlp.down_proj.weight.shape == (32, 3456)
+    torch.testing.assert_close(mlp(rows), expected)

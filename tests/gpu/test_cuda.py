@@ -35,7 +35,9 @@ def test_the_tower_encodes_as_on_the_cpu(family: str, family_checkpoint: Path) -
     """In float32, which the kernel does not take: of CLIP, SigLIP, Pixtral and InternViT by `attend_by_length`."""
     shape = FAMILIES[family]
     sides_px = (side * shape.token_px for side in shape.sized(4, 3))
-    frames = torch.randint(0, 256, (2, *sides_px, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    frames = torch.randint(
+        0, 256, (shape.temporal_patch, *sides_px, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     on_cpu, on_cuda = (
         load_tower(Checkpoint(family_checkpoint), "float32", device).encode([frames])[0].cpu() for device in DEVICES
     )

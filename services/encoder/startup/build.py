@@ -86,7 +86,9 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
         torch.cuda.set_device(device)
     tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
-    if settings.compile == "on" or (settings.compile == "auto" and large):
+    # On CUDA the layers of other attention read the ends of sequences on the host, which is not compiled.
+    splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]
+    if settings.compile == "on" or (settings.compile == "auto" and large and not splits):
         compile_tower(tower)
     return with_graphs(tower, budget_of(tower, settings))
 
@@ -97,7 +99,7 @@ def budget_of(tower: Tower, settings: EncoderSettings) -> int:
 
 
 def compile_tower(tower: Tower) -> bool:
-    """Compiles a tower's layers for the CPU. Returns False if that fails."""
+    """Compiles a tower's layers. Returns False if that fails."""
     forward, shape = tower.forward, tower.patches
     assert isinstance(forward, ModelForward)
     fixed = forward.shape.fixed
