@@ -1,4 +1,4 @@
-"""The three services on a device, from the file's bytes to the tokens, at all rates, for one client and many.
+"""The three services on a device, from the file's bytes to the tokens, at several rates, for one client and many.
 
 Every question is about another file, and the encoder's cache is off, so that no question hits a cache. Clients form a
 closed loop: each asks again when it is answered. transformers' `generate` answers one question after another, unpruned.
@@ -35,13 +35,13 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, Text, Video
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Modality
-from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.retention import PIXEL_CHANGE, Pruning
 from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.prompt.turns import Turn
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 
-RATES = (0.0, 0.5, 0.75, 0.9)
+PRUNINGS = (Pruning(0.0), Pruning(0.75), Pruning(0.75, PIXEL_CHANGE), Pruning(0.9, PIXEL_CHANGE))
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60
 QUESTION = "What happens in the video?"
 NEW_TOKENS = 64
@@ -75,33 +75,36 @@ def stack(call: Call) -> Iterator[Row]:
         flags["encoder"] += ["--cache-bytes", "0"]
         with LocalStack(folder, flags=flags, ready_timeout_s=max(1, call.left_s)) as started:
             most = max(target.clients)
-            asyncio.run(_measured(started, data, RATES[0], most, most))  # a warm-up
+            asyncio.run(_measured(started, data, PRUNINGS[0], most, most))  # a warm-up
             for clients in target.clients:
-                for rate in RATES:
-                    what = f"rate {rate:g}, {clients} clients"
+                for pruning in PRUNINGS:
+                    by = f" by {pruning.method}" if pruning.drops else ""
+                    what = f"rate {pruning.rate:g}{by}, {clients} clients"
                     requests = max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
                     if call.fits(what, requests * REQUEST_S):
                         records, wall_s, replayed, steps = asyncio.run(
-                            _measured(started, data, rate, clients, requests)
+                            _measured(started, data, pruning, clients, requests)
                         )
                         yield from _rows(what, records, wall_s, theirs)
                         yield Row(f"{what}: steps replayed", "all steps", replayed, steps, "steps")
 
 
 async def _measured(
-    started: LocalStack, data: bytes, rate: float, clients: int, requests: int
+    started: LocalStack, data: bytes, pruning: Pruning, clients: int, requests: int
 ) -> tuple[list[Record], float, float, float]:
     """The records of all requests, the seconds that they took together, and the steps replayed and in all."""
     metrics = [f"127.0.0.1:{started.metrics_ports['generation']}"]
     async with FramesieveClient(started.address) as client:
         before = await read_metrics(metrics)
-        records, wall_s = await _ask(GrpcBackend(client), data, rate, clients, requests)
+        records, wall_s = await _ask(GrpcBackend(client), data, pruning, clients, requests)
         after = await read_metrics(metrics)
     steps, replayed = (_sum(after, name) - _sum(before, name) for name in (STEPS, REPLAYED))
     return records, wall_s, replayed, steps
 
 
-async def _ask(backend: Backend, data: bytes, rate: float, clients: int, requests: int) -> tuple[list[Record], float]:
+async def _ask(
+    backend: Backend, data: bytes, pruning: Pruning, clients: int, requests: int
+) -> tuple[list[Record], float]:
     """The records of all requests, and the seconds that they took together."""
     workload = Workload([Entry((Video(data=data), Text(QUESTION)))], unique=True)
     clock = asyncio.get_running_loop().time
@@ -109,7 +112,7 @@ async def _ask(backend: Backend, data: bytes, rate: float, clients: int, request
     began_s = clock()
 
     async def ask(number: int, due_s: float) -> None:
-        question = workload.question(number, Pruning(rate))
+        question = workload.question(number, pruning)
         records.append(await timed(backend, number, question, due_s, began_s, OPTIONS))
 
     await closed_loop(ask, clients, Extent(requests))

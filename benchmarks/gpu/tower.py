@@ -27,6 +27,7 @@ from framesieve.services.compute.transfers import Readback, to_device
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.startup.build import compile_tower
 from framesieve.services.encoder.tower import graphs
 from framesieve.services.encoder.tower.attention import attend_by_length, find_attention
 from framesieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
@@ -64,7 +65,9 @@ class DrawnTower:
         small = replace(layout, shape=replace(layout.shape, layers=1, intermediate=64), vocabulary=None)
         folder = Path(self._call.made.enter_context(TemporaryDirectory()))
         checkpoint = small.save(small.drawn(self._device, self._call.dtype), folder)
-        return load_tower(Checkpoint(checkpoint), "auto", self._device)
+        tower = load_tower(Checkpoint(checkpoint), "auto", self._device)
+        compile_tower(tower)
+        return tower
 
     def graphs(self) -> Iterator[Row]:
         """Each video by replays of graphs of up to so many tokens, and by the same forwards without."""
