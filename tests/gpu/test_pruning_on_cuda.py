@@ -58,7 +58,9 @@ def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_che
     rows, columns = shape.sized(4, 5)
     sides_px = (rows * shape.token_px, columns * shape.token_px)
     frames = torch.randint(0, 256, (shape.temporal_patch, *sides_px, 3), dtype=torch.uint8)
-    slices, grid = [frames.roll(each, 1) for each in range(6)], Grid(6, rows, columns)
+    sides = tower.patches.grid(*sides_px)
+    assert sides is not None
+    slices, grid = [frames.roll(each, 1) for each in range(6)], Grid(6, *sides)
 
     def begin() -> Readback:
         embeds = torch.cat(tower.encode(slices), dim=1)
@@ -71,7 +73,7 @@ def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_che
         with waits_forbidden():
             found, kept = begin().wait()
     assert found.is_pinned()
-    count = rows * columns
+    count = grid.slice_tokens
     assert found.shape[1] == len(kept) == count + 5 * (count // 4) if method == "evs_causal" else 6 * count // 4
     assert torch.equal(kept, expected[1])
     assert torch.equal(found, expected[0])

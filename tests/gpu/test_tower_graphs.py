@@ -66,13 +66,24 @@ def tower(request: pytest.FixtureRequest, family_checkpoint: Path, flash: None) 
 
 
 @pytest.fixture(scope="module")
-def graphed(tower: Tower) -> Iterator[Tower]:
+def graphed(tower: Tower, shape: FamilyUnderTest) -> Iterator[Tower]:
     """The tower with graphs, which it replays even where that is slower."""
-    graphed = with_graphs(tower, MOST_TOKENS)
+    graphed = with_graphs(tower, MOST_TOKENS * loads(tower, shape))
     assert isinstance(graphed.forward, TowerGraphs)
-    assert max(each.tokens for each in graphed.forward.buckets) == MOST_TOKENS
     with patch.object(graphs, "pays", return_value=True):
         yield graphed
+
+
+def loads(tower: Tower, shape: FamilyUnderTest) -> int:
+    """Merged patches of a token: of towers whose tokens are merged behind them, more than one."""
+    return (shape.token_px // tower.patches.token_px) ** 2
+
+
+def grid_of(tower: Tower, frames: Tensor, slices: int) -> Grid:
+    """Of so many slices like this one."""
+    sides = tower.patches.grid(*frames.shape[1:3])
+    assert sides is not None
+    return Grid(slices, *sides)
 
 
 @contextmanager
@@ -109,15 +120,15 @@ def random_sides(shape: FamilyUnderTest, seed: int) -> list[tuple[int, int]]:
 def test_replays_equal_the_eager_forward_with_pruning(
     tower: Tower, graphed: Tower, shape: FamilyUnderTest, seed: int
 ) -> None:
-    sides = random_sides(shape, seed)
-    slices = slices_of(sides, shape, seed)
+    slices = slices_of(random_sides(shape, seed), shape, seed)
+    grid = grid_of(tower, slices[-1], 3)
     eager = torch.cat(tower.encode(slices)[-3:], dim=1)
     with replays(1):
         replayed = torch.cat(graphed.encode(slices)[-3:], dim=1)
     tolerance = TOLERANCE[tower.dtype]
     torch.testing.assert_close(replayed, eager, atol=tolerance, rtol=tolerance)
-    kept = keep_tokens(replayed[0], Grid(3, *sides[-1]), Pruning(0.5, "evs"))
-    assert len(kept) == max(sides[-1][0] * sides[-1][1], int(Fraction(3, 2) * sides[-1][0] * sides[-1][1]))
+    kept = keep_tokens(replayed[0], grid, Pruning(0.5, "evs"))
+    assert len(kept) == int(Fraction(3, 2) * grid.h * grid.w)
     torch.testing.assert_close(replayed[:, kept.long()], eager[:, kept.long()], atol=tolerance, rtol=tolerance)
 
 
@@ -130,12 +141,13 @@ def test_slices_of_more_than_256_tokens_are_replayed(tower: Tower, graphed: Towe
     torch.testing.assert_close(replayed, tower.encode(slices), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch itself uses it while it compiles
 def test_compiled_layers_compute_what_the_eager_ones_do_also_as_graphs(
     tower: Tower, family_checkpoint: Path, shape: FamilyUnderTest
 ) -> None:
     compiled = load_tower(Checkpoint(family_checkpoint), str(tower.dtype).removeprefix("torch."), CUDA, "varlen")
     assert compile_tower(compiled) or tower.dtype is torch.float16  # whose layers are clamped by hooks
-    graphed = with_graphs(compiled, MOST_TOKENS)
+    graphed = with_graphs(compiled, MOST_TOKENS * loads(tower, shape))
     for seed in range(3):
         slices = slices_of(random_sides(shape, seed), shape, seed)
         expected, tolerance = tower.encode(slices), TOLERANCE[tower.dtype]
@@ -210,9 +222,9 @@ def test_embeddings_that_the_batcher_reports_are_complete(graphed: Tower, shape:
 def test_five_hundred_requests_do_not_grow_memory(graphed: Tower, shape: FamilyUnderTest) -> None:
     def encode_fifty(first: int) -> tuple[int, int]:
         for seed in range(first, first + 50):
-            sides = random_sides(shape, seed)
-            embeds = graphed.encode(slices_of(sides, shape, seed))
-            keep_tokens(torch.cat(embeds[-3:], dim=1)[0], Grid(3, *sides[-1]), Pruning(0.5, "evs"))
+            slices = slices_of(random_sides(shape, seed), shape, seed)
+            embeds = graphed.encode(slices)
+            keep_tokens(torch.cat(embeds[-3:], dim=1)[0], grid_of(graphed, slices[-1], 3), Pruning(0.5, "evs"))
         del embeds
         gc.collect()
         torch.cuda.synchronize()

@@ -58,7 +58,7 @@ class GatedDeltaRule:
 
     @torch.inference_mode()
     def fastest(self, like: Tensor) -> GatedDeltaRule:
-        """No card has run other kernels than torch's here yet."""
+        """Cards have run only torch's own kernels here."""
         if like.device.type != "cuda":
             return self
         try:

@@ -5,8 +5,7 @@
     product   [M, N]   Σ over groups: (rows · weight of the group) · (scale of the rows · scale of the weight)
 
 torch computes it by `scaled_mm`, for which cuBLAS has a kernel on Hopper only. It is tried at startup on the sizes of
-the model, against `product_by_formula`, which is slow and runs on any device. No card has run it yet; how it is called
-is tested on the CPU, by torch's own conditions.
+the model, against `product_by_formula`, which is slow and runs on any device.
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3; layouts of scales: aten/src/ATen/native/cuda/ScaledBlas.cpp.
 """
 

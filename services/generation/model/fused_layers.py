@@ -7,7 +7,7 @@
                        products, which are multiplied by transformers' code, as are those of other activations
 
 Source: flashinfer-python 0.7.2, include/flashinfer/pos_enc.cuh and activation.cuh: bfloat16 and float16, heads whose
-halves are rotated against each other; they compute in float32 and round once. No card has run them yet.
+halves are rotated against each other; they compute in float32 and round once.
 """
 
 from __future__ import annotations

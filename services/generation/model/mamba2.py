@@ -58,7 +58,7 @@ class SelectiveScan:
 
     @torch.inference_mode()
     def fastest(self, like: Tensor) -> SelectiveScan:
-        """No card has run other kernels than torch's here yet."""
+        """Cards have run only torch's own kernels here."""
         if like.device.type != "cuda":
             return self
         installed = replace(self, kernels=_INSTALLED)

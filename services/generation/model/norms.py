@@ -1,7 +1,7 @@
 """RMS norms by torch's own kernel on CUDA: one instead of the six operators that transformers writes out.
 
 The kernel multiplies by the weight in float32 and rounds once; transformers rounds before and after. It needs no
-compiling, which FlashInfer's norms do. No card has run it as used here.
+compiling, which FlashInfer's norms do.
 Source: RMSNorm, arXiv 1910.07467; `torch.nn.functional.rms_norm`.
 """
 

@@ -20,7 +20,6 @@ Anything else would fail only after minutes of compiling, at each start, so it i
 A plan is computed on the host, once a step, by `plan_blocks`, and copied without a wait: our arrays from pinned memory
 of their own, the wrapper's from memory that it has pinned once. So each kernel waits for its own last copy before it
 plans again; the kernels of eager steps take turns.
-No card has run this yet; what it passes to FlashInfer is tested on the CPU.
 Source: FlashInfer, arXiv 2501.01005; flashinfer-python 0.7.
 """
 
