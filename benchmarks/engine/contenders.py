@@ -123,6 +123,27 @@ class Generate:
         return Timed(streamer.times[1] - start, total_s, generated.shape[1] - ids.shape[1])
 
 
+class GenerateText:
+    """transformers' `generate` over prompts of text, one after another. model: a whole model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+
+    def answer(self, question: Question) -> Timed:
+        ids = torch.from_numpy(question.plan.input_ids).long()[None]
+        streamer, start = Clock(), time.perf_counter()
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=None,
+                do_sample=False,
+                streamer=streamer,
+            )
+        return Timed(streamer.times[1] - start, time.perf_counter() - start, NEW_TOKENS)
+
+
 class Clock(BaseStreamer):
     """Records the time of each token; `generate` first passes the prompt, which is skipped."""
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from transformers import AutoModelForImageTextToText
 
-from benchmarks.engine.contenders import EngineContender, Generate
+from benchmarks.engine.contenders import NEW_TOKENS, EngineContender, Generate, GenerateText
 from benchmarks.engine.operations import prefill_operations
-from benchmarks.engine.questions import Question, question
+from benchmarks.engine.questions import Question, question, text_question
 from benchmarks.models import Model
 from benchmarks.table import Row, Timings
 from framesieve.common.checkpoint import Checkpoint
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
 RATE = 0.75
+TEXT_TOKENS = 512
 GENERATED = 4  # questions that transformers answers per round
 FLOAT32 = torch.float32
 
@@ -51,6 +55,32 @@ def throughput(model: Model, rounds: int) -> list[Row]:
         Row(f"{what} 8 clients", other, at_8, 1 / generated, "1/s", at_least=None if model.small else 3.3),
         Row(f"{what} 32 clients", other, at_32, 1 / generated, "1/s"),
         Row(f"{what} 8 clients", "1 / (P + D/8)", at_8, limit, "1/s", at_least=0.7, note=note),
+    ]
+
+
+def recurrent(model: Model, rounds: int) -> list[Row]:
+    """Answers to prompts of text of 1 and 8 clients against `generate`, one after another."""
+    taken, random = Timings(), np.random.default_rng(0)
+    whole = AutoModelForImageTextToText.from_pretrained(model.folder, dtype=FLOAT32)
+    generate = GenerateText(whole)
+    with EngineContender(model.folder, FLOAT32) as engine:
+        for index in range(rounds + 1):
+            questions = [text_question(TEXT_TOKENS, random) for _ in range(16)]
+            timed = [generate.answer(each) for each in questions[:2]]
+            alone = engine.answer(questions[2:4], 1)
+            per_s = engine.requests_per_s(questions[4:], 8)
+            _progress("recurrent", model, index, rounds)
+            if index:
+                taken.add("8 clients", per_s)
+                for name, found in (("theirs", timed), ("ours", alone)):
+                    taken.add(f"{name} first", statistics.median(each.first_token_s for each in found))
+                    taken.add(f"{name} total", statistics.median(each.total_s for each in found))
+    what, other = f"{model.name}: {TEXT_TOKENS} tokens of text", "`generate`"
+    ours, theirs = taken.median("ours total"), taken.median("theirs total")
+    return [
+        Row(f"{what}, first token", other, taken.median("ours first"), taken.median("theirs first"), "s"),
+        Row(f"{what}, {NEW_TOKENS} new tokens", other, ours, theirs, "s"),
+        Row(f"{what}, 8 clients", f"{other}, one after another", taken.median("8 clients"), 1 / theirs, "requests/s"),
     ]
 
 
