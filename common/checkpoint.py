@@ -108,6 +108,12 @@ class Checkpoint:
         name = str(self.config.get("model_type", ""))
         return _RENAMED.get(name, name)
 
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of config.json, which NVIDIA's own code names llm_config; empty if it has none."""
+        config = self.config
+        return config.get("text_config") or config.get("llm_config") or {}
+
     def config_as(self, config_class: Any, without: Sequence[str] = ()) -> Any:
         """config.json as transformers' config class. without: fields that are left out.
 

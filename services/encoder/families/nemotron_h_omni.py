@@ -186,9 +186,8 @@ class _Embedding(nn.Module):
 def _embedding(
     normalisation: Normalisation, vision: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> _Embedding:
-    of_picture, positions, before = (
-        weights[f"{_EMBEDDINGS}{name}"] for name in ("patch_projection.weight", "position_embedding", "cls_register_token")
-    )
+    names = ("patch_projection.weight", "position_embedding", "cls_register_token")
+    of_picture, positions, before = (weights[f"{_EMBEDDINGS}{name}"] for name in names)
     square = (vision.patch_size, vision.patch_size)
     projections = of_picture.unflatten(1, (1, CHANNELS, *square)).transpose(1, 2)
     if vision.video_temporal_patch_size:
