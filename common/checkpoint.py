@@ -10,7 +10,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,10 +45,6 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 # Of checkpoints that came out before transformers had their class, which reads them.
 _RENAMED = {"NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
-_REFUSED = {
-    "NemotronH_Nano_VL_V2": "Nemotron Nano 12B v2 VL, whose processor and tower are code in the checkpoint, and in no "
-    "release of transformers"
-}
 
 T = TypeVar("T")
 
@@ -112,19 +108,29 @@ class Checkpoint:
         name = str(self.config.get("model_type", ""))
         return _RENAMED.get(name, name)
 
-    def config_as(self, config_class: Any) -> Any:
-        """config.json as transformers' config class. Raises StartupError, with the field, for a value it refuses."""
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of config.json, which NVIDIA's own code names llm_config; empty if it has none."""
+        config = self.config
+        return config.get("text_config") or config.get("llm_config") or {}
+
+    def config_as(self, config_class: Any, without: Sequence[str] = ()) -> Any:
+        """config.json as transformers' config class. without: fields that are left out.
+
+        Raises StartupError, with the field, for a value it refuses.
+        """
         from huggingface_hub.errors import StrictDataclassError
 
         try:
-            return config_class.from_pretrained(self.folder)
+            if not without:
+                return config_class.from_pretrained(self.folder)
+            fields, _ = config_class.get_config_dict(self.folder)
+            return config_class.from_dict({name: value for name, value in fields.items() if name not in without})
         except StrictDataclassError as error:
             raise StartupError(f"{self.folder}/config.json: {' '.join(str(error).split())}") from error
 
     def pick(self, families: Mapping[str, T]) -> T:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
-        if self.model_type in _REFUSED:
-            raise StartupError(f"--model {self.folder} is {_REFUSED[self.model_type]}: not supported")
         if self.model_type not in families:
             supported = ", ".join(sorted(families))
             raise StartupError(f"--model {self.folder} has the model_type {self.model_type!r}; supported: {supported}")

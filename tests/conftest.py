@@ -68,6 +68,7 @@ DEEP_FAMILIES = (
     "minicpmv4_7",
     "mistral3",
     "nemotron_h_omni",
+    "nemotron_nano_vl",
     "qwen2_vl",
     "qwen3_5_moe",
     "video_llama_3",

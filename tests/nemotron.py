@@ -201,8 +201,13 @@ def processed(
     return {**inputs, "input_ids": made.tokenizer(expanded, add_special_tokens=False, return_tensors="pt")["input_ids"]}
 
 
-def model_inputs(plan: PromptPlan, frames: Mapping[int, bytes | bytearray]) -> dict[str, Tensor]:
-    """The model's inputs as `processed` names them, from a plan and the frames of each item as preprocessing sends."""
+def model_inputs(
+    plan: PromptPlan, frames: Mapping[int, bytes | bytearray], slice_frames: int = TUBELET
+) -> dict[str, Tensor]:
+    """The model's inputs as `processed` names them, from a plan and the frames of each item as preprocessing sends.
+
+    slice_frames: frames of a video's slice, which are repeated to a tubelet. Tiles of an image are images.
+    """
     mean, std = (torch.tensor(SETTINGS[f"norm_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
     patches, sides, tubelets = [], [], []
     for index, item in enumerate(plan.media):
@@ -210,10 +215,11 @@ def model_inputs(plan: PromptPlan, frames: Mapping[int, bytes | bytearray]) -> d
         shown = torch.frombuffer(bytearray(frames[index]), dtype=torch.float32).view(shape).movedim(-1, 1)
         pixels = (shown / 255 - mean) / std
         if item.modality is Modality.IMAGE:
-            patches.append(F.unfold(pixels, PATCH_PX, stride=PATCH_PX)[0].T)
-            sides.append([side // PATCH_PX for side in item.frames.size_px])
+            patches.append(F.unfold(pixels, PATCH_PX, stride=PATCH_PX).mT.flatten(0, 1))
+            sides += [[side // PATCH_PX for side in item.frames.size_px]] * item.frames.count
         else:
-            tubelets.append(pixels.reshape(-1, 3 * TUBELET, *pixels.shape[2:]))
+            repeated = pixels.repeat_interleave(TUBELET // slice_frames, dim=0)
+            tubelets.append(repeated.reshape(-1, 3 * TUBELET, *pixels.shape[2:]))
     ids = torch.from_numpy(plan.input_ids).long()[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if patches:

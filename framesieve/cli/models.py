@@ -68,6 +68,14 @@ MODEL_FAMILIES = (
     ModelFamily(
         "nemotron_h_omni", "Nemotron 3 Nano Omni", _BOTH, _PRUNING, "one-dimensional, read by no layer", "no audio"
     ),
+    ModelFamily(
+        "NemotronH_Nano_VL_V2",
+        "Nemotron Nano 12B v2 VL",
+        _BOTH,
+        _PRUNING,
+        "one-dimensional, read by no layer",
+        "no FP8 and NVFP4 checkpoints",
+    ),
     ModelFamily("video_llama_3", "VideoLLaMA 3 (-HF)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_onevision", "LLaVA-OneVision", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),

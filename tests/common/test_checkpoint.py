@@ -146,6 +146,6 @@ def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
     (copy / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         StartupError,
-        match="model_type 'llama'; supported: cosmos3_edge, glm46v, glm4v, glm4v_moe, internvl, llava, ",
+        match="model_type 'llama'; supported: NemotronH_Nano_VL_V2, cosmos3_edge, glm46v, glm4v, glm4v_moe, internvl, ",
     ):
         Checkpoint(copy).pick(framesieve.services.encoder.families.FAMILIES)

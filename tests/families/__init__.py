@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Cosmos3EdgeForConditionalGeneration
 
-from tests import cosmos3_edge, minicpm, minicpmv4_6, nemotron
+from tests import cosmos3_edge, minicpm, minicpmv4_6, nemotron, nemotron_nano
 from tests.families import glm, internvl, llava, qwen
 from tests.families.family import FamilyUnderTest as FamilyUnderTest
 from tests.families.internvl import INTERNVL_PX as INTERNVL_PX
@@ -41,6 +41,11 @@ def write_minicpmv4_6(folder: Path, seed: int, model_type: str = "minicpmv4_6", 
 
 def _write_nemotron(folder: Path, seed: int) -> Path:
     nemotron.write(folder, seed)
+    return folder
+
+
+def _write_nemotron_nano(folder: Path, seed: int) -> Path:
+    nemotron_nano.write(folder, seed)
     return folder
 
 
@@ -93,6 +98,18 @@ FAMILIES: Mapping[str, FamilyUnderTest] = {
         lm_head="language_model.lm_head.weight",
         linear=True,
     ),
+    "nemotron_nano_vl": FamilyUnderTest(
+        _write_nemotron_nano,
+        nemotron.MODEL,
+        patch_px=nemotron.PATCH_PX,
+        merge=nemotron.MERGE,
+        slices_stand_alone=True,
+        text_prefix="language_model.backbone.",
+        lm_head="language_model.lm_head.weight",
+        linear=True,
+        side=nemotron_nano.SIDE_PX // nemotron.PATCH_PX // nemotron.MERGE,
+        model_type=nemotron_nano.MODEL_TYPE,
+    ),
     **llava.FAMILIES,
     **internvl.FAMILIES,
     **glm.FAMILIES,
@@ -117,5 +134,7 @@ def load_reference(name: str, folder: Path) -> Any:
     """The whole model in transformers, in float32 with plain attention; of MiniCPM-V the language model."""
     if FAMILIES[name].model_type == "minicpmv":
         return minicpm.read_text(folder)
+    if FAMILIES[name].model_type == nemotron_nano.MODEL_TYPE:
+        return nemotron_nano.read(folder)
     model: Any = FAMILIES[name].model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

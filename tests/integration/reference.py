@@ -73,7 +73,7 @@ async def model_inputs(
     if config.model_type in ("llava_onevision", "llava_next_video", "internvl"):
         return _tiled(plan, frames, folder, config)
     if config.model_type == "nemotron_h_omni":
-        return nemotron.model_inputs(plan, frames)
+        return nemotron.model_inputs(plan, frames, family.temporal_patch)
     if config.model_type == "video_llama_3":
         return _merging(plan, frames, ids, folder, family)
     if family.linear:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
 
+from framesieve.client.answer import Answer
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.messages import generate_request
 from framesieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
-from tests import media, nemotron
+from tests import media, nemotron, nemotron_nano
 from tests.families import load_reference
 from tests.integration.fleet import Stack, running
 from tests.integration.reference import NEW_TOKENS, check_answer, plan_and_frames
@@ -53,10 +54,10 @@ def reference(folder: Path) -> Any:
     return load_reference("nemotron_h_omni", folder)
 
 
-async def inputs_of(stack: Stack, parts: Sequence[Part]) -> dict[str, Tensor]:
+async def inputs_of(stack: Stack, parts: Sequence[Part], slice_frames: int = nemotron.TUBELET) -> dict[str, Tensor]:
     """The model's inputs, from the ids and frames of preprocessing."""
     prompt = generate_request([user_turn(list(parts), QUESTION)], {}).prompt
-    return nemotron.model_inputs(*await plan_and_frames(stack.addresses["preprocessing"], prompt))
+    return nemotron.model_inputs(*await plan_and_frames(stack.addresses["preprocessing"], prompt), slice_frames)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -89,10 +90,30 @@ async def test_pruned_answers_are_those_of_transformers_own_pruned_forward(
     async with FramesieveClient(stack.addresses["generation"]) as client:
         named: Any = {} if rate == TRAINED_RATE else {"pruning_rate": rate}
         answer = await client.ask(video, QUESTION, **named, **GREEDY)
+    await check_pruned(stack, reference, video, answer, rate)
+
+
+async def check_pruned(
+    stack: Stack, reference: Any, video: Video, answer: Answer, rate: float, slice_frames: int = nemotron.TUBELET
+) -> None:
     (encoded,) = await encode(stack.addresses["encoder"], video, pruning=Pruning(rate))
-    inputs = await inputs_of(stack, (video,))
+    inputs = await inputs_of(stack, (video,), slice_frames)
     kept, logprobs, tokens = pruned(reference, inputs, torch.tensor(answer.token_ids), rate)
     assert encoded.kept.tolist() == kept
     assert answer.usage.prompt_tokens == tokens
     assert logprobs.argmax(dim=-1).tolist() == list(answer.token_ids)
     assert answer.logprobs == pytest.approx(logprobs.max(dim=-1).values.tolist(), abs=1e-4)
+
+
+async def test_nano_vl_answers_as_the_omni_with_its_weights(tmp_path: Path) -> None:
+    """Of images in one and in several tiles, of a video, and of the same pruned at the rate of the config."""
+    nemotron_nano.write(tmp_path, 7, text={"time_step_min": 1e-6}, config={"video_pruning_rate": TRAINED_RATE})
+    reference, video = load_reference("nemotron_nano_vl", tmp_path), Video(data=ODD, fps=8)
+    with running(tmp_path) as stack:
+        async with FramesieveClient(stack.addresses["generation"]) as client:
+            for parts in ((video,), MIXES["two images"]):
+                reference.video_pruning_rate = 0.0
+                answer = await client.ask(list(parts), QUESTION, pruning_rate=0, **GREEDY)
+                check_answer(answer, reference, await inputs_of(stack, parts, slice_frames=1))
+            answer = await client.ask(video, QUESTION, **GREEDY)
+        await check_pruned(stack, reference, video, answer, TRAINED_RATE, slice_frames=1)

@@ -16,6 +16,7 @@ from framesieve.services.encoder.families import (
     minicpmv4_6,
     mistral3,
     nemotron_h_omni,
+    nemotron_nano_vl,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
@@ -26,6 +27,7 @@ from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.tower import Tower
 
 FAMILIES = {
+    "NemotronH_Nano_VL_V2": nemotron_nano_vl.load,
     "cosmos3_edge": cosmos3_edge.load,
     "glm4v": glm4v.load,
     "glm4v_moe": glm4v.load,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import MediaPlan
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.projected import load_projected
-from framesieve.services.encoder.tower.tower import Arrangement, Tower
+from framesieve.services.encoder.tower.tiles import one_after_the_other
+from framesieve.services.encoder.tower.tower import Tower
 
 
 class _Projector(InternVLMultiModalProjector):
@@ -55,17 +56,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     merge = round(1 / config.downsample_ratio)
     video = _video_settings(checkpoint, vision.image_size[0])
     tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge, video=video)
-
-    def arrange(plan: MediaPlan) -> Arrangement:
-        height, width = plan.frames.size_px
-        if tower.patches.grid(height, width) is None:
-            raise ValueError(f"they have {height}×{width} pixels")
-        tokens = tower.patches.tokens((1, height, width))
-        if plan.grid.tokens != plan.frames.count * tokens:
-            raise ValueError(f"{plan.frames.count} frames have {tokens} tokens each, the grid {plan.grid}")
-        return Arrangement(tokens)
-
-    return replace(tower, arrange=arrange)
+    return replace(tower, arrange=partial(one_after_the_other, tower.patches))
 
 
 def _video_settings(checkpoint: Checkpoint, side_px: int) -> Mapping[str, Any]:

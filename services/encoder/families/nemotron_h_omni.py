@@ -30,7 +30,13 @@ from framesieve.common.contract.retention import METHODS
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
-from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.patches import (
+    CHANNELS,
+    FoldedPatchEmbed,
+    Normalisation,
+    PatchShape,
+    read_normalisation,
+)
 from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
 from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
@@ -63,8 +69,24 @@ _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
-    config: Any = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
+    config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
+    return load_radio(checkpoint, config, read_normalisation(checkpoint), dtype, device, attention)
+
+
+def load_radio(
+    checkpoint: Checkpoint,
+    config: Any,
+    normalisation: Normalisation,
+    dtype: str,
+    device: torch.device,
+    attention: Wanted,
+) -> Tower:
+    """A tower of transformers' config of the whole model, which has tubelets if its vision_config has.
+
+    Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
+    """
     vision, merge = config.vision_config, round(1 / config.downsample_ratio)
+    frames = vision.video_temporal_patch_size or 1
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _Nemotron(config, merge)
@@ -81,7 +103,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     heads = vision.num_attention_heads
     attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    model.embed = _embedding(checkpoint, vision, weights, runs_in)
+    model.embed = _embedding(normalisation, vision, weights, runs_in)
     del model.vision_model.embeddings
     sizes, layers = _sizes(model), tuple(model.vision_model.encoder.layer)
     pack_linears(model.eval().requires_grad_(False).to(device))
@@ -90,9 +112,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         tokens: Tensor = model(patches, layout, attend)
         return tokens[None]
 
-    lead, frames = vision.num_summary_tokens, vision.video_temporal_patch_size
-    table_side = vision.max_img_size // vision.patch_size
-    shape = TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=True)
+    lead, table_side = vision.num_summary_tokens, vision.max_img_size // vision.patch_size
+    shape = TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=frames > 1)
     return Tower(
         forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
         patches=PatchShape(vision.patch_size, merge, frames, lead, lead, frame_dtype=torch.float32),
@@ -139,8 +160,8 @@ class _Nemotron(nn.Module):
 class _Embedding(nn.Module):
     """Patches, projected and placed, with the class tokens and registers before them.
 
-    patch_embed: to both projections, (P, 2 · hidden), pictures' before tubelets'. positions: float32 (side², hidden).
-    before: (rows, hidden).
+    patch_embed: to both projections, (P, 2 · hidden), pictures' before tubelets'; without tubelets to one. positions:
+    float32 (side², hidden). before: (rows, hidden).
     """
 
     def __init__(self, patch_embed: FoldedPatchEmbed, positions: Tensor, before: Tensor) -> None:
@@ -149,10 +170,11 @@ class _Embedding(nn.Module):
         self.positions, self.before = (nn.Parameter(each, requires_grad=False) for each in (positions, before))
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        assert layout.stills is not None
         assert layout.interpolation_indices is not None
-        of_picture, of_tubelet = self.patch_embed(patches).chunk(2, dim=1)
-        projected = torch.where(layout.stills[:, None], of_picture, of_tubelet)
+        projected = self.patch_embed(patches)
+        if layout.stills is not None:
+            of_picture, of_tubelet = projected.chunk(2, dim=1)
+            projected = torch.where(layout.stills[:, None], of_picture, of_tubelet)
         entries, weights = layout.interpolation_indices, layout.interpolation_weights
         places = F.embedding_bag(entries, self.positions, per_sample_weights=weights, mode="sum")
         row, number = layout.positions.unbind(1)
@@ -161,22 +183,21 @@ class _Embedding(nn.Module):
         return torch.where(is_before[:, None], before, projected + places.to(projected.dtype))
 
 
-def _embedding(checkpoint: Checkpoint, vision: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> _Embedding:
-    of_picture, of_tubelet, positions, before = (
-        weights[f"{_EMBEDDINGS}{name}"]
-        for name in (
-            "patch_projection.weight",
-            "video_patch_projection.weight",
-            "position_embedding",
-            "cls_register_token",
-        )
-    )
+def _embedding(
+    normalisation: Normalisation, vision: Any, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> _Embedding:
+    names = ("patch_projection.weight", "position_embedding", "cls_register_token")
+    of_picture, positions, before = (weights[f"{_EMBEDDINGS}{name}"] for name in names)
     square = (vision.patch_size, vision.patch_size)
-    tubelets = of_tubelet.unflatten(1, (-1, CHANNELS, *square)).transpose(1, 2)
-    # Of a picture, which is repeated to a whole patch, the first frame.
-    pictures = torch.zeros_like(tubelets)
-    pictures[:, :, 0] = of_picture.unflatten(1, (CHANNELS, *square))
-    patch_embed = FoldedPatchEmbed(torch.cat([pictures, tubelets]), None, read_normalisation(checkpoint), dtype)
+    projections = of_picture.unflatten(1, (1, CHANNELS, *square)).transpose(1, 2)
+    if vision.video_temporal_patch_size:
+        of_tubelet = weights[f"{_EMBEDDINGS}video_patch_projection.weight"]
+        tubelets = of_tubelet.unflatten(1, (-1, CHANNELS, *square)).transpose(1, 2)
+        # Of a picture, which is repeated to a whole patch, the first frame.
+        pictures = torch.zeros_like(tubelets)
+        pictures[:, :, :1] = projections
+        projections = torch.cat([pictures, tubelets])
+    patch_embed = FoldedPatchEmbed(projections, None, normalisation, dtype)
     # As transformers does, which interpolates in float32 and rounds the result.
     return _Embedding(patch_embed, positions[0].float(), before.to(dtype))
 
@@ -203,7 +224,5 @@ def _split(weights: dict[str, Tensor]) -> None:
 
 def _sizes(model: _Nemotron) -> TowerSizes:
     in_layers, projector = linear_weights(model.vision_model.encoder), linear_weights(model.multi_modal_projector)
-    weight = model.embed.patch_embed.weight
-    return TowerSizes(
-        weight.shape[0] // 2, in_layers + weight.numel(), projector, len(model.vision_model.encoder.layer)
-    )
+    in_patches = in_layers + model.embed.patch_embed.weight.numel()
+    return TowerSizes(model.embed.before.shape[1], in_patches, projector, len(model.vision_model.encoder.layer))

@@ -1,4 +1,4 @@
-"""Tiles of an image put together to one picture: the whole, then the tokens of its tiles, row by row.
+"""Tiles of an image: their tokens one after the other, or put together to one picture, the whole and then its tiles.
 
 Source: `pack_image_features` of transformers 5.24.
 """
@@ -14,7 +14,19 @@ from torch import Tensor
 
 from framesieve.common.anyres import AnyRes, Tiles
 from framesieve.common.contract.plan import MediaPlan
+from framesieve.services.encoder.tower.patches import PatchShape
 from framesieve.services.encoder.tower.tower import Arrangement
+
+
+def one_after_the_other(patches: PatchShape, plan: MediaPlan) -> Arrangement:
+    """The arrangement of frames and tiles of one size. Raises ValueError for a plan that these frames do not make."""
+    height, width = plan.frames.size_px
+    if patches.grid(height, width) is None:
+        raise ValueError(f"they have {height}×{width} pixels")
+    tokens = patches.tokens((1, height, width))
+    if plan.grid.tokens != plan.frames.count * tokens:
+        raise ValueError(f"{plan.frames.count} frames have {tokens} tokens each, the grid {plan.grid}")
+    return Arrangement(tokens)
 
 
 def tiled(anyres: AnyRes, plan: MediaPlan) -> Arrangement:

@@ -34,6 +34,7 @@ from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES: Mapping[str, TextFamily] = {
+    "NemotronH_Nano_VL_V2": nemotron_h_omni.NANO_VL_FAMILY,
     "cosmos3_edge": cosmos3_edge.FAMILY,
     "glm4v": glm4v.FAMILY,
     "glm4v_moe": glm4v_moe.FAMILY,

@@ -2,11 +2,15 @@
 in them knows positions.
 
 Source: `NemotronH_Omni_Reasoning_V3` of transformers 5.24; weight names of
-nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16. The weights `mtp.*`, which predict several tokens, are not read.
+nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16 and of NVIDIA-Nemotron-Nano-12B-v2-VL-BF16, as vLLM 0.32 reads them.
+The weights `mtp.*`, which predict several tokens, are not read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,8 +50,8 @@ class _Text(NemotronHModel):
         return table
 
 
-def _config(checkpoint: Checkpoint) -> Any:
-    config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
+def _config(checkpoint: Checkpoint, without: Sequence[str] = ()) -> Any:
+    config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config, without)
     config.text_config.base_model_tp_plan = dict(_PLAN)
     return config
 
@@ -59,3 +63,5 @@ FAMILY = TextFamily(
     position_axes=0,
     pruning_methods=METHODS,
 )
+# Nemotron Nano 12B v2 VL, whose config describes the tower in other words.
+NANO_VL_FAMILY = replace(FAMILY, config=partial(_config, without=["vision_config"]))

@@ -101,5 +101,5 @@ def load_quantised(
 
 def quantization_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """The checkpoint's `quantization_config`; {} if it has none."""
-    config = checkpoint.config
-    return dict(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {})
+    of_text = checkpoint.text_config.get("quantization_config")
+    return dict(checkpoint.config.get("quantization_config") or of_text or {})

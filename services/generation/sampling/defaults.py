@@ -8,7 +8,7 @@ Source: transformers.GenerationConfig; HONOURED, NEUTRAL and a list in the tests
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,28 +82,27 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     sampled = _value(given, "do_sample", False, lambda value: isinstance(value, bool), "true or false")
     temperature = _number(given, "temperature", 1.0, lambda value: value >= 0, "at least 0")
     return SamplingDefaults(
-        vocab_size=_vocab_size(checkpoint.config),
+        vocab_size=_vocab_size(checkpoint.text_config or checkpoint.config),
         temperature=temperature if sampled else 0.0,
         top_p=_number(given, "top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
         top_k=_whole(given, "top_k", 0, least=0) or 0,
         min_p=_number(given, "min_p", 0.0, lambda value: 0 <= value <= 1, "between 0 and 1"),
         repetition_penalty=_number(given, "repetition_penalty", 1.0, lambda value: value > 0, "above 0"),
         max_new_tokens=_whole(given, "max_new_tokens", None, least=1),
-        eos_ids=_eos_ids(given, checkpoint.config),
+        eos_ids=_eos_ids(given, {**checkpoint.text_config, **checkpoint.config}),
     )
 
 
-def _vocab_size(config: dict[str, Any]) -> int:
-    size = (config.get("text_config") or config).get("vocab_size")
+def _vocab_size(config: Mapping[str, Any]) -> int:
+    size = config.get("vocab_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise StartupError(f"config.json: vocab_size must be at least 1, got {size!r}")
     return size
 
 
-def _eos_ids(given: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(given: dict[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
     """One id or a list of ids, from generation_config.json or else from config.json."""
-    text_config = config.get("text_config") or {}
-    ids = given.get("eos_token_id", config.get("eos_token_id", text_config.get("eos_token_id")))
+    ids = given.get("eos_token_id", config.get("eos_token_id"))
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(_is_whole(each) and each >= 0 for each in ids):
         raise StartupError(f"{FILE}: eos_token_id must be token ids, got {ids!r}")

@@ -255,7 +255,7 @@ def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_toke
 
 def _dtype(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     config = checkpoint.config
-    own = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    own = config.get("dtype") or config.get("torch_dtype") or checkpoint.text_config.get("dtype")
     name = (own or "float32") if settings.dtype == "auto" else settings.dtype
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -14,6 +14,7 @@ from framesieve.services.preprocessing.families.llava_onevision import LlavaOnev
 from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
 from framesieve.services.preprocessing.families.minicpmv4_6 import MiniCPMV46
 from framesieve.services.preprocessing.families.nemotron_h_omni import NemotronHOmni
+from framesieve.services.preprocessing.families.nemotron_nano_vl import NemotronNanoVL
 from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
 from framesieve.services.preprocessing.families.qwen3_5 import Qwen35
@@ -22,6 +23,7 @@ from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
 from framesieve.services.preprocessing.layouts.family import Family
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
+    "NemotronH_Nano_VL_V2": NemotronNanoVL.from_checkpoint,
     "cosmos3_edge": Cosmos3Edge.from_checkpoint,
     "glm4v": glm46v.load,
     "glm4v_moe": glm46v.load,

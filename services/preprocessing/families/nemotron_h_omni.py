@@ -130,35 +130,9 @@ class NemotronHOmni(Family):
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each tubelet the times of its frames and its tokens; of an image its tokens."""
-        one = LinearSpan(grid.slice_tokens)
         if base is None:
-            return (self.start, one, self.end)
-        each, times = self.frame_bounds.temporal_patch, self._times(grid, base)
-        labels = [
-            f"{'frame' if number % each else 'Frame'} {number + 1} sampled at {time_s:.2f} seconds"
-            for number, time_s in enumerate(times)
-        ]
-        return tuple(
-            part
-            for first in range(0, len(labels), each)
-            for part in (
-                f"{chr(10) if first else ''}{' and '.join(labels[first : first + each])}: {self.start}",
-                one,
-                self.end,
-            )
-        )
-
-    def _times(self, grid: Grid, base: TimeBase) -> list[float]:
-        """The time of each frame in the text. Those of embeddings are evenly spaced within their slice."""
-        if not base.frames_s:
-            each = self.frame_bounds.temporal_patch
-            within = [float(number * base.seconds_per_grid / each) for number in range(each)]
-            return [time_s + later for time_s in base.slices_s for later in within]
-        if base.source_fps is None:
-            return list(base.frames_s)
-        per_s = float(base.source_fps)
-        frame_ms = int(1000.0 / per_s)
-        return [round(time_s * per_s) * frame_ms / 1000.0 for time_s in base.frames_s]
+            return (self.start, LinearSpan(grid.slice_tokens), self.end)
+        return timed_slices(grid, base, self.frame_bounds.temporal_patch, self.start, self.end)
 
     def _picture_patches(self, height_px: int, width_px: int, least: int, most: int) -> tuple[int, int]:
         """Rows and columns of patches that cover a picture, scaled into the limits and rounded to whole tokens."""
@@ -185,6 +159,35 @@ class NemotronHOmni(Family):
             return up[0], up[1]
         rows, columns = (max(merge, _multiple(side, merge, up=False)) for side in sides)
         return rows, columns
+
+
+def timed_slices(grid: Grid, base: TimeBase, each: int, start: str, end: str) -> Expansion:
+    """The slices of a video, each after the times of its frames. each: frames of a slice, whose last may have fewer.
+
+    start, end: the tokens around those of a slice.
+    """
+    labels = [
+        f"{'frame' if number % each else 'Frame'} {number + 1} sampled at {time_s:.2f} seconds"
+        for number, time_s in enumerate(_times(base, each))
+    ]
+    one = LinearSpan(grid.slice_tokens)
+    return tuple(
+        part
+        for first in range(0, len(labels), each)
+        for part in (f"{chr(10) if first else ''}{' and '.join(labels[first : first + each])}: {start}", one, end)
+    )
+
+
+def _times(base: TimeBase, each: int) -> list[float]:
+    """The time of each frame in the text. Those of embeddings are evenly spaced within their slice."""
+    if not base.frames_s:
+        within = [float(number * base.seconds_per_grid / each) for number in range(each)]
+        return [time_s + later for time_s in base.slices_s for later in within]
+    if base.source_fps is None:
+        return list(base.frames_s)
+    per_s = float(base.source_fps)
+    frame_ms = int(1000.0 / per_s)
+    return [round(time_s * per_s) * frame_ms / 1000.0 for time_s in base.frames_s]
 
 
 def _multiple(side: int, of: int, *, up: bool) -> int:

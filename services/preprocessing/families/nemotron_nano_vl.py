@@ -1,0 +1,77 @@
+"""Nemotron Nano 12B v2 VL: images as InternVL lays them out, frames of a video after their times.
+
+    an image    <img>, 16 × 16 tokens of each tile, row by row, and of the whole where there are several, </img>
+    a video     Frame 1 sampled at 0.00 seconds: <img>, 16 × 16 tokens, </img>, newline, Frame 2 sampled at 0.50 …
+
+Frames are stretched to a tile's size, and neither are rounded after resizing. Times are those of Nemotron 3 Nano Omni.
+A video has two frames a second, at most 128, as NVIDIA serves the model, from its first to its last one.
+TensorRT-LLM writes "This is a video:" before the frames and a newline after each, vLLM only newlines between them. Here
+it is as in vLLM: who wants these words writes them.
+Source: `NanoNemotronVLProcessor` of vLLM 0.32, which agrees with the checkpoint's image processor in tiles and pixels;
+sampling: `video_io.py`, which came with the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.plan import Grid, Modality
+from framesieve.common.contract.tensors import DType
+from framesieve.services.preprocessing.families.internvl import InternVL
+from framesieve.services.preprocessing.families.nemotron_h_omni import timed_slices
+from framesieve.services.preprocessing.prompt.layout import Expansion
+from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from framesieve.services.preprocessing.video.sampling import FrameBounds
+from framesieve.services.preprocessing.video.timing import TimeBase
+
+_MAX_TILES = 12
+# Of the model type in other layouts: images and frames of any size, slices of several frames.
+_OF_OTHERS = ("min_num_patches", "video_target_num_patches", "video_target_img_size", "video_temporal_patch_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NemotronNanoVL(InternVL):
+    """Nothing but what is written below differs from InternVL."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> NemotronNanoVL:
+        """Raises StartupError for settings that are not supported."""
+        config = checkpoint.config
+        vision: Mapping[str, Any] = config.get("vision_config") or {}
+        for name in _OF_OTHERS:
+            if (value := {**(vision.get("args") or {}), **vision}.get(name, 1)) != 1:
+                raise StartupError(f"vision_config: {name} {value!r} is not supported for {checkpoint.model_type}")
+        if config.get("use_thumbnail", True) is not True:
+            raise StartupError(f"use_thumbnail {config['use_thumbnail']!r} is not supported, only true")
+        token = str(config.get("img_context_token", "<image>"))
+        return cls(
+            placeholders={Modality.IMAGE: token, Modality.VIDEO: str(config.get("video_context_token", "<video>"))},
+            pad=token,
+            token_px=round(int(config.get("patch_size", 16)) / config.get("downsample_ratio", 0.5)),
+            frame_bounds=FrameBounds(fps=2.0, min_frames=1, max_frames=128, temporal_patch=1),
+            frame_dtype=DType.FLOAT32,
+            fixed_tokens=True,
+            side_px=int(field_of(config, "force_image_size")),
+            start=str(config.get("img_start_token", "<img>")),
+            end=str(config.get("img_end_token", "</img>")),
+            tiles=(1, int(checkpoint.processor("image").get("max_num_tiles", _MAX_TILES))),
+        )
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """Evenly spaced from the first to the last frame; one is the first."""
+        wanted = int(total_frames / float(average_rate) * bounds.fps)
+        frames = bounds.num_frames or max(1, min(max(wanted, bounds.min_frames), bounds.max_frames))
+        return tuple(np.linspace(0, total_frames - 1, min(frames, total_frames)).round().astype(int).tolist())
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """For each frame its time and its tokens; of an image its tokens."""
+        if base is None:
+            return (self.start, LinearSpan(grid.tokens), self.end)
+        return timed_slices(grid, base, 1, self.start, self.end)
