@@ -26,7 +26,7 @@ class GatedTower:
         self.started = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
 
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Tensor], adapter: bytes = b"") -> list[Tensor]:
         named = [(int(frames.reshape(-1)[0]), int(frames.reshape(-1)[1])) for frames in slices]
         names = [name for name, _ in named]
         self.forwards.append(names)

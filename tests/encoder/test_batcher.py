@@ -109,7 +109,7 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
         current.append(tensor)
         yield
 
-    def encode(slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(slices: Sequence[Tensor], adapter: bytes) -> list[Tensor]:
         assert current == [target]
         return [torch.ones(1, 2, 2)]
 

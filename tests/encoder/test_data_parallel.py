@@ -68,11 +68,11 @@ class RecordingTower:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tower, name)
 
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Tensor], adapter: bytes = b"") -> list[Tensor]:
         self.forwards.append([tuple(frames.shape) for frames in slices])
         if self.instead:
             self.instead.pop()()
-        return self._tower.encode(slices)
+        return self._tower.encode(slices, adapter)
 
 
 class ThreadRanks:

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute import packed_linear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.settings import AdapterFolder
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
@@ -296,7 +296,7 @@ def test_without_peft_adapters_are_refused_with_the_package_to_install(
 def test_ranks_that_read_different_adapter_files_refuse_to_start(
     adapted: Adapted, mine: AdapterFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("framesieve.services.generation.startup.adapter_files._of_rank", lambda addition, *_: addition)
+    monkeypatch.setattr("framesieve.services.generation.startup.adapters._of_rank", lambda addition, *_: addition)
     group: Any = SimpleNamespace(agree=lambda _: False)
     model = without_adapters(adapted)
     with pytest.raises(StartupError, match="--adapters: the ranks have read different files"):

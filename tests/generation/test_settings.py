@@ -12,13 +12,14 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.compute.device import device_of
 from framesieve.services.generation.families import check_pruning
 from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
+from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import StepLimits, build, step_limits
 
 
