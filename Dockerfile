@@ -39,6 +39,7 @@ ENTRYPOINT ["python", "-m", "framesieve.services.preprocessing"]
 CMD ["--listen", "0.0.0.0:50051"]
 
 FROM torch-dependencies AS encoder
+RUN pip install '.[lora]'
 COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
 COPY services/compute $PACKAGE/services/compute

@@ -23,6 +23,7 @@ from framesieve.common.serving.settings import (
     CallerSettings,
     ListenerSettings,
     ServiceSettings,
+    UpstreamSettings,
     flag_of,
     variable_of,
 )
@@ -55,6 +56,7 @@ def page() -> str:
         ("All services and the gateway", ListenerSettings.model_fields),
         ("All services", ServiceSettings.model_fields),
         ("Encoder, generation and gateway", CallerSettings.model_fields),
+        ("Encoder and generation", UpstreamSettings.model_fields),
     ):
         parts += _table(title, {name: field for name, field in fields.items() if name not in shown})
         shown |= fields.keys()

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.address import check_address
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.contract.errors import StartupError
@@ -157,7 +158,30 @@ class CallerSettings(ListenerSettings):
 
 
 class UpstreamSettings(ServiceSettings, CallerSettings):
-    """Settings of a gRPC service that calls others."""
+    """Settings of a gRPC service that calls others: of those that compute with the model."""
+
+    adapters: Annotated[
+        tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse), PlainSerializer(str)], ...], NoDecode
+    ] = Field(
+        (),
+        description="LoRA adapters that requests may name, NAME=DIR separated by commas, folders in PEFT's format: "
+        "traffic=/models/traffic-lora,sports=/models/sports-lora; the encoder needs those that change the vision tower "
+        "or its projector, and ignores what others change; needs PEFT (the extra lora)",
+    )
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return separated(value)
+
+    @field_validator("adapters")
+    @classmethod
+    def _unique_names(cls, value: tuple[AdapterFolder, ...]) -> tuple[AdapterFolder, ...]:
+        names = [each.name for each in value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"two adapters are named {twice!r}")
+        return value
 
 
 def separated(value: object) -> object:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, PlainValidator, field_validator, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import (
@@ -21,38 +18,10 @@ from framesieve.common.contract.retention import (
     Pruning,
     named_method,
 )
-from framesieve.common.serving.settings import UpstreamSettings, separated
+from framesieve.common.serving.settings import UpstreamSettings
 
 # Of the config of checkpoints that were trained with EVS: the rate that they are to be used with.
 _TRAINED_RATE = "video_pruning_rate"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """An adapter's name and folder. Raises ValueError for an invalid name."""
-
-    name: str
-    path: Path
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(
-                f"{self.name!r} is not an adapter name, which must be a letter or digit and at most 63 more letters, "
-                f"digits, '.', '_' or '-'"
-            )
-
-    @classmethod
-    def parse(cls, text: object) -> Self:
-        """Parses NAME=DIR. Raises ValueError for anything else."""
-        name, equals, path = str(text).partition("=")
-        if not (equals and path):
-            raise ValueError("an adapter must be NAME=DIR")
-        return cls(name, Path(path))
-
-    def refusal(self, why: str) -> StartupError:
-        """The error for an adapter that cannot be loaded."""
-        return StartupError(f"--adapters {self.name}={self.path}: {why}")
 
 
 class GenerationSettings(UpstreamSettings):
@@ -169,31 +138,12 @@ class GenerationSettings(UpstreamSettings):
         "ends with status 4, because nothing else ends a device that hangs; unset: 300 on a GPU, no limit on a CPU",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads per operation; unset: torch's default")
-    adapters: Annotated[tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse)], ...], NoDecode] = Field(
-        (),
-        description="LoRA adapters that requests may name, NAME=DIR separated by commas, folders in PEFT's format: "
-        "traffic=/models/traffic-lora,sports=/models/sports-lora; needs PEFT (the extra lora)",
-    )
 
     @field_validator("pruning_method")
     @classmethod
     def _known_method(cls, value: str | None) -> str | None:
         if value is not None and value not in METHODS:
             raise ValueError(f"must be one of {', '.join(METHODS)}")
-        return value
-
-    @field_validator("adapters", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return separated(value)
-
-    @field_validator("adapters")
-    @classmethod
-    def _unique_names(cls, value: tuple[AdapterFolder, ...]) -> tuple[AdapterFolder, ...]:
-        names = [each.name for each in value]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"two adapters are named {twice!r}")
         return value
 
     @model_validator(mode="after")

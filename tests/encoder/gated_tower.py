@@ -16,20 +16,22 @@ BUG, TOO_LARGE_WITH_OTHERS, TOO_LARGE = 13, 15, 16
 class GatedTower:
     """A slice's first value is its name, which its embeddings repeat; its second is its number of tokens.
 
-    forwards: names of the slices of each forward. made: tensors of forwards that ran out of memory.
-    Slices with the names above make their forward fail.
+    forwards: names of the slices of each forward. adapters: of each forward. made: tensors of forwards that ran out of
+    memory. Slices with the names above make their forward fail.
     """
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
+        self.adapters: list[bytes] = []
         self.made: list[weakref.ref[Tensor]] = []
         self.started = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
 
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Tensor], adapter: bytes = b"") -> list[Tensor]:
         named = [(int(frames.reshape(-1)[0]), int(frames.reshape(-1)[1])) for frames in slices]
         names = [name for name, _ in named]
         self.forwards.append(names)
+        self.adapters.append(adapter)
         self.started.release()
         assert self.gate.acquire(timeout=TIMEOUT_S)
         if BUG in names:

@@ -39,9 +39,9 @@ def batcher(tower: GatedTower) -> Iterator[Batcher]:
     batcher.close()
 
 
-def submitted(batcher: Batcher, name: int, tokens: int) -> Submitted:
+def submitted(batcher: Batcher, name: int, tokens: int, adapter: bytes = b"") -> Submitted:
     target = torch.zeros(1, tokens, 2)
-    return batcher.submit(torch.tensor([name, tokens]), target), target
+    return batcher.submit(torch.tensor([name, tokens]), target, adapter=adapter), target
 
 
 @pytest.fixture
@@ -69,6 +69,19 @@ def test_slices_are_packed_in_order_up_to_the_budget(
         encoded.result(TIMEOUT_S)
         assert (target == name).all()
     assert tower.forwards == [[0], *forwards]
+
+
+def test_a_forward_has_the_adapter_of_the_first_slice_in_the_queue(
+    tower: GatedTower, submit: Submit, batcher: Batcher
+) -> None:
+    slices = [(1, b"a", 4), (2, b"b", 4), (3, b"a", 4), (4, b"", 4), (5, b"a", 4), (6, b"a", 1), (7, b"", 4)]
+    encoded = [submitted(batcher, name, tokens, adapter)[0] for name, adapter, tokens in slices]
+    tower.open()
+    for each in encoded:
+        each.result(TIMEOUT_S)
+    # 6 would have fitted beside 1 and 3, and does not overtake 5.
+    assert tower.forwards == [[0], [1, 3], [2], [4, 7], [5, 6]]
+    assert tower.adapters == [b"", b"a", b"b", b"", b"a"]
 
 
 def test_a_batch_whose_slices_were_all_cancelled_at_the_last_moment_is_skipped(
@@ -109,7 +122,7 @@ def test_forwards_run_on_the_device_of_their_targets(monkeypatch: pytest.MonkeyP
         current.append(tensor)
         yield
 
-    def encode(slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(slices: Sequence[Tensor], adapter: bytes) -> list[Tensor]:
         assert current == [target]
         return [torch.ones(1, 2, 2)]
 

@@ -164,7 +164,7 @@ class NaiveCache:
 async def test_the_cache_keeps_what_a_naive_lru_cache_keeps(
     slices: int, steps: list[int | str], data: st.DataObject
 ) -> None:
-    batcher = Batcher(lambda slices: [], budget_tokens=64)
+    batcher = Batcher(lambda slices, adapter: [], budget_tokens=64)
     batcher.start()
     cache = EmbedsCache(TOWER, batcher, ByteSemaphore(1000 * SLICE_BYTES), slices * KEPT_SLICE_BYTES)
     naive = NaiveCache(cache.size_bytes)

@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.contract.errors import StartupError, Unavailable
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
@@ -35,6 +36,7 @@ from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.settings import EncoderSettings
 from framesieve.services.encoder.startup import build, largest_forward
+from framesieve.services.encoder.startup.adapters import with_adapters
 from framesieve.services.encoder.startup.largest_forward import run_largest
 from framesieve.services.encoder.startup.rank import run_shares
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size
@@ -43,11 +45,13 @@ from framesieve.services.encoder.tower.parallel.exchange import Exchange
 from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
 from framesieve.services.encoder.tower.tower import Tower
 from tests import minicpm, nemotron
+from tests.adapters import write_adapter
 from tests.encoder.encoder_service import tower_of
 from tests.encoder.test_graphs import assert_same
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_llava import frames_of
 from tests.encoder.test_minicpmv import groups
+from tests.families import load_reference
 
 TIMEOUT_S = 20
 PAIR = ((2, 3, 3), (2, 3, 3))
@@ -68,11 +72,11 @@ class RecordingTower:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tower, name)
 
-    def encode(self, slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Tensor], adapter: bytes = b"") -> list[Tensor]:
         self.forwards.append([tuple(frames.shape) for frames in slices])
         if self.instead:
             self.instead.pop()()
-        return self._tower.encode(slices)
+        return self._tower.encode(slices, adapter)
 
 
 class ThreadRanks:
@@ -181,6 +185,18 @@ def test_other_towers_are_shared_out_as_well(kind: str, make: MakeRanks, checkpo
     other = tower_of(checkpoints(kind))
     slices = frames_of(kind) * 2
     assert_same(make(2, other)[0].encode(slices), [other.encode([each])[0] for each in slices])
+
+
+def test_every_rank_encodes_its_share_with_the_adapter_of_the_forward(
+    levels_checkpoint: Path, make: MakeRanks, tmp_path: Path
+) -> None:
+    write_adapter(load_reference("qwen3_vl", levels_checkpoint), tmp_path, target_modules="all-linear")
+    tower = with_adapters(tower_of(levels_checkpoint), [AdapterFolder("mine", tmp_path)])
+    towers, others = make(2, tower)
+    slices, digest = slices_of(tower, *PAIR, (1, 4, 2)), tower.adapters["mine"]
+    for adapter in (digest, b""):
+        assert_same(towers.encode(slices, adapter), [tower.encode([each], adapter)[0] for each in slices])
+    assert all(forwards_of(towers, others))
 
 
 def test_groups_of_frames_are_shared_out_with_their_times(make: MakeRanks, tmp_path: Path) -> None:

@@ -178,9 +178,9 @@ async def test_a_cached_picture_of_tiles_is_put_together_once(checkpoints: Calla
     frames = torch.randint(0, 255, (count, side_px, side_px, 3), dtype=torch.uint8)
     plan = plan_of_image(frames, 380, 400, tokens)
 
-    def encode(slices: Sequence[Tensor]) -> list[Tensor]:
+    def encode(slices: Sequence[Tensor], adapter: bytes) -> list[Tensor]:
         forwards.append(len(slices))
-        return tower.encode(slices)
+        return tower.encode(slices, adapter)
 
     batcher = Batcher(encode, budget_tokens=2 * side**2)
     batcher.start()

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute import packed_linear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.settings import AdapterFolder
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
@@ -34,7 +34,8 @@ from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text, expected_logprobs, expected_sequence
 from tests.tiny import PAD_ID, Models, TinyEngine, load_models, random_item
 
-# Covers every field of LoraConfig that changes results. "whole" is trained on the whole model, the others on its text.
+# Covers every field of LoraConfig that changes results. "whole" is trained on the whole model, with its tower, the
+# others on its text.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"]},
     "every-linear": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.5},
@@ -56,7 +57,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "whole": {
         "r": 3,
         "lora_alpha": 9,
-        "target_modules": r"model\.language_model\..*\.(q|k|v|o)_proj",
+        "target_modules": r"model\.(language_model\..*\.(q|k|v|o)_proj|(visual|vision_tower)\..*(qkv|fc1|v_proj))",
         "rank_pattern": {r"model\.language_model\.layers\.1\.self_attn\.k_proj": 5},
     },
 }
@@ -141,6 +142,8 @@ def test_an_adapter_computes_what_peft_computes(adapted: Adapted, name: str) -> 
     engine = TinyEngine(adapted.models.engine)
     asked = answer(engine, [asking])
     assert_law(adapted.models, engine, [asking], asked, adapted=adapted.text)
+    in_tower = name == "whole" and adapted.models.family.model_type != "minicpmv"  # whose reference has no tower
+    assert adapted.models.engine.adapters.find(name).in_tower == in_tower
     expected = expected_sequence(asking.parts, asking.kept, PAD_ID)
     reference = adapted.models.reference
     plain = expected_logprobs(
@@ -296,7 +299,7 @@ def test_without_peft_adapters_are_refused_with_the_package_to_install(
 def test_ranks_that_read_different_adapter_files_refuse_to_start(
     adapted: Adapted, mine: AdapterFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("framesieve.services.generation.startup.adapter_files._of_rank", lambda addition, *_: addition)
+    monkeypatch.setattr("framesieve.services.generation.startup.adapters._of_rank", lambda addition, *_: addition)
     group: Any = SimpleNamespace(agree=lambda _: False)
     model = without_adapters(adapted)
     with pytest.raises(StartupError, match="--adapters: the ranks have read different files"):

@@ -19,6 +19,7 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
 
 from demo.checkpoint import TINY, write_checkpoint
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.loading import fp8
@@ -30,8 +31,7 @@ from framesieve.services.generation.model.fp8_linear import (
     product_by_formula,
     scaled_product,
 )
-from framesieve.services.generation.settings import AdapterFolder
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load

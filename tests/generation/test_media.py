@@ -61,6 +61,7 @@ def test_media_encoded_otherwise_have_other_keys() -> None:
         (replace(video, content_hash=bytes(range(32))), random, 6, FINGERPRINT),
         (replace(video, grid=TURNED.media[0].grid), random, 6, FINGERPRINT),
         (video, random, 6, bytes(32)),
+        (video, random, 6, FINGERPRINT, bytes(32)),
     ]
     assert len({encoded_media_key(*each) for each in differing}) == len(differing)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.settings import AdapterFolder
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, fp8_twins, load

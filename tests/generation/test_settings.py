@@ -12,13 +12,15 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.compute.device import device_of
+from framesieve.services.encoder.settings import EncoderSettings
 from framesieve.services.generation.families import check_pruning
 from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
+from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import StepLimits, build, step_limits
 
 
@@ -87,6 +89,8 @@ def test_adapters_are_set_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FRAMESIEVE_ADAPTERS", value)
     assert GenerationSettings.load([]).adapters == expected
     assert GenerationSettings.load(["--adapters", ""]).adapters == ()
+    sent = EncoderSettings.load([]).model_dump(mode="json")  # to the other ranks of the encoder
+    assert EncoderSettings(**sent).adapters == expected
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from framesieve.services.generation.families import check_ranks, load_language_m
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.parallel.sharding import check_sizes
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, text_and_head, write_qwen3_vl_moe

@@ -28,6 +28,8 @@ DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
 SHORT_DRAIN_S = 1.0
+# The adapter that changes the tower, too.
+SEEING = "seeing"
 SERVED_NAME, OTHER_NAME = "traffic-7b", "city/traffic"
 # The long clip: 128 slices of 16 tokens, 64 float32 values each. An encoder of the fleet has room for one at a time.
 LONG_ITEM_BYTES = 128 * 16 * 64 * 4
@@ -59,7 +61,11 @@ def upstream_of(stack: Stack) -> Iterator[str]:
 def adapted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
     """The adapters of `stack`: from folder, which is named like the adapter, to the whole model with it in PEFT."""
     folder, reference = tmp_path_factory.mktemp("adapters"), load_reference("qwen2_5_vl", tiny_checkpoint)
-    targets = {"small": r".*language_model.*\.(q|v)_proj", "large": r".*language_model.*_proj"}
+    targets = {
+        "small": r".*language_model.*\.(q|v)_proj",
+        "large": r".*language_model.*_proj",
+        SEEING: r".*language_model.*\.(q|v)_proj|.*visual\..*(qkv|_proj|mlp\.[02])",
+    }
     return {
         folder / name: write_adapter(reference, folder / name, seed, target_modules=target)
         for seed, (name, target) in enumerate(targets.items())
@@ -70,7 +76,7 @@ def adapted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def stack(
     tiny_checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
 ) -> Iterator[Stack]:
-    """The three services with two adapters and small limits of decoding and fetching. Tests leave them idle.
+    """The three services with adapters and small limits of decoding and fetching. Tests leave them idle.
 
     They send their spans to the collector. One worker decodes. Of loopback, only the name localhost may be fetched
     from; elsewhere only public addresses.
@@ -78,13 +84,14 @@ def stack(
     preprocessing = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
     preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
     preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
-    adapters = ",".join(f"{folder.name}={folder}" for folder in adapted)
-    generation = ["--kv-cache-tokens", "2048", "--adapters", adapters]
+    adapters = [f"{folder.name}={folder}" for folder in adapted]
+    generation = ["--kv-cache-tokens", "2048", "--adapters", ",".join(adapters)]
+    encoder = ["--adapters", next(each for each in adapters if each.startswith(SEEING))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         patch.setenv("FRAMESIEVE_SERVED_MODEL_NAME", f"{SERVED_NAME},{OTHER_NAME}")
-        flags = {"preprocessing": preprocessing, "generation": generation}
+        flags = {"preprocessing": preprocessing, "encoder": encoder, "generation": generation}
         with running(tiny_checkpoint, media_root=media_root, flags=flags) as stack:
             patch.undo()  # services that start later send no spans and have the name of their folder
             yield stack

@@ -22,6 +22,7 @@ from tests import cosmos3_edge, media
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
 from tests.integration.before_tower import answered, asking, encoded, expect
+from tests.integration.conftest import SEEING, another_generation
 from tests.integration.fleet import Stack, running
 from tests.integration.reference import NEW_TOKENS, check_answer, check_pruned_answer, model_inputs
 
@@ -173,6 +174,18 @@ async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_
     firsts = [check_answer(answer, models[name], inputs) for name, answer in zip(names, answers, strict=True)]
     for one, other in combinations(firsts[: len(models)], 2):
         assert float((one - other).abs().max()) > 0.01, "adapters that change nothing prove nothing"
+
+
+async def test_an_adapter_of_the_tower_that_the_encoder_lacks_is_refused_with_its_name(
+    stack: Stack, tiny_checkpoint: Path, adapted: dict[Path, Any], tmp_path: Path
+) -> None:
+    (folder,) = (each for each in adapted if each.name == SEEING)
+    with another_generation(stack, tiny_checkpoint, tmp_path, "--adapters", f"blind={folder}") as generation:
+        async with FramesieveClient(generation.address) as client:
+            with pytest.raises(InvalidRequest, match=f"must be one of {SEEING}, got 'blind'") as refused:
+                await client.ask(MIXED[:1], QUESTION, adapter="blind")
+            assert refused.value.field == "adapter"
+            assert (await client.ask(None, QUESTION, adapter="blind", max_new_tokens=1)).token_ids
 
 
 # --- pruning ------------------------------------------------------------------------------------------------------

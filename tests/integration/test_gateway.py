@@ -23,7 +23,7 @@ import pytest
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video, encode
 from framesieve.client.prompt import Options
 from tests import media
-from tests.integration.conftest import OTHER_NAME, SERVED_NAME
+from tests.integration.conftest import OTHER_NAME, SEEING, SERVED_NAME
 from tests.integration.fleet import Stack, exported, metric_in, until
 from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
@@ -183,7 +183,7 @@ async def test_openai_clients_stream_what_they_get_at_once(door: Gateway) -> Non
         chunks = [chunk async for chunk in stream]
     with openai.OpenAI(base_url=f"{door.url}/v1", api_key="unused") as client:
         again = client.chat.completions.create(model=SERVED_NAME, **body)
-        assert [model.id for model in client.models.list()] == [SERVED_NAME, OTHER_NAME, "small", "large"]
+        assert [model.id for model in client.models.list()] == [SERVED_NAME, OTHER_NAME, "small", "large", SEEING]
     assert [choice.model_dump() for choice in again.choices] == [choice.model_dump() for choice in whole.choices]
     for choice in whole.choices:
         own = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == choice.index]

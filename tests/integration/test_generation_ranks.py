@@ -80,7 +80,7 @@ async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
     stack: Stack, adapted: Iterable[Path], start: Start
 ) -> None:
     clips = [media.clip(16, fps=4, seed=seed) for seed in (50, 51)]
-    variants = zip((0.0, 0.75, 0.5), (None, *(folder.name for folder in adapted)), strict=True)
+    variants = zip((0.0, 0.75, 0.5, 0.25), (None, *(folder.name for folder in adapted)), strict=True)
     options: list[dict[str, Any]] = [{"pruning_rate": rate, "adapter": adapter} for rate, adapter in variants]
 
     async def answers(address: str) -> list[tuple[int, ...]]:

@@ -4,6 +4,11 @@
     forward:  [a0 a1 a2 b0]                    while it runs, more slices are queued for the next one
               [a0] [a1] [a2] [b0]              if the device has no memory for them together
 
+A forward has slices of one adapter: that of the first slice in the queue, so those of others wait their turn.
+
+    queue:    [a0 b0 a1 b1]                    a, b: of different adapters
+    forward:  [a0 a1]                          the next one is [b0 b1]
+
 On CUDA a forward is launched while the one before it computes, as soon as the queue fills it: one more slice like the
 last would not fit.
 
@@ -18,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import islice
 from time import monotonic_ns
 from typing import TypeAlias
 
@@ -35,7 +40,7 @@ from framesieve.services.encoder.tower.patches import Frames
 
 log = structlog.get_logger()
 
-Encode: TypeAlias = Callable[[Sequence[Frames]], Sequence[Tensor]]
+Encode: TypeAlias = Callable[[Sequence[Frames], bytes], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,13 @@ class ForwardTimes:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slice:
     """frames: of one slice. target: on the device that the embeddings are for. store: receives them, (1 + levels,
-    tokens, D)."""
+    tokens, D). adapter: digest of the one that it is encoded with; empty: none."""
 
     frames: Frames
     target: Tensor
     store: Callable[[Tensor], object]
     size: Size
+    adapter: bytes = b""
     encoded: Future[ForwardTimes] = field(default_factory=Future)
     queued_ns: int = field(default_factory=monotonic_ns)
 
@@ -120,19 +126,24 @@ class Batcher:
             return self._queue[0].queued_ns if self._queue else None
 
     def submit(
-        self, frames: Frames, target: Tensor, tokens: int | None = None, store: Callable[[Tensor], object] | None = None
+        self,
+        frames: Frames,
+        target: Tensor,
+        tokens: int | None = None,
+        store: Callable[[Tensor], object] | None = None,
+        adapter: bytes = b"",
     ) -> Future[ForwardTimes]:
         """Queues a slice; the future completes once `target` holds its embeddings, or with the forward's error.
 
         tokens, store: where the tower makes more tokens of a slice than `target` holds, their number, and what puts
-        them there, in the tower's thread.
+        them there, in the tower's thread. adapter: digest of the one that it is encoded with; empty: none.
 
         Cancelling the future before its forward starts removes the slice from the queue.
         Raises Unavailable once it is not `alive`.
         """
         tokens = tokens or target.shape[1]
         size = self._packing.size_of(frames) if self._packing else Size(tokens, 1, 0, tokens)
-        piece = _Slice(frames, target, store or target.copy_, size)
+        piece = _Slice(frames, target, store or target.copy_, size, adapter)
         # A method, not a closure over the slice: the cycle would keep its target alive until the collector runs.
         piece.encoded.add_done_callback(self._withdraw)
         with self._changed:
@@ -258,7 +269,7 @@ class Batcher:
         BATCH_TOKENS.observe(sum(piece.size.tokens for piece in batch))
         target = batch[0].target
         with torch.cuda.device_of(target):  # the current device of a new thread is cuda:0
-            embeds = self._encode([piece.frames for piece in batch])
+            embeds = self._encode([piece.frames for piece in batch], batch[0].adapter)
             with torch.inference_mode():
                 for piece, rows in zip(batch, embeds, strict=True):
                     piece.store(rows)
@@ -275,22 +286,29 @@ class Batcher:
                     self._changed.wait_for(lambda: self._queue or self._closing)
                     if self._closing:
                         return []
-                    taken = [self._queue.popleft() for _ in range(self._num_fitting)]
+                    taken = self._take_fitting()
                     running = [piece for piece in taken if piece.encoded.set_running_or_notify_cancel()]
                     if running:
                         self._running.update(running)
                         return running
             self._finish()
 
-    @property
-    def _num_fitting(self) -> int:
-        return fitting((piece.size for piece in self._queue), self._largest)
+    def _take_fitting(self) -> list[_Slice]:
+        """Takes the slices of the next forward from the queue."""
+        taken = list(islice(self._next_slices(), fitting((piece.size for piece in self._next_slices()), self._largest)))
+        for piece in taken:
+            self._queue.remove(piece)
+        return taken
+
+    def _next_slices(self) -> Iterator[_Slice]:
+        """The slices of a queue, in order, that have the adapter of the first."""
+        return (piece for piece in self._queue if piece.adapter == self._queue[0].adapter)
 
     @property
     def _full(self) -> bool:
         """Whether one more slice like the last would not fit into the next forward."""
-        sizes = chain((piece.size for piece in self._queue), [self._queue[-1].size] if self._queue else [])
-        return bool(self._queue) and fitting(sizes, self._largest) <= len(self._queue)
+        sizes = [piece.size for piece in self._next_slices()]
+        return bool(sizes) and fitting([*sizes, sizes[-1]], self._largest) <= len(sizes)
 
 
 def _tower_ended() -> Unavailable:

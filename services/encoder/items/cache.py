@@ -49,15 +49,16 @@ class EmbedsCache:
         self._idle_bytes = 0
         self._slices: dict[SliceKey, tuple[CacheEntry, int]] = {}  # of cached entries, the latest with such a slice
 
-    def join(self, plan: MediaPlan, chosen: Pruning | None = None) -> CacheEntry:
+    def join(self, plan: MediaPlan, chosen: Pruning | None = None, adapter: bytes = b"") -> CacheEntry:
         """The item's entry, with the caller as a waiter until `leave`.
 
-        chosen: how its tokens are chosen before the tower; None: all are encoded.
+        chosen: how its tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that it is
+        encoded with; empty: none.
         """
-        key = cache_key(plan, chosen, self.tower.dtype, self.tower.embed_levels)
+        key = cache_key(plan, chosen, self.tower.dtype, self.tower.embed_levels, adapter)
         entry = self._entries.get(key)
         if entry is None or entry.failure is not None:
-            entry = self._entries[key] = self._new_entry(key, plan, chosen)
+            entry = self._entries[key] = self._new_entry(key, plan, chosen, adapter)
             LOOKUPS.labels("miss").inc()
         elif entry.cached:
             LOOKUPS.labels("hit").inc()
@@ -84,10 +85,13 @@ class EmbedsCache:
         if entry.delivery is not None:
             entry.delivery.abandoned()
 
-    def _new_entry(self, key: bytes | None, plan: MediaPlan, chosen: Pruning | None = None) -> CacheEntry:
+    def _new_entry(
+        self, key: bytes | None, plan: MediaPlan, chosen: Pruning | None = None, adapter: bytes = b""
+    ) -> CacheEntry:
         # Embeddings that a prompt brings are named by their content; those of two forwards differ in rounding.
         encoding = plan.content_hash if plan.brings_embeds else secrets.token_bytes(DIGEST_BYTES)
-        return CacheEntry(key, encoding, plan, self.tower, self._batcher, self.encoding_bytes, chosen, self._find)
+        reserved = self.encoding_bytes
+        return CacheEntry(key, encoding, plan, self.tower, self._batcher, reserved, chosen, self._find, adapter)
 
     def _find(self, key: SliceKey) -> Tensor | None:
         if key not in self._slices:
@@ -129,8 +133,11 @@ class EmbedsCache:
         entry.close()
 
 
-def cache_key(item: MediaPlan, chosen: Pruning | None, dtype: torch.dtype, embed_levels: int) -> bytes:
-    """32 bytes that differ wherever modality, grid, dtype, levels, content or the choice before the tower differ.
+def cache_key(
+    item: MediaPlan, chosen: Pruning | None, dtype: torch.dtype, embed_levels: int, adapter: bytes = b""
+) -> bytes:
+    """32 bytes that differ wherever modality, grid, dtype, levels, content, adapter or the choice before the tower
+    differ.
 
     The content hash covers file bytes, frame selection, frame size, time base and the checkpoint's fingerprint. The
     item's place in the prompt, its pruning after the tower and the caller do not enter.
@@ -148,5 +155,6 @@ def cache_key(item: MediaPlan, chosen: Pruning | None, dtype: torch.dtype, embed
             str(dtype).encode(),
             struct.pack("<q", embed_levels),
             how,
+            adapter,
         ),
     )

@@ -107,9 +107,12 @@ class CacheEntry:
         encoding_bytes: ByteSemaphore,
         chosen: Pruning | None = None,
         find: Callable[[SliceKey], Tensor | None] = lambda key: None,
+        adapter: bytes = b"",
     ) -> None:
-        """find: the embeddings of an equal slice, (1 + levels, its tokens, D), if the cache has one."""
+        """find: the embeddings of an equal slice, (1 + levels, its tokens, D), if the cache has one. adapter: digest of
+        the one that it is encoded with; empty: none."""
         self.chosen = chosen
+        self._adapter = adapter
         self._find = find
         self.key = key
         self.encoding = encoding
@@ -130,7 +133,7 @@ class CacheEntry:
         self.failure: BaseException | None = None
         self._tower = tower
         self._arrangement = tower.arrangement(plan)
-        self.slices = DecodedSlices(plan, self._arrangement, chosen)
+        self.slices = DecodedSlices(plan, self._arrangement, chosen, adapter)
         self.batcher = batcher
         self._encoding_bytes = encoding_bytes
         self._reserved_bytes = 0
@@ -308,7 +311,8 @@ class CacheEntry:
         frames = self._frames(piece, pixels)
         try:
             load = self._tower.patches.load(pixels.shape)
-            submitted = self.batcher.submit(frames, target, load, partial(self._store, piece.index, target))
+            store = partial(self._store, piece.index, target)
+            submitted = self.batcher.submit(frames, target, load, store, self._adapter)
         except Unavailable as error:
             self._ahead.release()
             self.fail(error)

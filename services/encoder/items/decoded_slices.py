@@ -21,8 +21,8 @@ from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.services.encoder.tower.tower import Arrangement
 
 # All that determines the embeddings of a slice, in one tower: the digest of its frames and kept tokens, the rows and
-# columns of its grid, and the numbers of the frames' times where the tower takes them.
-SliceKey: TypeAlias = tuple[bytes, int, int, tuple[int, ...]]
+# columns of its grid, the numbers of the frames' times where the tower takes them, and the adapter's digest, if any.
+SliceKey: TypeAlias = tuple[bytes, int, int, tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,9 @@ class DecodedSlices:
     keys: of each slice; None: it is not found by others.
     """
 
-    def __init__(self, plan: MediaPlan, arrangement: Arrangement, chosen: Pruning | None) -> None:
-        """chosen: how tokens are chosen before the tower; None: all are encoded."""
+    def __init__(self, plan: MediaPlan, arrangement: Arrangement, chosen: Pruning | None, adapter: bytes = b"") -> None:
+        """chosen: how tokens are chosen before the tower; None: all are encoded. adapter: digest of the one that they
+        are encoded with; empty: none."""
         self.tokens = num_encoded(plan, chosen)
         self.rows: list[slice] = []
         self.keys: list[SliceKey | None] = []
@@ -61,6 +62,7 @@ class DecodedSlices:
         self._plan = plan
         self._arrangement = arrangement
         self._chosen = chosen
+        self._adapter = adapter
 
     def add(self, piece: FrameSlice) -> slice:
         """Adds the next slice and returns its rows. Raises PeerContract for more or fewer tokens than are chosen."""
@@ -113,7 +115,7 @@ class DecodedSlices:
             return self.keys[piece.repeats]
         if not piece.digest or self._plan.modality is Modality.IMAGE:
             return None
-        return piece.digest, self._plan.grid.h, self._plan.grid.w, self.times_of(piece.index)
+        return piece.digest, self._plan.grid.h, self._plan.grid.w, self.times_of(piece.index), self._adapter
 
 
 def num_encoded(plan: MediaPlan, chosen: Pruning | None) -> int:

@@ -84,7 +84,7 @@ class Item:
     """One media item of one request.
 
     output_bytes: limits embeddings that wait to be sent, over all requests. shares: its receiver takes shared memory.
-    in_parts: its receiver takes it in parts.
+    in_parts: its receiver takes it in parts. adapter: digest of the one that it is encoded with; empty: none.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Item:
         output_bytes: ByteSemaphore,
         shares: bool = False,
         in_parts: bool = False,
+        adapter: bytes = b"",
     ) -> None:
         self.media_index = media_index
         self.plan = plan
@@ -103,6 +104,7 @@ class Item:
         self._cache = cache
         self._output_bytes = output_bytes
         self._shares = shares
+        self._adapter = adapter
         self._chosen = pruning if chosen_before_tower(plan.grid, pruning, plan.modality) else None
         self._count = num_kept(plan.grid, pruning, plan.modality)  # at most, until it is obtained
         self._size_bytes = embeds_bytes(cache.tower, self._count)
@@ -147,7 +149,10 @@ class Item:
         await self._output_bytes.reserve(self._size_bytes)
         self._reserved = True
         cache = self._cache
-        self._entry = cache.join(self.plan, self._chosen) if brought is None else cache.join_unshared(self.plan)
+        if brought is None:
+            self._entry = cache.join(self.plan, self._chosen, self._adapter)
+        else:
+            self._entry = cache.join_unshared(self.plan)
         self._joined, self._joined_ns = True, monotonic_ns()
         if brought is not None:
             await self._entry.reserve()

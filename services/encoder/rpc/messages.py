@@ -1,4 +1,5 @@
-"""Checks the parts of a prompt that concern the encoder, before it is passed on: pruning, and embeddings it brings.
+"""Checks the parts of a request that concern the encoder, before its prompt is passed on: pruning, adapter, and
+embeddings that it brings.
 
 Embeddings stay here: preprocessing gets their grid, their time base and their digest. Preprocessing checks the rest of
 the prompt.
@@ -17,10 +18,11 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, Pruning, method_of
 from framesieve.common.contract.tensors import MAX_AXES
 from framesieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
+from framesieve.services.compute.adapters import named_adapter
 from framesieve.services.compute.device import name_of
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt
+from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 
 _DTYPES = {
     tensor_pb2.DTYPE_BFLOAT16: torch.bfloat16,
@@ -52,6 +54,20 @@ def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]
             text = f"must be one of {', '.join(AFTER_TOWER)} for embeds, which have no pixels, got {pruning.method!r}"
             raise InvalidRequest(text, field=f"{name}.pruning.method", value=pruning.method)
     return prunings
+
+
+def adapter_of(request: EncodeRequest, tower: Tower) -> bytes:
+    """The digest of the adapter that media are encoded with; empty: none that changes the tower.
+
+    Raises InvalidRequest for one that is not loaded, or was loaded from other files than the caller's.
+    """
+    if not request.HasField("adapter"):
+        return b""
+    digest = named_adapter(request.adapter, tower.adapters, "the encoder")
+    if request.adapter_digest not in (b"", digest):
+        text = f"{request.adapter!r} was loaded by the encoder from other files than by its caller"
+        raise InvalidRequest(text, field="adapter", value=request.adapter)
+    return digest if digest in tower.adapted else b""
 
 
 def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmbeds]:

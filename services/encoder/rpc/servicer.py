@@ -30,7 +30,7 @@ from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.items.item import Item
-from framesieve.services.encoder.rpc.messages import BroughtEmbeds, checked_prunings, take_embeds
+from framesieve.services.encoder.rpc.messages import BroughtEmbeds, adapter_of, checked_prunings, take_embeds
 from framesieve.services.encoder.rpc.responses import Responses
 from framesieve.services.encoder.upstream.plan_check import PlanCheck
 from framesieve.services.encoder.upstream.stream import PreprocessStream
@@ -90,7 +90,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         if first is None or not first.HasField("prompt"):
             raise InvalidRequest("the first request of a stream must be a prompt")
         check_prompt(first.prompt.prompt, self._max_inline_bytes)
-        prunings = checked_prunings(first.prompt, self._tower)
+        prunings, adapter = checked_prunings(first.prompt, self._tower), adapter_of(first, self._tower)
         brought = await asyncio.to_thread(take_embeds, first.prompt.prompt, self._tower)
         call = self._preprocessing.Preprocess(**options)
         stream = PreprocessStream(call, self._plan_check, self._receiver())
@@ -100,7 +100,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             del first  # its media may be large
             await responses.put_plan(plan, stream.fetched_ns)
             with sender_to(handover, "Encode") as responses.sender:
-                await self._encode(selections(requests, len(plan.media)), plan, prunings, brought, stream, responses)
+                selected = selections(requests, len(plan.media))
+                await self._encode(selected, plan, prunings, adapter, brought, stream, responses)
         except torch.OutOfMemoryError as error:
             log.warning("out of memory on the device", error=str(error))
             raise Overloaded("the encoder's device has no memory left") from error
@@ -112,6 +113,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         selections: AsyncIterator[tuple[int, prompt_pb2.Select]],
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
+        adapter: bytes,
         brought: dict[int, BroughtEmbeds],
         stream: PreprocessStream,
         responses: Responses,
@@ -125,7 +127,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
                     raise InvalidRequest("is for preprocessing alone", field="select.pruning")
                 shares, pruning = responses.sender is not None, prunings[index]
                 media, outputs = plan.media[index], self._output_bytes
-                item = Item(index, media, pruning, self._cache, outputs, shares, selected.parts)
+                item = Item(index, media, pruning, self._cache, outputs, shares, selected.parts, adapter)
                 items.append(item)
                 await item.start(stream, brought.pop(index).tensor if index in brought else None)
                 started.put_nowait(item)

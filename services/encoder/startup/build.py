@@ -19,6 +19,7 @@ from framesieve.services.compute.group import join, leave
 from framesieve.services.compute.rank_failure import RankFailure
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.settings import EncoderSettings
+from framesieve.services.encoder.startup.adapters import with_adapters
 from framesieve.services.encoder.startup.largest_forward import run_largest
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.packing import Side
@@ -79,12 +80,16 @@ def join_ranks(meeting: Path, rank: int, settings: EncoderSettings, device: torc
 
 
 def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
-    """The tower of one rank, with graphs. device: from `device_of`. Raises StartupError if it cannot be loaded."""
+    """The tower of one rank, with adapters and graphs. device: from `device_of`.
+
+    Raises StartupError if it cannot be loaded.
+    """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention)
+    tower = with_adapters(tower, settings.adapters)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
     # On CUDA the layers of other attention read the ends of sequences on the host, which is not compiled.
     splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]

@@ -29,7 +29,8 @@ log = structlog.get_logger()
 
 @torch.inference_mode()
 def run_largest(towers: DataParallelTower, largest: Size) -> None:
-    """Runs two forwards of all ranks, the second launched while the first computes, and prunes by every method.
+    """Runs two forwards of all ranks, the second launched while the first computes, prunes by every method, and runs
+    a forward with each adapter.
 
     largest: what a forward of one rank holds. If the device lacks memory for it, warns: the batcher then runs slices
     one by one.
@@ -40,6 +41,8 @@ def run_largest(towers: DataParallelTower, largest: Size) -> None:
         joined = torch.cat(embeds, dim=1)[:, : largest.tokens]
         Computed(towers.own.device).wait()
         _prune(towers.own, joined)
+        for adapter in towers.own.adapted:
+            towers.encode(slices, adapter)
     except torch.OutOfMemoryError as error:
         log.warning("the device lacks memory for a forward of --batch-tokens", error=str(error))
 

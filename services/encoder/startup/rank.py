@@ -24,7 +24,7 @@ from framesieve.services.compute.device import device_of
 from framesieve.services.compute.group import leave
 from framesieve.services.encoder.settings import EncoderSettings
 from framesieve.services.encoder.startup.build import RANKS_FLAG, budget_of, join_ranks, load_rank
-from framesieve.services.encoder.tower.parallel.exchange import Exchange, unpacked, values_of
+from framesieve.services.encoder.tower.parallel.exchange import Exchange, adapter_of, unpacked, values_of
 from framesieve.services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
 from framesieve.services.encoder.tower.tower import Tower
 
@@ -60,7 +60,7 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, max_tokens: int
             values = torch.empty(values_of(order), dtype=tower.patches.frame_dtype, device=tower.device)
             slices = unpacked(exchange.receive(values, 0), order)
             try:
-                embeds = encode_share(tower, slices, packing)
+                embeds = encode_share(tower, slices, packing, adapter_of(order))
             except torch.AcceleratorError:  # the process can use the device no more
                 raise
             except Exception as error:  # any other error fails this share and not the rank

@@ -11,6 +11,7 @@ Source: `LlavaModel.get_image_features` of transformers 5.24, whose classes thes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.services.compute.packed_linear import pack_linears
+from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
@@ -89,18 +91,18 @@ def load_projected(
     model.embed_with(read_normalisation(checkpoint, video), weights, runs_in)
     sizes = _sizes(model)
     layers = model.layers
+    # A projector that runs outside the forward is no part of it.
+    adaptable = {name: each for name, each in model.linear.items() if not (arrange and name.startswith(_PROJECTOR))}
     pack_linears(model.eval().requires_grad_(False).to(device))
 
-    project = model.multi_modal_projector
-
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+    def compute(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
         features: Tensor = model(patches, layout, attend=attend)
-        return (features if arrange else project(features))[None]
+        return (features if arrange else model.multi_modal_projector(features))[None]
 
     fixed = 0 if vision.model_type == "pixtral" else side_of(vision.image_size) // side_of(vision.patch_size)
     shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=Side(fixed, fixed) if fixed else None)
     return Tower(
-        forward=ModelForward(compute, shape, device, attend is not attend_by_length, tuple(layers)),
+        forward=ModelForward(partial(compute, model), shape, device, attend is not attend_by_length, tuple(layers)),
         patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, fixed),
         embed_dim=config.text_config.hidden_size,
         embed_levels=0,
@@ -108,7 +110,8 @@ def load_projected(
         device=device,
         sizes=sizes,
         features=model.features if arrange else None,
-        arrange=arrange(project) if arrange else None,
+        arrange=arrange(model.multi_modal_projector) if arrange else None,
+        adaptable=Adaptable(model, compute, adaptable),
     )
 
 
@@ -138,7 +141,10 @@ def pass_ends_on(layers: nn.Module) -> None:
 
 
 class _Llava(nn.Module):
-    """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows."""
+    """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows.
+
+    linear: its layers, and those that are not read.
+    """
 
     embed: Any
 
@@ -146,6 +152,7 @@ class _Llava(nn.Module):
         super().__init__()
         self.vision_tower: Any = _CLASSES[config.vision_config.model_type](config.vision_config)
         self.multi_modal_projector = projector
+        self.linear = linear_layers(self)
         count, chosen = len(self.layers), config.vision_feature_layer
         chosen = [chosen] if isinstance(chosen, int) else chosen
         if not chosen or not all(-count - 1 <= layer <= count for layer in chosen):

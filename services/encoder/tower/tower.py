@@ -9,9 +9,9 @@ It knows no family (a family's file makes the module), no requests and no batchi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.compute.transfers import beside, taken_over, to_device
+from framesieve.services.encoder.tower.adapted import Adaptable
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit
 from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
 from framesieve.services.encoder.tower.patches import Frames, PatchShape, patchify, pixels_of, side_of
@@ -106,6 +107,8 @@ class Tower:
     features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
         tower's. None: each slice of the grid has the tower's tokens of a slice.
+    adaptable: the layers that adapters may change; None: none. adapters: digests of the loaded ones, by the names that
+        requests give them. adapted: as `forward`, with each of those that change the tower, by digest.
     """
 
     forward: Callable[[Tensor, Sequence[Side]], Tensor]
@@ -120,17 +123,21 @@ class Tower:
     packing: PackingLimit | None = None
     features: int | None = None
     arrange: Callable[[MediaPlan], Arrangement] | None = None
+    adaptable: Adaptable | None = None
+    adapters: Mapping[str, bytes] = field(default_factory=dict)
+    adapted: Mapping[bytes, Callable[[Tensor, Sequence[Side]], Tensor]] = field(default_factory=dict)
 
     def arrangement(self, plan: MediaPlan) -> Arrangement:
         """How the tokens of an item are arranged."""
         arranged = self.arrange is not None and not plan.brings_embeds
         return self.arrange(plan) if arranged else Arrangement(plan.grid.slice_tokens)  # type: ignore[misc]
 
-    def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
         """Embeddings of each slice, (1 + embed_levels, h·w, embed_dim) on the tower's device, from one forward.
 
         slices: at least one, (F, H, W, 3) each, of any sizes, from any number of requests; on the host, or on the
         device, where the current stream may still be making them.
+        adapter: digest of the one that all are encoded with; empty: none.
         Attention never crosses slices, so neighbours change only rounding. On CUDA the result may still be in
         progress on the current stream.
         """
@@ -140,7 +147,8 @@ class Tower:
             there = any(frames.device.type == "cuda" for frames in pixels)
             with nullcontext() if there else beside(self.device, "upload") as uploading:
                 patches = torch.cat([patchify(to_device(frames, self.device), self.patches) for frames in pixels])
-            embeds = self.forward(taken_over(patches, uploading), [side_of(each, self.patches) for each in slices])
+            forward = self.adapted[adapter] if adapter else self.forward
+            embeds = forward(taken_over(patches, uploading), [side_of(each, self.patches) for each in slices])
             tokens = [self.patches.tokens(frames.shape) for frames in slices]
             return list(torch.split(embeds, tokens, dim=1))
 

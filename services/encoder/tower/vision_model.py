@@ -6,6 +6,7 @@ It knows no family: a family's file names the classes, and extracts the embeddin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
 from framesieve.services.compute.packed_linear import pack_linears
+from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
@@ -27,6 +29,8 @@ from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_w
 PREFIXES = ("model.visual.", "visual.")
 PATCH_EMBED = "patch_embed.proj."
 ALIGNED_WIDTH = 128
+# Of the tower's modules in the whole model, to which adapters are trained.
+_PEFT_PREFIX = "visual."
 # Modules that multiply each of their inputs by all of their weights. The only convolution merges patches to tokens.
 _PRODUCTS = (nn.Linear, nn.Conv2d)
 
@@ -80,7 +84,7 @@ def make_tower(
     )
     if runs_in == torch.float16:
         saturate(model)
-    sizes = _sizes(model, hidden, shape, windowed_layers)
+    sizes, linear = _sizes(model, hidden, shape, windowed_layers), linear_layers(model, _PEFT_PREFIX)
     if device.type == "cuda":
         align_mlps(model)
     pack_linears(model.eval().requires_grad_(False).to(device))
@@ -92,12 +96,12 @@ def make_tower(
         # The private name: transformers' setter accepts no names with "flash" except its own.
         config._attn_implementation_internal = VARLEN
 
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+    def compute(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
         # Without grid_thw, from which the model would compute the layout on the device.
         return levels(model(patches, **{"grid_thw": None, **keywords(layout), **extra}))
 
     return Tower(
-        forward=ModelForward(compute, shape, device, varlen, model.blocks),
+        forward=ModelForward(partial(compute, model), shape, device, varlen, model.blocks),
         patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
         embed_dim=embed_dim,
         embed_levels=embed_levels,
@@ -105,6 +109,7 @@ def make_tower(
         device=device,
         sizes=sizes,
         pruning_methods=METHODS,
+        adaptable=Adaptable(model, compute, linear, _PEFT_PREFIX),
     )
 
 

@@ -1,6 +1,7 @@
 """Media that the encoder sent, kept as long as the KV cache holds rows of it, so that it need not be sent again.
 
-    key (content, grid, method, rate, seed, checkpoint) ─▶ EncodedMedia: an id, which tokens were kept, the last rows
+    key ─▶ EncodedMedia: an id, which tokens were kept, the last rows
+    of content, grid, method, rate, seed, checkpoint, and an adapter that changes the tower
 
 The prefix cache identifies a media row by the id of its encoding and its token of the grid, not by the key: the same
 media can be encoded again with another choice of tokens, or with embeddings that were rounded in another batch. An item
@@ -21,17 +22,20 @@ from framesieve.services.generation.request.encoded_media import EncodedMedia, M
 _DOMAIN = b"framesieve answers v1"
 
 
-def encoded_media_key(item: MediaPlan, pruning: Pruning, num_kept: int, fingerprint: bytes) -> bytes:
-    """32 bytes that differ wherever media, sampling, grid, pruning or checkpoint differ.
+def encoded_media_key(
+    item: MediaPlan, pruning: Pruning, num_kept: int, fingerprint: bytes, adapter: bytes = b""
+) -> bytes:
+    """32 bytes that differ wherever media, sampling, grid, pruning, checkpoint or adapter differ.
 
-    All prunings that keep every token have the same key.
+    adapter: digest of the one that it is encoded with; empty: none. All prunings that keep every token have the same
+    key.
     """
     how = b""
     if num_kept < item.grid.tokens or pruning.threshold is not None:
         threshold = -1.0 if pruning.threshold is None else pruning.threshold
         how = struct.pack("<dqd", pruning.rate, pruning.seed or 0, threshold) + pruning.method.encode()
     grid = struct.pack("<4q", item.grid.t, item.grid.h, item.grid.w, num_kept)
-    return tagged_digest(_DOMAIN, (item.content_hash, item.modality.value.encode(), grid, how, fingerprint))
+    return tagged_digest(_DOMAIN, (item.content_hash, item.modality.value.encode(), grid, how, fingerprint, adapter))
 
 
 class EncodedMediaCache:

@@ -3,39 +3,19 @@
     rows of a packed batch:   [ none | none | a | b | none | a a a a ]
     a layer computes:         W x for every row, plus B(A(x)) of each adapter for its own rows
 
-This module owns the loaded adapters and the row ranges of the current forward; `startup.adapter_files` reads them.
+This module owns the loaded adapters and the row ranges of the current forward; `startup.adapters` loads them.
 Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.compute.adapters import LowRank, named_adapter
 from framesieve.services.generation.request.batch import AdaptedRows
 from framesieve.services.generation.request.request import Adapter
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """What an adapter adds to a layer. down: [r, in_features]; up: [out_features, r], with the scaling included.
-
-    Under tensor parallelism each matrix covers only this rank's features. total: the all-reduce after `down` if the
-    layer's inputs are sharded, else None.
-    """
-
-    down: Tensor
-    up: Tensor
-    total: Callable[[Tensor], Tensor] | None = None
-
-    def of(self, rows: Tensor) -> Tensor:
-        """rows: [.., in_features]; returns [.., out_features]."""
-        inner = F.linear(rows, self.down)
-        return F.linear(self.total(inner) if self.total else inner, self.up)
 
 
 class Adapters:
@@ -51,14 +31,7 @@ class Adapters:
 
     def find(self, name: str) -> Adapter:
         """Raises InvalidRequest for a name that is not loaded."""
-        if name not in self._by_name:
-            known = (
-                f"one of {', '.join(self._by_name)}"
-                if self._by_name
-                else "unset, because generation has loaded none (--adapters)"
-            )
-            raise InvalidRequest(field="adapter", limit=known, value=name)
-        return self._by_name[name]
+        return named_adapter(name, self._by_name, "generation")
 
     def add(self, adapter: Adapter, text: nn.Module, additions: Mapping[str, LowRank]) -> None:
         """Wraps the named layers of `text` so that they add the adapter's output to its rows."""

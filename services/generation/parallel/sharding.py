@@ -101,7 +101,7 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
         if plan.get(name) in _GATHERED:
             layer.output_is_whole = True
         elif plan.get(name) == PACKED and isinstance(layer, nn.Linear):
-            layer.packed = True  # type: ignore[assignment]  # for `adapter_files`
+            layer.packed = True  # type: ignore[assignment]  # for `startup.adapters`
     shards = {}
     for name, parameter in list(module.named_parameters()):
         if isinstance(parameter, DTensor):

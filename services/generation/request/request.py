@@ -34,10 +34,12 @@ class Adapter:
     """A LoRA adapter that the model is computed with.
 
     name: used by requests. digest: sha256 of its config and weights, its identity in the prefix cache.
+    in_tower: whether it changes the vision tower or its projector, too, which the encoder computes.
     """
 
     name: str
     digest: bytes
+    in_tower: bool = False
 
     @property
     def root(self) -> int:

@@ -87,7 +87,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
         pruning = completed(request.pruning, pruning_message(model.pruning))
-        opening = self._media.open(request.prompt, pruning, clock, **call)
+        of_media = adapter if adapter and adapter.in_tower else None
+        opening = self._media.open(request.prompt, pruning, clock, of_media, **call)
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept

@@ -21,7 +21,7 @@ from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import OtherRanks, Runner
 from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from framesieve.services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
 
 BLOCK_TOKENS = 16

@@ -30,6 +30,7 @@ from framesieve.common.serving.retries import Retries
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.prompt_limit import Limit, advice
+from framesieve.services.generation.request.request import Adapter
 from framesieve.services.generation.stage_clock import Stage, StageClock
 from framesieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput, Progress
 from framesieve.services.generation.upstream.retried_call import RetriedCall, Selected
@@ -74,12 +75,14 @@ class MediaClient:
         prompt: prompt_pb2.Prompt,
         pruning: prompt_pb2.Pruning,
         clock: StageClock,
+        adapter: Adapter | None = None,
         timeout: float | None = None,
         metadata: Metadata = (),
     ) -> AsyncIterator[MediaSession]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
-        pruning: a message of its own: a field of the request would keep all of it alive.
+        pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
+        media are encoded.
         timeout, metadata: of the upstream call.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
@@ -89,7 +92,7 @@ class MediaClient:
         prunings = prunings_of(prompt, pruning)
         with (
             self._encoder_affinity.of(media_key(prompt, files)) as same_encoder,
-            self._encode_call(prompt, files, pruning, timeout, (*metadata, *same_encoder))
+            self._encode_call(prompt, files, pruning, adapter, timeout, (*metadata, *same_encoder))
             if prunings
             else self._preprocess_call(prompt, timeout, metadata) as upstream,
         ):
@@ -107,17 +110,18 @@ class MediaClient:
                 clock.finish(Stage.FETCH, upstream.fetched_ns)
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
-                yield MediaSession(plan, prunings, upstream, self._model, self._media_buffer, held)
+                yield MediaSession(plan, prunings, adapter, upstream, self._model, self._media_buffer, held)
 
     def _encode_call(
         self,
         prompt: prompt_pb2.Prompt,
         files: Sequence[bytes],
         pruning: prompt_pb2.Pruning,
+        adapter: Adapter | None,
         timeout: float | None,
         metadata: Metadata,
     ) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, files, pruning, self._in_parts)
+        requests = partial(_encode_requests, prompt, files, pruning, adapter, self._in_parts)
         retries = self._encoder_retries
         return RetriedCall(self._encoder.Encode, requests, "encoder", retries, timeout, metadata, self._receiver)
 
@@ -139,6 +143,7 @@ class MediaSession:
         self,
         plan: PromptPlan,
         prunings: tuple[Pruning, ...],
+        adapter: Adapter | None,
         upstream: RetriedCall,
         model: ModelInput,
         media_buffer: ByteSemaphore,
@@ -154,7 +159,7 @@ class MediaSession:
             for item, how in zip(plan.media, prunings, strict=True)
         )
         self.media_keys = tuple(
-            encoded_media_key(item, how, count, plan.fingerprint)
+            encoded_media_key(item, how, count, plan.fingerprint, adapter.digest if adapter else b"")
             for item, how, count in zip(plan.media, prunings, self.num_kept, strict=True)
         )
         self._row_bytes = (1 + model.embed_levels) * model.hidden_size * model.dtype.itemsize
@@ -234,13 +239,15 @@ async def _encode_requests(
     prompt: prompt_pb2.Prompt,
     files: Sequence[bytes],
     pruning: prompt_pb2.Pruning,
+    adapter: Adapter | None,
     in_parts: bool,
     selected: Selected,
     handover: bytes,
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
     """The prompt and its files; then, once bytes are reserved, the selected items."""
     first = encoder_pb2.EncodePrompt(prompt=prompt, pruning=pruning)
-    yield encoder_pb2.EncodeRequest(prompt=first, handover=handover)
+    name, digest = (adapter.name, adapter.digest) if adapter else (None, b"")
+    yield encoder_pb2.EncodeRequest(prompt=first, handover=handover, adapter=name, adapter_digest=digest)
     for piece in file_pieces(files):
         yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:

@@ -50,19 +50,24 @@ def packed(slices: Sequence[Frames], device: torch.device) -> Tensor:
     return to_device(torch.cat([pixels_of(each).reshape(-1) for each in slices]), device)
 
 
-def announced(slices: Sequence[Frames]) -> bytes:
-    """The shapes of slices, and what else they have beside their pixels."""
-    return json.dumps([[list(each.shape), _facts(each)] for each in slices]).encode()
+def announced(slices: Sequence[Frames], adapter: bytes = b"") -> bytes:
+    """The shapes of slices, what else they have beside their pixels, and the digest of their adapter."""
+    return json.dumps([adapter.hex(), *([list(each.shape), _facts(each)] for each in slices)]).encode()
+
+
+def adapter_of(order: bytes) -> bytes:
+    """The digest of the adapter of an announced share; empty: none."""
+    return bytes.fromhex(json.loads(order)[0])
 
 
 def values_of(order: bytes) -> int:
     """How many values an announced share has."""
-    return sum(math.prod(shape) for shape, _ in json.loads(order))
+    return sum(math.prod(shape) for shape, _ in json.loads(order)[1:])
 
 
 def unpacked(values: Tensor, order: bytes) -> list[Frames]:
     """The inverse of `packed`. order: as `announced`."""
-    announced = json.loads(order)
+    announced = json.loads(order)[1:]
     parts = values.split([math.prod(shape) for shape, _ in announced])
     return [_frames(part.view(*shape), **facts) for part, (shape, facts) in zip(parts, announced, strict=True)]
 

@@ -88,14 +88,14 @@ class DataParallelTower:
         """The error that callers get once a rank has ended."""
         return Unavailable(f"the tower of the encoder has ended: {self.rank_failure.cause}", "encoder")
 
-    def encode(self, slices: Sequence[Frames]) -> list[Tensor]:
+    def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
         if self.count == 1:
-            return self.own.encode(slices)
+            return self.own.encode(slices, adapter)
         if self.rank_failure.cause is None:
             try:
                 with torch.inference_mode():
-                    return self._encode(slices)
+                    return self._encode(slices, adapter)
             except _OutOfStep:
                 if not self.rank_failure.wait():
                     log.exception("a rank does not answer")
@@ -103,13 +103,15 @@ class DataParallelTower:
                     self.rank_failure.wait()
         raise self.failure
 
-    def _encode(self, slices: Sequence[Frames]) -> list[Tensor]:
+    def _encode(self, slices: Sequence[Frames], adapter: bytes) -> list[Tensor]:
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
         costs = [self.own.cost(frames.shape) for frames in slices]
         # Each share is in the order of the slices, where slices of equal size are neighbours.
         mine, *theirs = assign(costs, self.count)
         shares = [
-            self._share(rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices))
+            self._share(
+                rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices), adapter
+            )
             for rank, indices in enumerate(theirs, start=1)
             if indices
         ]
@@ -117,7 +119,7 @@ class DataParallelTower:
         failures: list[Exception] = []
         found = empty_embeds(self.own, 0)
         try:
-            found = encode_share(self.own, [slices[each] for each in mine], self._packing)
+            found = encode_share(self.own, [slices[each] for each in mine], self._packing, adapter)
         except torch.AcceleratorError:  # the device cannot receive embeddings either
             raise
         except Exception as error:  # raised after all ranks have answered, so that they stay in step
@@ -128,9 +130,12 @@ class DataParallelTower:
             raise failures.pop(0)  # popped: its traceback holds this frame, and would form a cycle with `failures`
         return _in_order([(mine, found), *((share.indices, share.embeds) for share in shares)], tokens)
 
-    def _share(self, rank: int, indices: Sequence[int], slices: Sequence[Frames], tokens: int) -> _Share:
+    def _share(
+        self, rank: int, indices: Sequence[int], slices: Sequence[Frames], tokens: int, adapter: bytes
+    ) -> _Share:
         """Allocates all memory first: an error after the rank received its share would leave the ranks out of step."""
-        return _Share(rank, indices, announced(slices), packed(slices, self.own.device), empty_embeds(self.own, tokens))
+        order = announced(slices, adapter)
+        return _Share(rank, indices, order, packed(slices, self.own.device), empty_embeds(self.own, tokens))
 
     def _send(self, share: _Share) -> Any:
         with _in_step():
@@ -157,12 +162,12 @@ def packing_of(tower: Tower, max_tokens: int) -> PackingLimit:
     )
 
 
-def encode_share(tower: Tower, slices: Sequence[Frames], packing: PackingLimit) -> Tensor:
+def encode_share(tower: Tower, slices: Sequence[Frames], packing: PackingLimit, adapter: bytes = b"") -> Tensor:
     """Embeddings of the slices, concatenated, (1 + levels, tokens, D).
 
     Takes as many forwards as needed: shares have equal costs, not equal numbers of tokens.
     """
-    embeds = [each for forward in _forwards(slices, packing) for each in tower.encode(forward)]
+    embeds = [each for forward in _forwards(slices, packing) for each in tower.encode(forward, adapter)]
     return torch.cat(embeds, dim=1) if embeds else empty_embeds(tower, 0)
 
 

@@ -1,0 +1,251 @@
+"""Adapters of the tower: embeddings are those of PEFT's model, and no request gets those of another's adapter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from framesieve.common.adapter_folder import AdapterFolder
+from framesieve.common.contract.errors import InvalidRequest, StartupError
+from framesieve.common.contract.plan import Grid
+from framesieve.services.encoder.startup.adapters import with_adapters
+from framesieve.services.encoder.startup.build import compile_tower
+from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import align_mlps
+from framesieve.v1.encoder_pb2 import EncodeRequest
+from tests.adapters import write_adapter
+from tests.encoder.encoder_peers import GRID, Media, frames_of, video
+from tests.encoder.encoder_service import SELECT_ALL, embeds_in, first_request, metric, running, tower_of
+from tests.encoder.test_llava import frames_of as frames_of_projected
+from tests.encoder.test_llava import normalised
+from tests.encoder.test_tower import reference_embeds
+from tests.encoder.tower_recorder import Recorder, load_packed
+from tests.families import FAMILIES, LLAVA_PROCESSORS, load_reference, vision_of
+
+CONFIG: Mapping[str, Any] = {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"}
+IN_TOWER = r"(?!.*patch_embed).*visual.*\.(qkv|proj|gate_proj|up_proj|down_proj|linear_fc\d|mlp\.\d)"
+DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("qwen2_vl", "qwen3_5", "glm4v")]
+MINE = "mine"
+
+
+def adapted(tower: Tower, folder: Path) -> tuple[Tower, bytes]:
+    """The tower with an adapter, and its digest."""
+    tower = with_adapters(tower, [AdapterFolder(MINE, folder)])
+    return tower, tower.adapters[MINE]
+
+
+def assert_close(ours: Tensor, theirs: Tensor, plain: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+    assert float((theirs - plain).abs().max()) > 0.01, "the adapter changes nothing, so the test would prove nothing"
+
+
+# --- what adapters compute ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", *DEEP])
+def test_every_linear_layer_and_no_other_adds_what_peft_adds(
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """One over the whole model, with a rank of their own for some layers."""
+    folder, shape = checkpoints(name), FAMILIES[name]
+    reference, ranks = load_reference(name, folder), {r"visual\.merger.*": 5, "blocks.1.attn.qkv": 2}
+    with_peft = write_adapter(reference, tmp_path, rank_pattern=ranks, **CONFIG)
+    tower, digest = adapted(tower_of(folder), tmp_path)
+    patches = tower.patches
+    slices = [torch.from_numpy(frames_of(number, video(number, Grid(1, *side)), patches)) for number, side in SIDES]
+    for frames, ours, plain in zip(slices, tower.encode(slices, digest), tower.encode(slices), strict=True):
+        assert_close(ours, reference_embeds(vision_of(with_peft), folder, frames, shape), plain)
+        torch.testing.assert_close(plain, reference_embeds(vision_of(reference), folder, frames, shape), **EXACT)
+
+
+SIDES = ((1, (2, 3)), (2, (4, 2)), (3, (2, 3)))
+EXACT: Mapping[str, Any] = {"atol": 1e-5, "rtol": 0}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind", ["llava", pytest.param("llava_siglip", marks=pytest.mark.deep), "internvl", "mistral3"]
+)
+def test_towers_with_a_projector_add_what_peft_adds_as_far_as_their_layers_are_read(
+    checkpoints: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    folder, frames = checkpoints(kind), frames_of_projected(kind)
+    reference = load_reference(kind, folder)
+    with_peft = write_adapter(reference, tmp_path, **CONFIG)
+    tower, digest = adapted(tower_of(folder), tmp_path)
+    for each, ours, plain in zip(frames, tower.encode(frames, digest), tower.encode(frames), strict=True):
+        assert_close(ours[0], features_of(with_peft, kind, each), plain[0])
+
+
+def features_of(model: Any, kind: str, frames: Tensor) -> Tensor:
+    pixels = normalised(frames)
+    if settings := LLAVA_PROCESSORS.get(kind):
+        mean, std = (torch.tensor(settings[name]) for name in ("image_mean", "image_std"))
+        pixels = ((frames / 255 - mean) / std).permute(0, 3, 1, 2)
+    sizes = {"image_sizes": torch.tensor([pixels.shape[2:]])} if kind == "mistral3" else {}
+    features: Tensor = model.model.get_image_features(pixels, return_dict=True, **sizes).pooler_output[0]
+    return features
+
+
+@torch.no_grad()
+def test_layers_are_found_by_the_names_of_published_checkpoints(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Theirs have CLIP's one level deeper, and no `model.` before them."""
+    folder, frames = checkpoints("llava"), frames_of_projected("llava")
+    whole, published = load_reference("llava", folder), nn.Module()
+    published.vision_tower, published.multi_modal_projector = nn.Module(), whole.model.multi_modal_projector
+    published.vision_tower.vision_model = whole.model.vision_tower
+    targets = r"vision_tower\.vision_model\..*\.(q_proj|fc1)|multi_modal_projector.*1"
+    with_peft, whole = write_adapter(published, tmp_path, target_modules=targets), copy.deepcopy(whole)
+    whole.model.vision_tower = with_peft.vision_tower.vision_model
+    whole.model.multi_modal_projector = with_peft.multi_modal_projector
+    tower, digest = adapted(tower_of(folder), tmp_path)
+    assert_close(tower.encode(frames, digest)[0][0], features_of(whole, "llava", frames[0]), tower.encode(frames)[0][0])
+
+
+def test_layers_that_were_widened_for_cuda_take_an_adapter(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints("qwen2_5_vl")
+    write_adapter(load_reference("qwen2_5_vl", folder), tmp_path, **CONFIG)
+    tower, digest = adapted(tower_of(folder), tmp_path)
+    monkeypatch.setattr("framesieve.services.encoder.tower.vision_model.pack_linears", align_mlps)
+    wide, _ = adapted(tower_of(folder), tmp_path)
+    frames = torch.from_numpy(frames_of(0, video(0), tower.patches)[:2])
+    torch.testing.assert_close(wide.encode([frames], digest), tower.encode([frames], digest), **EXACT)
+
+
+def test_forwards_with_an_adapter_are_not_replayed_as_graphs(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, recorder = checkpoints("qwen3_vl"), Recorder()
+    write_adapter(load_reference("qwen3_vl", folder), tmp_path, target_modules=IN_TOWER)
+    tower, digest = adapted(load_packed(folder), tmp_path)
+    graphed = with_graphs(tower, 160, recorder)
+    recorder.replayed.clear()
+    frames = torch.from_numpy(frames_of(0, video(0), tower.patches)[:2] % 255)  # 255 marks unwritten inputs
+    torch.testing.assert_close(graphed.encode([frames], digest), tower.encode([frames], digest), **EXACT)
+    assert not recorder.replayed
+    torch.testing.assert_close(graphed.encode([frames]), tower.encode([frames]), **EXACT)
+    assert recorder.replayed
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_with_an_adapter_run_beside_compiled_ones(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoints("qwen3_vl")
+    write_adapter(load_reference("qwen3_vl", folder), tmp_path, target_modules=IN_TOWER)
+    tower, digest = adapted(tower_of(folder), tmp_path)
+    frames = [torch.from_numpy(frames_of(0, video(0), tower.patches)[:2])]
+    expected = [tower.encode(frames, each)[0].clone() for each in (digest, b"")]
+    assert compile_tower(tower)
+    torch.compiler.set_stance("fail_on_recompile")
+    found = [tower.encode(frames, each)[0] for each in (digest, b"")]
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def asking(*media: Media, adapter: str | None = None, digest: bytes = b"") -> EncodeRequest:
+    request = first_request(media)
+    request.adapter_digest = digest
+    if adapter is not None:
+        request.adapter = adapter
+    return request
+
+
+@pytest.fixture
+def two(levels_checkpoint: Path, tmp_path: Path) -> tuple[Tower, bytes]:
+    """The tower with an adapter that changes it, and one that changes the text alone."""
+    reference = load_reference("qwen3_vl", levels_checkpoint)
+    write_adapter(reference, tmp_path / MINE, target_modules=IN_TOWER)
+    write_adapter(reference, tmp_path / "text", target_modules=r".*language_model.*\.q_proj")
+    folders = [AdapterFolder(name, tmp_path / name) for name in (MINE, "text")]
+    tower = with_adapters(tower_of(levels_checkpoint), folders)
+    return tower, tower.adapters[MINE]
+
+
+async def test_requests_with_and_without_an_adapter_share_pixels_and_no_embeddings(
+    two: tuple[Tower, bytes], tmp_path: Path
+) -> None:
+    tower, digest = two
+    clip, begins = video(7), video(7, Grid(2, GRID.h, GRID.w))  # one begins as the other
+    pixels = torch.from_numpy(frames_of(0, clip, tower.patches)).split(tower.patches.temporal_patch)
+    assert torch.equal(torch.cat(pixels[:2]), torch.from_numpy(frames_of(0, begins, tower.patches)))
+    expected = {name: torch.cat(tower.encode(pixels, each), dim=1) for name, each in ((None, b""), (MINE, digest))}
+    encodings = {}
+    async with running(tmp_path, tower) as stack:
+        hits = metric("cache_lookups_total", outcome="hit")
+        for media in (clip, clip, begins):
+            calls = {name: stack.stub.Encode(iter([asking(media, adapter=name), SELECT_ALL])) for name in expected}
+            for name, call in calls.items():
+                responses = [each async for each in call]
+                found = torch.from_numpy(embeds_in(responses)[0].embeds.copy())
+                torch.testing.assert_close(found, expected[name][:, : media.grid.tokens], **EXACT)
+                first = next(each.embeds for each in responses if each.HasField("embeds"))
+                encodings[name, media] = encodings.get((name, media), first.encoding)
+                assert encodings[name, media] == first.encoding  # the second time from the cache
+        assert metric("cache_lookups_total", outcome="hit") == hits + 2
+        assert len(set(encodings.values())) == 4
+        # An adapter of the text alone encodes as none does.
+        await stack.encode(asking(clip, adapter="text"), SELECT_ALL)
+        assert metric("cache_lookups_total", outcome="hit") == hits + 3
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"adapter": "other"}, "must be one of mine, text, got 'other'"),
+        (
+            {"adapter": MINE, "digest": bytes(32)},
+            "'mine' was loaded by the encoder from other files than by its",
+        ),
+    ],
+)
+async def test_an_adapter_that_the_encoder_has_not_loaded_is_refused(
+    two: tuple[Tower, bytes], tmp_path: Path, named: Mapping[str, Any], message: str
+) -> None:
+    tower, digest = two
+    async with running(tmp_path, tower) as stack:
+        with pytest.raises(InvalidRequest, match=message) as refused:
+            await stack.encode(asking(video(1), **named), SELECT_ALL)
+        assert refused.value.field == "adapter"
+        assert not stack.preprocessing.prompts
+        await stack.encode(asking(video(1), adapter=MINE, digest=digest), SELECT_ALL)
+
+
+# --- what is refused at startup -------------------------------------------------------------------------------------
+
+
+def test_layers_of_the_tower_that_are_not_linear_are_refused(levels_checkpoint: Path, tmp_path: Path) -> None:
+    write_adapter(load_reference("qwen3_vl", levels_checkpoint), tmp_path, target_modules=["proj"])
+    with pytest.raises(StartupError, match=r"mine=.* weights of model.visual.patch_embed.proj; only linear layers"):
+        adapted(tower_of(levels_checkpoint), tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(levels_checkpoint: Path, tmp_path: Path) -> None:
+    write_adapter(load_reference("qwen3_vl", levels_checkpoint), tmp_path, target_modules=IN_TOWER)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(each for each in weights if each.endswith("0.attn.qkv.lora_B.weight"))
+    save_file({**weights, name: weights[name][:-1].clone()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(StartupError, match=r"mine=.*visual.blocks.0.attn.qkv.lora_B must have shape \[96, 8\]"):
+        adapted(tower_of(levels_checkpoint), tmp_path)
+
+
+def test_towers_that_take_no_adapter_refuse_it(levels_checkpoint: Path, tmp_path: Path) -> None:
+    write_adapter(load_reference("qwen3_vl", levels_checkpoint), tmp_path, target_modules=IN_TOWER)
+    with pytest.raises(StartupError, match=r"mine=.*must not run in float16"):
+        adapted(tower_of(levels_checkpoint, "float16"), tmp_path)
+    FAMILIES["minicpmv4_6"].write(tmp_path / "minicpm", 1)
+    with pytest.raises(StartupError, match=r"mine=.*of a tower that takes none"):
+        adapted(tower_of(tmp_path / "minicpm"), tmp_path)
