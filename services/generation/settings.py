@@ -142,7 +142,13 @@ class GenerationSettings(UpstreamSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="dtype of weights and KV cache; auto: the checkpoint's, but float32 instead of bfloat16 on a CPU "
-        "that cannot multiply it",
+        "that cannot multiply it, and bfloat16 with weights in 4 bits, which are slow in others",
+    )
+    quantization: Literal["none", "int4"] = Field(
+        "none",
+        description="int4: linear layers of the text model are rounded to 4 bits while they are read, to the nearest "
+        "of 16 values for each group of 128 inputs: answers are approximate. Embeddings, output layer and experts stay "
+        "as they are. Checkpoints that are stored in 4 bits need no flag",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
