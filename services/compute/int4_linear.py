@@ -31,8 +31,8 @@ GROUPS = (256, 128, 64, 32)
 # Rows and columns must be multiples of these for torch's layouts: blocks of 64 rows on AVX-512, 8 tiles of 16 columns
 # on CUDA.
 _ROWS, _COLUMNS = 64, 128
-# How many weights are dequantised at a time.
-_CPU_WEIGHTS, _CUDA_WEIGHTS = 2**20, 2**24
+# How many rows are dequantised at a time.
+_CPU_PART, _CUDA_PART = 256, 2048
 # Maximum difference between two correct products in bfloat16, as a share of the largest number.
 _TOLERANCE = 1e-2
 
@@ -90,17 +90,20 @@ def rounded_to_nearest(weight: Tensor, group: int) -> Int4Matrix:
 class Layout(Protocol):
     """How values and scales are stored, and what is multiplied by them.
 
-    few_rows: most rows for which `product` is the faster way. weights: how many are dequantised at a time.
+    few_rows: most rows for which `product` is the faster way. part: rows of weights that are dequantised at a time.
     """
 
     few_rows: int
-    weights: int
+    part: int
 
     def pack(self, values: Tensor) -> Tensor:
         """uint8 [N, K] to a tensor whose first dimension divides N."""
 
-    def dense(self, packed: Tensor, scales: Tensor) -> Tensor:
-        """The weights [n, K] of a part of the first dimension. scales: those of its rows, [G, n, 2]; their dtype."""
+    def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+        """The weights [n, K] of a part of the first dimension, written into `room`, [n · K], of any float dtype.
+
+        scales: of its rows, [G, n, 2].
+        """
 
     def product(self, rows: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
         """[M, K] to [M, N]. scales: [K / group, N, 2], scales and torch's zeros."""
@@ -111,15 +114,15 @@ class PlainLayout:
 
     few_rows = 0
 
-    def __init__(self, weights: int) -> None:
-        self.weights = weights
+    def __init__(self, part: int) -> None:
+        self.part = part
 
     def pack(self, values: Tensor) -> Tensor:
         low, high = values.unflatten(1, (-1, 2, 16)).unbind(2)
         return low | high << 4
 
-    def dense(self, packed: Tensor, scales: Tensor) -> Tensor:
-        return _scaled(_both(packed).flatten(1), scales)
+    def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+        return _scaled(_both(packed).flatten(1), scales, room)
 
     def product(self, rows: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
         raise NotImplementedError
@@ -128,27 +131,28 @@ class PlainLayout:
 class CpuLayout:
     """torch's on CPUs with AVX2 and AVX-512: bytes [N / B, K, B / 2] of the first and the second half of B rows."""
 
-    few_rows = 32
-    weights = _CPU_WEIGHTS
+    few_rows = 64
+    part = _CPU_PART
 
     def __init__(self, block: int) -> None:
         self._block = block
 
     def pack(self, values: Tensor) -> Tensor:
         # torch takes int32, four bytes for each half one.
-        pieces = values.split(max(_ROWS, _CPU_WEIGHTS // values.shape[1] // _ROWS * _ROWS))
+        pieces = values.split(_CPU_PART)
         packed = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(each.int(), 1) for each in pieces]
         return torch.cat(packed).view(-1, values.shape[1], self._block // 2)
 
-    def dense(self, packed: Tensor, scales: Tensor) -> Tensor:
-        blocks, columns, size = *packed.shape[:2], self._block
-        values = _both(packed).view(torch.int8).sub_(8).to(scales.dtype)  # [n / B, K, B]
-        # As torch.mm reads it, and written in one pass: [K, n].
-        dense = scales.new_empty(columns, blocks * size)
-        scale, zero = scales.view(-1, 1, blocks, size, 2).unbind(-1)  # [G, 1, n / B, B]
-        by_group = values.view(blocks, len(scales), -1, size).permute(1, 2, 0, 3)
-        torch.addcmul(zero, by_group, scale, out=dense.view(by_group.shape))
-        return dense.t()
+    def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+        columns = packed.shape[1]
+        values = _both(packed).view(torch.int8).sub_(8)  # [n / B, K, B]
+        dense = (
+            room.view(columns, len(packed), self._block)
+            .copy_(values.transpose(0, 1))
+            .view(len(scales), -1, scales.shape[1])
+        )
+        scale, zero = scales.permute(2, 0, 1).to(room.dtype).contiguous()[:, :, None]  # [G, 1, n]
+        return torch.addcmul(zero, dense, scale, out=dense).view(columns, -1).t()
 
     def product(self, rows: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
         flat = packed.view(-1, packed.shape[1] // 2)
@@ -162,19 +166,20 @@ class CudaLayout:
 
     # An estimate, by published times of both ways on one card: no card has run this.
     few_rows = 64
-    weights = _CUDA_WEIGHTS
+    part = _CUDA_PART
 
     def pack(self, values: Tensor) -> Tensor:
         pairs: Tensor = values[:, ::2] << 4 | values[:, 1::2]
         packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _COLUMNS // 16)
         return packed
 
-    def dense(self, packed: Tensor, scales: Tensor) -> Tensor:
+    def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
         tiles, blocks = packed.shape[:2]
         # Bytes by row, pair of columns, pair of tiles, parity of the column, tile; in a byte two halves of a tile.
         each = packed.view(torch.uint8).view(tiles, blocks, 8, 4, 4, 2, 2)
         both = torch.stack((each & 15, each >> 4), -1)
-        return _scaled(both.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * tiles, blocks * _COLUMNS), scales)
+        values = both.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(8 * tiles, blocks * _COLUMNS)
+        return _scaled(values, scales, room)
 
     def product(self, rows: Tensor, packed: Tensor, group: int, scales: Tensor) -> Tensor:
         product: Tensor = torch.ops.aten._weight_int4pack_mm(rows, packed, group, scales)
@@ -186,17 +191,18 @@ def _both(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
-def _scaled(values: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [n, K] with scales [G, n, 2]: (value - 8) · scale + zero, [n, K] of the scales' dtype."""
-    scale, zero = scales.transpose(0, 1)[:, :, None].unbind(-1)  # [n, G, 1]
-    grouped = values.view(torch.int8).sub_(8).unflatten(1, (len(scales), -1)).to(scales.dtype)
-    return torch.addcmul(zero, grouped, scale).flatten(1)
+def _scaled(values: Tensor, scales: Tensor, room: Tensor) -> Tensor:
+    """(value - 8) · scale + zero of uint8 [n, K], which is overwritten, with scales [G, n, 2]. Returns `room`, [n, K]."""
+    dense = room.view(len(values), len(scales), -1)
+    dense.copy_(values.view(torch.int8).sub_(8).view(dense.shape))
+    scale, zero = scales.permute(2, 1, 0).to(room.dtype).contiguous()[..., None]  # [n, G, 1]
+    return torch.addcmul(zero, dense, scale, out=dense).flatten(1)
 
 
 @cache
 def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
     """torch's layout for rows of this dtype on this device, if there is one and its products are right, or the plain."""
-    plain = PlainLayout(_CUDA_WEIGHTS if device.type == "cuda" else _CPU_WEIGHTS)
+    plain = PlainLayout(_CUDA_PART if device.type == "cuda" else _CPU_PART)
     if dtype != torch.bfloat16:
         return plain
     found: Layout
@@ -288,16 +294,14 @@ class Int4Weight(OpaqueWeight):
         dtype = rows.dtype
         if rows.device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16():
             rows = rows.float()
-        whole = self._packed.shape[0]
-        part = max(1, whole * self.layout.weights // self.shape.numel())
-        outputs = self.shape[0] // whole
-        products = [
-            F.linear(rows, self.layout.dense(packed, scales.to(rows.dtype)))
-            for packed, scales in zip(
-                self._packed.split(part), self._scales.split(part * outputs, 1), strict=True
-            )
-        ]
-        return torch.cat(products, 1).to(dtype)
+        outputs, columns = self.shape
+        part = min(self.layout.part, outputs)
+        room, product = rows.new_empty(part * columns), rows.new_empty(len(rows), outputs)
+        packed = self._packed.split(part * len(self._packed) // outputs)
+        for each, scales, to in zip(packed, self._scales.split(part, 1), product.split(part, 1), strict=True):
+            dense = self.layout.dense(each, scales, room[: scales.shape[1] * columns])
+            torch.mm(rows, dense.t(), out=to)
+        return product.to(dtype)
 
 
 class Int4Linear(nn.Linear):

@@ -21,7 +21,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, version_of
 from framesieve.services.generation.loading import TextClasses, TextFamily
-from framesieve.services.generation.loading.quantised import is_quantised
+from framesieve.services.generation.loading.quantization_config import is_quantised
 
 _LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
 _QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))

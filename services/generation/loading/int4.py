@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.int4_linear import Int4Linear, Int4Matrix, Int4Weight, rounded_to_nearest
-from framesieve.services.generation.loading.quantised import quantization_settings
+from framesieve.services.generation.loading.quantization_config import quantization_settings
 from framesieve.services.generation.loading.weights import Named, as_stored, stored_weights
 from framesieve.services.generation.parallel.sharding import Shard
 

@@ -17,7 +17,7 @@ from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading.int4 import int4_format
-from framesieve.services.generation.loading.quantised import is_quantised
+from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import OtherRanks, Runner
