@@ -21,7 +21,6 @@ from typing import Protocol, Self
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from framesieve.services.compute.device import multiplies_bfloat16
 from framesieve.services.compute.opaque_weight import OpaqueWeight, multiply
@@ -80,11 +79,16 @@ def rounded_to_nearest(weight: Tensor, group: int) -> Int4Matrix:
 
     weight: [N, K], any float dtype; K must be a multiple of `group`.
     """
-    groups = weight.float().unflatten(1, (-1, group))
+    parts = [_rounded(each.float().unflatten(1, (-1, group))) for each in weight.split(_CPU_PART)]
+    return Int4Matrix(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of [n, G, group]: values, scales and least."""
     least, most = groups.aminmax(dim=2)
     scales = ((most - least) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-    values = ((groups - least[:, :, None]) / scales[:, :, None]).round_().to(torch.uint8).clamp_(max=15)
-    return Int4Matrix(values.flatten(1), scales, least)
+    values = ((groups - least[:, :, None]) / scales[:, :, None]).round_().clamp_(max=15).to(torch.uint8)
+    return values.flatten(1), scales, least
 
 
 class Layout(Protocol):
@@ -119,7 +123,8 @@ class PlainLayout:
 
     def pack(self, values: Tensor) -> Tensor:
         low, high = values.unflatten(1, (-1, 2, 16)).unbind(2)
-        return low | high << 4
+        packed: Tensor = low | high << 4
+        return packed
 
     def dense(self, packed: Tensor, scales: Tensor, room: Tensor) -> Tensor:
         return _scaled(_both(packed).flatten(1), scales, room)
@@ -161,8 +166,7 @@ class CpuLayout:
 
 
 class CudaLayout:
-    """torch's on CUDA: int32 [N / 8, K / 128, 32, 4] of tiles of 8 rows and 16 columns, each value where the thread that
-    multiplies by it reads it."""
+    """torch's on CUDA: int32 [N / 8, K / 128, 32, 4], tiles of 8 rows and 16 columns by the threads that read them."""
 
     # An estimate, by published times of both ways on one card: no card has run this.
     few_rows = 64
@@ -192,7 +196,7 @@ def _both(packed: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, scales: Tensor, room: Tensor) -> Tensor:
-    """(value - 8) · scale + zero of uint8 [n, K], which is overwritten, with scales [G, n, 2]. Returns `room`, [n, K]."""
+    """(value - 8) · scale + zero of uint8 [n, K], which is overwritten, with scales [G, n, 2], in `room`: [n, K]."""
     dense = room.view(len(values), len(scales), -1)
     dense.copy_(values.view(torch.int8).sub_(8).view(dense.shape))
     scale, zero = scales.permute(2, 1, 0).to(room.dtype).contiguous()[..., None]  # [n, G, 1]
@@ -201,7 +205,7 @@ def _scaled(values: Tensor, scales: Tensor, room: Tensor) -> Tensor:
 
 @cache
 def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
-    """torch's layout for rows of this dtype on this device, if there is one and its products are right, or the plain."""
+    """torch's layout for rows of this dtype on this device, if it has one with right products, or the plain one."""
     plain = PlainLayout(_CUDA_PART if device.type == "cuda" else _CPU_PART)
     if dtype != torch.bfloat16:
         return plain
@@ -324,5 +328,5 @@ class Int4Linear(nn.Linear):
 
 
 def joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
-    found = [each.bias for each in linears if each.bias is not None]
+    found = [each.bias.detach() for each in linears if each.bias is not None]
     return torch.cat(found) if found else None

@@ -14,8 +14,8 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
 from framesieve.services.generation.loading.int4 import Int4Layers, int4_format
-from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.loading.quantised import load_quantised
+from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from framesieve.services.generation.loading.weights import Named, as_stored, fill, has_weights, read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
