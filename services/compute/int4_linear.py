@@ -284,10 +284,10 @@ class Int4Weight(OpaqueWeight):
         flat = rows.flatten(0, -2)
         if self._order is not None:
             flat = flat.index_select(1, self._order)
-        product = self.few(flat) if len(flat) <= self.layout.few_rows else self.many(flat)
+        product = self.few(flat) if 0 < len(flat) <= self.layout.few_rows else self.many(flat)
         if self._bias is not None:
             product += self._bias
-        return product.view(*rows.shape[:-1], len(product.T))
+        return product.view(*rows.shape[:-1], product.shape[1])
 
     def few(self, rows: Tensor) -> Tensor:
         """By torch's product. rows: [M, K], columns in the order of the weight's. Returns [M, N], without the bias."""
