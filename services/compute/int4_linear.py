@@ -136,7 +136,8 @@ class PlainLayout:
 class CpuLayout:
     """torch's on CPUs with AVX2 and AVX-512: bytes [N / B, K, B / 2] of the first and the second half of B rows."""
 
-    few_rows = 64
+    # With AVX2 on two cores, 2048 × 2048: 64 rows in 15 ms by the product, in 24 dequantised; 256 rows in 62 and 56.
+    few_rows = 96
     part = _CPU_PART
 
     def __init__(self, block: int) -> None:

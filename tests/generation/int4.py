@@ -58,13 +58,13 @@ LAYOUTS = {
 }
 
 
-def int4_twins(kind: str, written: Path, folder: Path) -> Twins:
-    """Of a checkpoint of Qwen2.5-VL, in one of `LAYOUTS`."""
+def int4_twins(kind: str, written: Path, folder: Path, family: str = "qwen2_5_vl") -> Twins:
+    """Of a checkpoint of a family, in one of `LAYOUTS`."""
     stored, weights = LAYOUTS[kind], load_file(written / "model.safetensors")
     draw = torch.Generator().manual_seed(3)
     plain, quantised = dict(weights), dict(weights)
     for name, weight in weights.items():
-        if name.startswith(PREFIX) and name.endswith("_proj.weight"):
+        if name.startswith(FAMILIES[family].text_prefix) and name.endswith("_proj.weight"):
             tensors, plain[name] = in_int4(weight, stored, draw)
             del quantised[name]
             quantised |= {name.removesuffix("weight") + part: each for part, each in tensors.items()}
@@ -75,9 +75,9 @@ def int4_twins(kind: str, written: Path, folder: Path) -> Twins:
 
     changed(written, folder / "plain", become(plain))
     changed(written, folder / "quantised", become(quantised), quantization_config=stored.config)
-    engine, reference = load(folder / "plain"), load_reference("qwen2_5_vl", folder / "plain")
-    family = replace(FAMILIES["qwen2_5_vl"], hidden=engine.hidden_size)
-    return Twins(folder / "quantised", folder / "plain", Models(folder / "plain", family, engine, reference), quantised)
+    engine, reference = load(folder / "plain"), load_reference(family, folder / "plain")
+    models = Models(folder / "plain", replace(FAMILIES[family], hidden=engine.hidden_size), engine, reference)
+    return Twins(folder / "quantised", folder / "plain", models, quantised)
 
 
 def in_int4(weight: Tensor, stored: Stored, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:

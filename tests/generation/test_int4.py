@@ -36,6 +36,7 @@ from framesieve.services.generation.startup.adapter_files import load_adapters
 from framesieve.services.generation.startup.build import build
 from tests import parallel_rank
 from tests.adapters import write_adapter
+from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, load
 from tests.generation.int4 import LAYOUTS, PREFIX, SHAPE, in_int4, int4_twins
 from tests.law import Question, answer, assert_law
@@ -69,7 +70,7 @@ def questions(twins: Twins) -> list[Question]:
     return [asking, replace(asking, adapter="lora"), Question((Text((20, 21)), video, Text((22,))), 4)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 40])
+@pytest.mark.parametrize("count", [0, 1, 4, 60])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("group", [32, 128])
 def test_a_product_is_that_of_the_formula(group: int, dtype: torch.dtype, count: int) -> None:
@@ -132,6 +133,16 @@ def test_the_law_holds_in_every_published_layout_with_and_without_adapters(twins
         engine = TinyEngine(model, max_num_batched_tokens=7)
         asked = answer(engine, questions(twins))
         assert_law(models, engine, questions(twins), asked, *bounds, adapted={"lora": adapted})
+
+
+@pytest.mark.parametrize("family", ["minicpmv_4_5", "qwen3_5"])
+def test_the_law_holds_for_other_families(family: str, tmp_path: Path) -> None:
+    """With weights under another prefix and a flat config; with recurrent states."""
+    written = FAMILIES[family].write(tmp_path / "written", 1)
+    twins = int4_twins("compressed-tensors with zeros", written, tmp_path, family)
+    engine = TinyEngine(load(twins.quantised), max_num_batched_tokens=7)
+    asked = [Question((Text(tuple(range(20, 33))),), 6)]
+    assert_law(twins.models, engine, asked, answer(engine, asked))
 
 
 def test_layers_with_the_same_inputs_are_joined(awq: Twins) -> None:
