@@ -57,7 +57,7 @@ MODEL_FAMILIES = (
         _BOTH,
         (),
         "one-dimensional",
-        "2.5: no videos; no pruning; no float16 tower; no quantised checkpoints",
+        "2.5: no videos; no pruning; no float16 tower; quantised checkpoints in 4 bits only",
     ),
     ModelFamily("minicpmv4_6", "MiniCPM-V 4.6", _BOTH, (), "one-dimensional", "no pruning; no float16 tower"),
     ModelFamily("minicpmv4_7", "MiniCPM-V 4.7", _BOTH, (), "Canvas M-RoPE", "no pruning; no float16 tower"),

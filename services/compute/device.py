@@ -40,3 +40,8 @@ def device_of(name: str, flag: str, ranks: int, rank: int = 0) -> torch.device:
 def name_of(dtype: torch.dtype) -> str:
     """float32, bfloat16, …"""
     return str(dtype).removeprefix("torch.")
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has kernels for bfloat16 on this processor. Without, products take many times longer."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

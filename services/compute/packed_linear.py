@@ -4,12 +4,14 @@ the same rows, joined to one product, on the CPU and on CUDA."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from framesieve.services.compute.device import multiplies_bfloat16
+from framesieve.services.compute.int4_linear import Int4Linear, Int4Weight, joined_bias
+from framesieve.services.compute.opaque_weight import OpaqueWeight, Weight, multiply
 
 # Where layers are joined though their weights are not reordered.
 JOINING_DEVICES = ("cuda",)
@@ -17,28 +19,18 @@ JOINING_DEVICES = ("cuda",)
 # to two thousand, its layout was the fastest.
 PACKED_FOR_ROWS = 64
 
-_numbers = count()
 
-
-class _PackedWeight:
-    """A weight in oneDNN's layout, which torch's compiler does not know, and its number, which it passes on."""
+class _PackedWeight(OpaqueWeight):
+    """A weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
         self.bias = None if bias is None else bias.detach().clone()
-        self.number = next(_numbers)
-        _packed[self.number] = self
 
     def multiply(self, rows: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product
-
-    def register(self, module: nn.Module) -> None:
-        """Gives `module` the number, for `_multiply`.
-
-        As a tensor: the compiler makes other code for each value of a number, but one code for all layers otherwise.
-        """
-        module.register_buffer("number", torch.tensor(self.number), persistent=False)
 
 
 class _PlainWeight:
@@ -52,9 +44,6 @@ class _PlainWeight:
 
     def register(self, module: nn.Module) -> None:
         module.register_buffer("number", None)
-
-
-_packed: WeakValueDictionary[int, _PackedWeight] = WeakValueDictionary()
 
 
 class PackedLinear(nn.Module):
@@ -72,14 +61,14 @@ class PackedLinear(nn.Module):
         self._packed.register(self)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return _multiply(rows, self._packed, self.number, self.out_features)
+        return multiply(rows, self._packed, self.number, self.out_features)
 
 
 class JoinedLinear(nn.Module):
     """One of several layers that are called with the same rows, one after another, and computed by the first of them.
 
     A product of one row takes as long as reading its weights, and small ones take longer to begin than to read. Layers
-    that are quantised are left as they are.
+    that transformers quantised are left as they are.
     """
 
     number: Tensor
@@ -98,15 +87,19 @@ class _Product:
     """The product of joined layers, from the first one's call to the last one's."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        biases = [each.bias for each in linears]
-        kind = _PackedWeight if _can_pack(linears[0].weight) else _PlainWeight
-        self.weight: _PackedWeight | _PlainWeight = kind(torch.cat([each.weight for each in linears]), _joined(biases))
+        first = linears[0]
+        self.weight: Weight
+        if isinstance(first, Int4Linear):
+            self.weight = Int4Weight.joined([each for each in linears if isinstance(each, Int4Linear)])
+        else:
+            kind = _PackedWeight if _can_pack(first.weight) else _PlainWeight
+            self.weight = kind(torch.cat([each.weight for each in linears]), joined_bias(linears))
         self._out_features = sum(each.out_features for each in linears)
         self._computed: tuple[Tensor, Tensor] | None = None
 
     def of(self, rows: Tensor, number: Tensor, last: bool) -> Tensor:
         if self._computed is None or self._computed[0] is not rows:
-            self._computed = rows, _multiply(rows, self.weight, number, self._out_features)
+            self._computed = rows, multiply(rows, self.weight, number, self._out_features)
         product = self._computed[1]
         if last:
             self._computed = None
@@ -124,28 +117,12 @@ def as_one(first: Tensor, second: Tensor) -> Tensor | None:
     return first.as_strided((*first.shape[:-1], apart + second.shape[-1]), first.stride())
 
 
-def _multiply(rows: Tensor, weight: _PackedWeight | _PlainWeight, number: Tensor, out_features: int) -> Tensor:
-    if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.framesieve.packed_linear(rows, number, out_features)
-        return product
-    return weight.multiply(rows)
-
-
-def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
-    found = [bias for bias in biases if bias is not None]
-    return torch.cat(found) if found else None
-
-
 def join_linears(model: nn.Module, *groups: Sequence[str]) -> None:
     """Joins the linear layers of these names, which their module calls with the same rows in this order."""
     for module in model.modules():
         for names in groups:
-            linears = [
-                each
-                for each in map(module._modules.get, names)
-                if type(each) is nn.Linear and _is_plain(each) and _can_join(each.weight)
-            ]
-            if len(linears) < len(names) or len({each.bias is None for each in linears}) > 1:
+            linears = [each for each in map(module._modules.get, names) if isinstance(each, nn.Linear)]
+            if len(linears) < len(names) or not _can_join(linears):
                 continue
             product, begin = _Product(linears), 0
             for name, linear in zip(names, linears, strict=True):
@@ -176,15 +153,6 @@ def pack_linears(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-# An operator of its own is opaque to the compiler.
-_library = torch.library.Library("framesieve", "FRAGMENT")
-_library.define("packed_linear(Tensor rows, Tensor number, int out_features) -> Tensor")
-_library.impl("packed_linear", lambda rows, number, out_features: _packed[int(number)].multiply(rows), "CPU")
-_library.impl(
-    "packed_linear", lambda rows, number, out_features: rows.new_empty((*rows.shape[:-1], out_features)), "Meta"
-)
-
-
 def _is_plain(linear: nn.Linear) -> bool:
     """Quantizers keep a layer's class but replace its weight, remove it, or override the layer's forward."""
     return "forward" not in vars(linear) and type(linear._parameters.get("weight")) in (Tensor, nn.Parameter)
@@ -196,10 +164,15 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bfloat16())
 
 
-def _can_join(weight: Tensor) -> bool:
-    return weight.device.type in JOINING_DEVICES or _can_pack(weight)
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether oneDNN has kernels for bfloat16 on this processor. Without, products take many times longer."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _can_join(linears: Sequence[nn.Linear]) -> bool:
+    if len({each.bias is None for each in linears}) > 1:
+        return False
+    packed = [each for each in linears if isinstance(each, Int4Linear)]
+    if len(packed) == len(linears):
+        return all(packed[0].int4.fits(each.int4) for each in packed)
+    return all(
+        type(each) is nn.Linear
+        and _is_plain(each)
+        and (each.weight.device.type in JOINING_DEVICES or _can_pack(each.weight))
+        for each in linears
+    )

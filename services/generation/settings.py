@@ -111,7 +111,13 @@ class GenerationSettings(UpstreamSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="dtype of weights and KV cache; auto: the checkpoint's, but float32 instead of bfloat16 on a CPU "
-        "that cannot multiply it",
+        "that cannot multiply it, and bfloat16 with weights in 4 bits, which are slow in others",
+    )
+    quantization: Literal["none", "int4"] = Field(
+        "none",
+        description="int4: linear layers of the text model are rounded to 4 bits while they are read, to the nearest "
+        "of 16 values for each group of 128 inputs: answers are approximate. Embeddings, output layer and experts stay "
+        "as they are. Checkpoints that are stored in 4 bits need no flag",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
@@ -129,7 +135,7 @@ class GenerationSettings(UpstreamSettings):
         "auto",
         description="whether the text model is compiled for the CPU at startup, which needs a C++ compiler, and some "
         "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
-        "adapters, quantised weights or tensor parallelism",
+        "adapters, tensor parallelism, or quantised weights other than those in 4 bits",
     )
     step_timeout_s: float | None = Field(
         None,

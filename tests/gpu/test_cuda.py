@@ -11,6 +11,7 @@ import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.compute.int4_linear import CudaLayout, Int4Weight, rounded_to_nearest
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.attention.block_plan import plan_blocks
@@ -91,6 +92,28 @@ def test_products_in_fp8_are_those_of_the_formula_also_as_a_replayed_graph(count
         rows.copy_(torch.randn(count, inputs, generator=random, device=like.device))
         graph.replay()
         expected = product_by_formula(rows, weight, scales)
+        assert (found - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("count", [1, 16, 65, 300])
+def test_products_in_int4_are_those_of_the_formula_also_as_a_replayed_graph(count: int) -> None:
+    """Few rows by torch's product, more by dequantised weights."""
+    if torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("torch has no products in int4 on this card")
+    random = torch.Generator(DEVICES[1]).manual_seed(0)
+    weight = torch.randn(2560, 3584, generator=random, device=DEVICES[1])
+    matrix = rounded_to_nearest(weight, 128)
+    packed = Int4Weight(matrix, torch.bfloat16)
+    assert isinstance(packed.layout, CudaLayout)
+    rows = torch.zeros(count, 3584, dtype=torch.bfloat16, device=DEVICES[1])
+    packed.multiply(rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = packed.multiply(rows)
+    for _ in range(2):
+        rows.copy_(torch.randn(count, 3584, generator=random, device=DEVICES[1]))
+        graph.replay()
+        expected = rows.float() @ matrix.dense().T
         assert (found - expected).abs().max() < 1e-2 * expected.abs().max()
 
 

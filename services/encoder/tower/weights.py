@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.device import TORCH_DTYPES, name_of
-from framesieve.services.compute.packed_linear import multiplies_bfloat16
+from framesieve.services.compute.device import TORCH_DTYPES, multiplies_bfloat16, name_of
 
 _KEYS_NAMED = 5  # in an error
 _STORED = ("F64", "F32", "F16", "BF16")

@@ -75,11 +75,15 @@ def check_pruning(checkpoint: Checkpoint, pruning: Pruning) -> None:
 
 
 def load_language_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None = None,
+    in_int4: bool = False,
 ) -> LanguageModel:
-    """A checkpoint's language model, or with a group this rank's part of it.
+    """A checkpoint's language model, or with a group this rank's part of it. in_int4: see `load`.
 
     Raises StartupError for an unsupported model type, missing or unknown weights, attention features that the engine
     does not support, and heads that cannot be divided among the ranks.
     """
-    return load(checkpoint.pick(FAMILIES), checkpoint, dtype, device, group)
+    return load(checkpoint.pick(FAMILIES), checkpoint, dtype, device, group, in_int4)

@@ -13,7 +13,9 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
-from framesieve.services.generation.loading.quantised import is_quantised, load_quantised
+from framesieve.services.generation.loading.int4 import Int4Layers, int4_format
+from framesieve.services.generation.loading.quantised import load_quantised
+from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from framesieve.services.generation.loading.weights import Named, as_stored, fill, has_weights, read_weights
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -62,13 +64,19 @@ class TextFamily:
 
 
 def load(
-    family: TextFamily, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None
+    family: TextFamily,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None,
+    in_int4: bool = False,
 ) -> LanguageModel:
     """The language model of a checkpoint, or with a group this rank's part of it.
 
+    in_int4: linear layers are rounded to 4 bits; those that are stored in 4 bits stay so anyhow.
     Raises StartupError for missing or unknown weights, and for what the family or the engine does not support.
     """
-    model = _load(family, checkpoint, dtype, device, group)
+    model = _load(family, checkpoint, dtype, device, group, in_int4)
     model = replace(model, position_axes=family.position_axes)
     if not family.stored:
         return model
@@ -79,22 +87,32 @@ def load(
 
 
 def _load(
-    family: TextFamily, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group | None
+    family: TextFamily,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group | None,
+    in_int4: bool,
 ) -> LanguageModel:
     config = family.config(checkpoint)
     classes, embed_levels = family.classes(config), family.embed_levels(config)
     text = make_text(classes.text, classes.rotary, config.text_config, device)
     prefix = next((each for each in family.prefixes if has_weights(checkpoint, each)), family.prefixes[-1])
+    named, how = family.named(config), int4_format(checkpoint, in_int4)
     in_fp8: dict[str, torch.dtype] = {}
-    if is_quantised(checkpoint):
+    if is_quantised(checkpoint) and how is None:
         in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
         if not in_fp8:
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
+    layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named)
     shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
+    if layers is not None:
+        layers.pack(dtype, device, shards)
+        named = layers.others
     dtypes = in_float32(text, dtype) | in_fp8
-    weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, family.named(config))
+    weights = read_weights(checkpoint, prefix, dtype, device, shards, dtypes, named)
     family.change(text, weights)
     fill(text, weights, prefix)
     del weights  # while layers are joined, both copies of all weights would be held
     style = (classes.whole._tp_plan or {}).get("lm_head", WHOLE_OUTPUT)
-    return with_output_layer(checkpoint, config, text, embed_levels, style, group)
+    return with_output_layer(checkpoint, config, text, embed_levels, style, group, how)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.loading.quantised import quantization_settings
+from framesieve.services.generation.loading.quantization_config import quantization_settings
 from framesieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
 from framesieve.services.generation.loading.weights import stored_weights
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits

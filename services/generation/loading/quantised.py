@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.loading.quantization_config import quantization_settings
 from framesieve.services.generation.loading.text_model import assemble, check_text
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -27,10 +28,6 @@ _TOWER = "visual."
 # Dequantised while loading: transformers would download its kernels of fp8 at the first request, and compressed-tensors
 # prepares its layers in the forward of the whole model, which is never called here.
 _DEQUANTISED = ("fp8", "compressed-tensors")
-
-
-def is_quantised(checkpoint: Checkpoint) -> bool:
-    return bool(quantization_settings(checkpoint))
 
 
 def load_quantised(
@@ -97,9 +94,3 @@ def load_quantised(
         for parameter in (*text.parameters(), *whole.lm_head.parameters()):
             parameter.data = parameter.data.to(dtype)
     return assemble(config, text, whole.lm_head, embed_levels)
-
-
-def quantization_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's `quantization_config`; {} if it has none."""
-    of_text = checkpoint.text_config.get("quantization_config")
-    return dict(checkpoint.config.get("quantization_config") or of_text or {})

@@ -14,6 +14,7 @@ from torch import nn
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.packed_linear import join_linears, pack_linears, packed
+from framesieve.services.generation.loading.int4 import Int4Format, Int4Layers
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.experts import EXPERTS, waits
@@ -88,11 +89,18 @@ def shard_text(text: Any, plan: Mapping[str, str] | None, group: Group | None) -
 
 
 def with_output_layer(
-    checkpoint: Checkpoint, config: Any, text: Any, embed_levels: int, style: str, group: Group | None
+    checkpoint: Checkpoint,
+    config: Any,
+    text: Any,
+    embed_levels: int,
+    style: str,
+    group: Group | None,
+    how: Int4Format | None = None,
 ) -> LanguageModel:
     """The language model of a text model that has its weights, with its output layer read from the checkpoint.
 
-    config: of the whole model. style: transformers' tensor-parallel style of the output layer. As in transformers, an
+    config: of the whole model. style: transformers' tensor-parallel style of the output layer. how: in which format
+    the checkpoint has it, if it has it in that: the nearest values are not used. As in transformers, an
     output layer that the checkpoint has is used even if the config says that it is the embedding: configs of InternVL
     say nothing, and that is the default of transformers' class.
     Raises StartupError for missing weights.
@@ -100,8 +108,14 @@ def with_output_layer(
     sizes, weight = config.text_config, text.embed_tokens.weight
     with torch.device("meta"):
         lm_head: Any = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
-    shards = {} if group is None else _shard_output_layer(lm_head, style, group)
     prefix = next((each for each in LM_HEAD_PREFIXES if has_weights(checkpoint, each)), LM_HEAD_PREFIXES[0])
+    layers = None
+    if how is not None and how.needed != ("weight",):
+        layers = Int4Layers(checkpoint, nn.ModuleDict({"lm_head": lm_head}), prefix.removesuffix("lm_head."), how)
+    shards = {} if group is None else _shard_output_layer(lm_head, style, group)
+    if layers:
+        layers.pack(weight.dtype, weight.device, {f"lm_head.{name}": each for name, each in shards.items()})
+        return assemble(config, text, lm_head, embed_levels, 1 if group is None else group.ranks)
     weights = read_weights(checkpoint, prefix, weight.dtype, weight.device, shards)
     tied = nn.Parameter(shards["weight"].of(weight.detach())) if shards else weight
     if config.tie_word_embeddings and (not weights or torch.equal(weights["weight"], tied)):

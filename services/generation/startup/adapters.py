@@ -14,6 +14,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import tagged_digest
 from framesieve.services.compute.adapter_files import read_adapters
 from framesieve.services.compute.adapters import Features, LowRank
+from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.generation.model.adapters import AdaptedLinear
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
@@ -59,7 +60,7 @@ def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
     """The part of an addition for a rank that has some columns of the layer, some of its rows, or all."""
     if group is None:
         return addition
-    rows, columns = layer.weight.shape
+    rows, columns = layer.int4.shape if isinstance(layer, Int4Linear) else layer.weight.shape
     if getattr(layer, "output_is_whole", False):
         return addition
     if columns < layer.in_features:

@@ -11,11 +11,13 @@ import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.device import device_of
+from framesieve.services.compute.device import device_of, multiplies_bfloat16
 from framesieve.services.compute.graphs import CudaCapture
-from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
+from framesieve.services.compute.int4_linear import Int4Linear
+from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
 from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.loading.quantised import is_quantised
+from framesieve.services.generation.loading.int4 import int4_format
+from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import OtherRanks, Runner
@@ -82,7 +84,9 @@ def build(
     limits = step_limits(settings, device, group)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
-    model = load_language_model(checkpoint, _dtype(settings, checkpoint, device), device, group)
+    in_int4 = settings.quantization == "int4"
+    dtype = _dtype(settings, checkpoint, device, in_int4)
+    model = load_language_model(checkpoint, dtype, device, group, in_int4)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
@@ -149,9 +153,11 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters or is_quantised(checkpoint):
+    if model.device.type != "cpu" or settings.adapters:
         return False
-    layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear)]
+    layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear | Int4Linear)]
+    if is_quantised(checkpoint) and int4_format(checkpoint, False) is None:
+        return False
     weights = sum(each.in_features * each.out_features for each in layers)
     small = weights >= COMPILED_FROM_WEIGHTS and weights <= model.layers * COMPILED_TO_LAYER_WEIGHTS
     return settings.compile == "on" or (settings.compile == "auto" and small)
@@ -253,7 +259,11 @@ def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_toke
     return settings.max_model_len
 
 
-def _dtype(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def _dtype(
+    settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device, in_int4: bool = False
+) -> torch.dtype:
+    if settings.dtype == "auto" and int4_format(checkpoint, in_int4) is not None:
+        return torch.bfloat16  # torch's products in int4 have no other dtype
     config = checkpoint.config
     own = config.get("dtype") or config.get("torch_dtype") or checkpoint.text_config.get("dtype")
     name = (own or "float32") if settings.dtype == "auto" else settings.dtype
