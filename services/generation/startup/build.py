@@ -15,6 +15,7 @@ from framesieve.services.compute.device import device_of
 from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear, multiplies_bfloat16
 from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.loading.quantised import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -74,7 +75,7 @@ def build(
     group: Group | None = None,
     workers: OtherRanks | None = None,
 ) -> Built:
-    """Loads model and adapters, sizes the KV cache and captures decode steps.
+    """Loads model, adapters and the head that drafts, sizes the KV cache and captures decode steps.
 
     group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
     """
@@ -85,6 +86,10 @@ def build(
     model = load_language_model(checkpoint, _dtype(settings, checkpoint, device), device, group)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
+    if settings.draft_model:
+        head = load_draft_head(Checkpoint.find(settings.draft_model, "--draft-model"), model)
+        log.info("drafting", head=str(settings.draft_model), layers=head.sizes.layers, vocab_size=head.sizes.vocab)
+        model = replace(model, draft=head)
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
     blocks = -(-_cache_tokens(settings, limits, state_slots, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
@@ -149,7 +154,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters or is_quantised(checkpoint):
+    if model.device.type != "cpu" or settings.adapters or model.draft or is_quantised(checkpoint):
         return False
     layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear)]
     weights = sum(each.in_features * each.out_features for each in layers)
@@ -238,7 +243,7 @@ def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None
 
 def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
     """The most rows of a step of decodes: a token of each sequence, and its draft tokens."""
-    return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.speculative_tokens))
+    return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.max_draft_tokens))
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:
