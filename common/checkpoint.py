@@ -51,37 +51,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with config.json, safetensors files and a tokenizer.
+    """A folder with config.json, safetensors files and a tokenizer. option: the flag that names it.
 
     Raises StartupError, with what to do, for a folder that is not a checkpoint or lacks a part of one: a file that its
     index names, the end of a file, or the content of a Git LFS pointer.
     """
 
     folder: Path
+    option: str = "--model"
 
     def __post_init__(self) -> None:
         if not self.folder.is_dir():
             what = "is a file" if self.folder.exists() else "does not exist"
             raise StartupError(
-                f"--model {self.folder} {what}: pass a folder in transformers' format, or a Hugging Face repository "
-                f"such as Qwen/Qwen2.5-VL-3B-Instruct"
+                f"{self.option} {self.folder} {what}: pass a folder in transformers' format, or a Hugging Face "
+                f"repository such as Qwen/Qwen2.5-VL-3B-Instruct"
             )
         if not (self.folder / "config.json").is_file():
-            raise StartupError(f"--model {self.folder} is not a checkpoint: it has no config.json")
+            raise StartupError(f"{self.option} {self.folder} is not a checkpoint: it has no config.json")
         for path in self._text_files:
             _refuse_pointer(path, _read(path, len(_LFS_POINTER)))
         self._check_index()
         if not self.weight_files:
-            raise StartupError(f"--model {self.folder} is not a checkpoint: it has no .safetensors file")
+            raise StartupError(f"{self.option} {self.folder} is not a checkpoint: it has no .safetensors file")
         for path in self.weight_files:
             _check_size(path)
 
     @classmethod
-    def find(cls, model: Path) -> Checkpoint:
+    def find(cls, model: Path, option: str = "--model") -> Checkpoint:
         """The checkpoint in a folder, or of a Hugging Face repository: from its cache, else downloaded into it."""
         if model.exists() or not _REPOSITORY.fullmatch(str(model)):
-            return cls(model)
-        return _cached(str(model)) or cls(_downloaded(str(model)))
+            return cls(model, option)
+        return _cached(str(model), option) or cls(_downloaded(str(model), option), option)
 
     def _check_index(self) -> None:
         named = self.read_json(_INDEX).get("weight_map", {})
@@ -89,7 +90,8 @@ class Checkpoint:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StartupError(
-                f"--model {self.folder} lacks {missing[0]}{more}, which {_INDEX} names: download the checkpoint again"
+                f"{self.option} {self.folder} lacks {missing[0]}{more}, which {_INDEX} names: download the checkpoint "
+                f"again"
             )
 
     @cached_property
@@ -133,7 +135,9 @@ class Checkpoint:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
         if self.model_type not in families:
             supported = ", ".join(sorted(families))
-            raise StartupError(f"--model {self.folder} has the model_type {self.model_type!r}; supported: {supported}")
+            raise StartupError(
+                f"{self.option} {self.folder} has the model_type {self.model_type!r}; supported: {supported}"
+            )
         return families[self.model_type]
 
     @property
@@ -248,17 +252,17 @@ def _refuse_pointer(path: Path, start: bytes) -> None:
         raise StartupError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path.parent}")
 
 
-def _cached(repository: str) -> Checkpoint | None:
+def _cached(repository: str, option: str) -> Checkpoint | None:
     """The checkpoint of a repository in Hugging Face's cache; None if the cache lacks a part of it."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Checkpoint(Path(snapshot_download(repository, local_files_only=True)))
+        return Checkpoint(Path(snapshot_download(repository, local_files_only=True)), option)
     except (OSError, StartupError):
         return None
 
 
-def _downloaded(repository: str) -> Path:
+def _downloaded(repository: str, option: str) -> Path:
     """Downloads what is missing of a repository into Hugging Face's cache, with its progress bar."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -267,12 +271,12 @@ def _downloaded(repository: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=[*_TEXT_FILES, _INDEX, "*.safetensors"]))
     except RepositoryNotFoundError as error:
         raise StartupError(
-            f"--model {repository} is neither a folder nor a Hugging Face repository that this user may read"
+            f"{option} {repository} is neither a folder nor a Hugging Face repository that this user may read"
         ) from error
     except (
         Exception
     ) as error:  # connections, proxies, full disks, offline mode: each library below has errors of its own
         reason = str(error).strip().partition("\n")[0]
         raise StartupError(
-            f"--model {repository} is not a folder, and could not be downloaded from Hugging Face: {reason}"
+            f"{option} {repository} is not a folder, and could not be downloaded from Hugging Face: {reason}"
         ) from error

@@ -59,7 +59,9 @@ class TimedRunner(Runner):
 
     def launch(self, chunks: Sequence[Chunk], before: SampledStep | None = None) -> LaunchedStep:
         launched = self.timed(lambda: super(TimedRunner, self).launch(chunks, before))
-        return _TimedLaunched(launched.chunks, launched.logits, launched.began_ns, launched.replayed, self)
+        return _TimedLaunched(
+            launched.chunks, launched.logits, launched.began_ns, launched.replayed, launched.hidden, self
+        )
 
     def timed(self, work: Callable[[], T]) -> T:
         began, start_s = Moment(self.model.device), time.perf_counter()

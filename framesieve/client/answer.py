@@ -92,6 +92,7 @@ class Usage:
 
     prompt_tokens_full, prompt_tokens: before and after pruning.
     cached_prompt_tokens: how many of prompt_tokens were prefix cache hits; 0 in `Accepted`, before prefill.
+    draft_tokens, accepted_draft_tokens: verified for the answer, and those of them that are part of it.
     """
 
     prompt_tokens_full: int
@@ -99,7 +100,12 @@ class Usage:
     completion_tokens: int
     media: tuple[MediaUsage, ...]
     cached_prompt_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
+
+# What `Usage` counts of one completion alone.
+_OF_A_COMPLETION = ("completion_tokens", "draft_tokens", "accepted_draft_tokens")
 
 STAGES = (
     "fetch",
@@ -274,5 +280,5 @@ def choice_of(finished: Finished, deltas: Sequence[Delta]) -> Choice:
 
 def cost_of(finished: Sequence[Finished]) -> tuple[Usage, Timings]:
     """Usage and timings over all completions. finished: at least one, in order of arrival."""
-    tokens = sum(each.usage.completion_tokens for each in finished)
-    return replace(finished[-1].usage, completion_tokens=tokens), finished[-1].timings
+    sums = {name: sum(getattr(each.usage, name) for each in finished) for name in _OF_A_COMPLETION}
+    return replace(finished[-1].usage, **sums), finished[-1].timings

@@ -84,6 +84,8 @@ def _usage(usage: generation_pb2.Usage) -> Usage:
             for item in usage.media
         ),
         cached_prompt_tokens=usage.cached_prompt_tokens,
+        draft_tokens=usage.draft_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
     )
 
 

@@ -28,6 +28,7 @@ from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import begin, begin_method, served_names
 from framesieve.services.compute.device import device_of, name_of
 from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.engine.payoff import Payoff
 from framesieve.services.generation.families import FAMILIES, check_pruning, check_ranks
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.state_slots import StateSlots
@@ -74,11 +75,12 @@ async def main() -> ExitStatus:
             built.limits.max_num_batched_tokens,
             built.limits.max_num_seqs,
             settings.max_waiting_requests,
-            settings.speculative_tokens,
+            settings.max_draft_tokens,
             count_step,
             break_off,
             overlap=model.device.type != "cpu",
             states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
+            payoff=Payoff(),
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))

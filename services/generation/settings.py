@@ -108,6 +108,19 @@ class GenerationSettings(UpstreamSettings):
         description="maximum number of draft tokens per sequence and step, found by n-gram lookup in prompt and "
         "answer; does not change answers; 0 turns speculative decoding off",
     )
+    draft_model: Path | None = Field(
+        None,
+        description="an EAGLE-3 head that drafts tokens for the model, a folder or Hugging Face repository of a "
+        "LlamaForCausalLMEagle3 or Eagle3LlamaForCausalLM; does not change answers; not with --speculative-tokens or "
+        "--tensor-parallel, nor for models with recurrent states; unset: none",
+    )
+    num_draft_tokens: int = Field(
+        3,
+        ge=1,
+        le=16,
+        description="maximum number of tokens that --draft-model drafts per sequence and step; fewer or none for "
+        "requests for which drafting takes longer than it saves",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="dtype of weights and KV cache; auto: the checkpoint's, but float32 instead of bfloat16 on a CPU "
@@ -135,7 +148,7 @@ class GenerationSettings(UpstreamSettings):
         "auto",
         description="whether the text model is compiled for the CPU at startup, which needs a C++ compiler, and some "
         "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
-        "adapters, tensor parallelism, or quantised weights other than those in 4 bits",
+        "adapters, --draft-model, tensor parallelism, or quantised weights other than those in 4 bits",
     )
     step_timeout_s: float | None = Field(
         None,
@@ -158,6 +171,19 @@ class GenerationSettings(UpstreamSettings):
         if self.pruning_threshold is not None and method not in BEFORE_TOWER:
             raise ValueError(f"--pruning-threshold is for {', '.join(BEFORE_TOWER)}, the method is {method}")
         return self
+
+    @model_validator(mode="after")
+    def _one_kind_of_drafts(self) -> Self:
+        if self.draft_model and self.speculative_tokens:
+            raise ValueError("--draft-model and --speculative-tokens are two kinds of draft tokens: choose one")
+        if self.draft_model and self.tensor_parallel > 1:
+            raise ValueError("--draft-model is not supported with --tensor-parallel")
+        return self
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Per sequence and step, of either kind."""
+        return self.num_draft_tokens if self.draft_model else self.speculative_tokens
 
     def pruning(self, config: Mapping[str, Any]) -> Pruning:
         """Of videos for which a request names none. config: of the checkpoint.

@@ -27,6 +27,7 @@ from framesieve.services.generation.model.attention.flash_infer import (
     Kernel,
     check_kernels,
 )
+from framesieve.services.generation.model.drafting import Drafter
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.batch import Context, Packed
 from tests.tiny import TinyEngine
@@ -251,7 +252,11 @@ class Kernels(FlashInferKernels):
 
 
 def use_paged(tiny: TinyEngine) -> TinyEngine:
-    """Gives an engine the cache of FlashInfer."""
-    sizes, like = tiny.runner._cache.sizes, tiny.model.embed_tokens.weight
-    tiny.runner._cache = FlashInferCache(sizes, like, Kernels(sizes, like))
+    """Gives an engine the cache of FlashInfer, and its head that drafts, if it has one."""
+    owners: list[Runner | Drafter] = [tiny.runner]
+    if tiny.runner.drafter:
+        owners.append(tiny.runner.drafter)
+    for owner in owners:
+        sizes, like = owner._cache.sizes, tiny.model.embed_tokens.weight
+        owner._cache = FlashInferCache(sizes, like, Kernels(sizes, like))
     return tiny

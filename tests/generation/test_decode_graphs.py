@@ -5,47 +5,21 @@ Runs without CUDA: a fake capture recomputes at every replay, over buffers that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.model import graphs
-from framesieve.services.generation.request.batch import Packed
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question
 from tests.oracle import Text
 from tests.tiny import Models, TinyEngine, load_models, random_item
-
-UNUSED = 2**30
-
-
-@pytest.fixture
-def rows_overwritten() -> Iterator[None]:
-    """Overwrites what must not be read: before a replay the logits of the last one, after it its input rows."""
-    replay = graphs._Graph.replay
-
-    def replay_and_overwrite(graph: graphs._Graph, decodes: Packed, ids: Tensor) -> Tensor:
-        graph._captured.output.fill_(torch.nan)
-        found = replay(graph, decodes, ids)
-        graph.inputs[:, : graphs.FIRST_BLOCK] = UNUSED
-        tables = graph.inputs[:, graphs.FIRST_BLOCK :].numpy()
-        tables[:] = np.random.default_rng(0).integers(0, tables.max() + 1, tables.shape)
-        return found
-
-    with patch.object(graphs._Graph, "replay", replay_and_overwrite):
-        yield
-
 
 DEEP = ("llava", "llava_pixtral", "nemotron_h_omni", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FAMILY_PARAMS = ["llava_onevision", "qwen3_5", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP)]

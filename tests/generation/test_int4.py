@@ -32,7 +32,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
-from framesieve.services.generation.startup.adapter_files import load_adapters
+from framesieve.services.generation.startup.adapters import load_adapters
 from framesieve.services.generation.startup.build import build
 from tests import parallel_rank
 from tests.adapters import write_adapter

@@ -52,6 +52,7 @@ class SequenceRunner:
     model: Any = field(default_factory=lambda: SimpleNamespace(hidden_size=1, device=torch.device("cpu")))
     slots: dict[int, tuple[object, ...]] = field(default_factory=dict)
     states: dict[int, tuple[object, ...]] = field(default_factory=lambda: {NO_STATE: ()})
+    drafter: None = None
 
     def launch(self, chunks: Sequence[Chunk], before: SampledStep | None) -> LaunchedStep:
         assert sum(chunk.tokens for chunk in chunks) <= self.max_num_batched_tokens
@@ -77,7 +78,7 @@ class SequenceRunner:
         sampling = (chunk for chunk in chunks if chunk.samples)
         ends = [end for chunk in sampling for end in range(chunk.end - chunk.num_draft_tokens, chunk.end + 1)]
         logits = torch.tensor([[0.0, 1.0 - end % 2, 0.5] for end in ends])
-        return LaunchedStep(chunks, logits, 0, 0)
+        return LaunchedStep(chunks, logits, 0, False, None)
 
     def row(self, chunk: Chunk, token: int) -> tuple[object, ...]:
         """What a token's own key depends on, from the request's items and what was kept of them."""

@@ -114,6 +114,8 @@ def measured(usage: Usage, timings: Timings) -> dict[str, Any]:
     """What OpenAI's usage has no field for."""
     return {
         "prompt_tokens_full": usage.prompt_tokens_full,
+        "draft_tokens": usage.draft_tokens,
+        "accepted_draft_tokens": usage.accepted_draft_tokens,
         "media": [
             {
                 "modality": item.modality.value,

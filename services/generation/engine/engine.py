@@ -18,7 +18,9 @@ import structlog
 import torch
 
 from framesieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
+from framesieve.services.generation.engine.payoff import Payoff
 from framesieve.services.generation.engine.scheduler import Scheduler
+from framesieve.services.generation.engine.speculation import HeadDrafts
 from framesieve.services.generation.engine.stats import EngineStats, Step
 from framesieve.services.generation.engine.stepper import Stepper
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
@@ -39,9 +41,10 @@ class Engine:
 
     max_num_batched_tokens: tokens of one step.
     max_num_seqs, max_waiting: requests that run, and other requests that wait for a place or for media.
-    max_draft_tokens: draft tokens for each running request and step.
+    max_draft_tokens: draft tokens for each running request and step, of the model's head if it has one.
     overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
+    payoff: decides which requests the head drafts for; None: for all.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -58,9 +61,11 @@ class Engine:
         on_end: Callable[[], object] = lambda: None,
         overlap: bool = False,
         states: StateSlots | None = None,
+        payoff: Payoff | None = None,
     ) -> None:
         self._model = runner.model
-        self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens, states)
+        drafts = HeadDrafts(payoff) if runner.drafter else None
+        self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens, states, drafts)
         self._capacity_tokens = allocator.total * allocator.block_tokens
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
@@ -68,7 +73,8 @@ class Engine:
         self._arrivals = count()
         self._stopping = False
         self._on_end = on_end
-        self._stepper = Stepper(runner, self._scheduler, self.cancel, on_step, overlap and not max_draft_tokens)
+        overlap = overlap and not max_draft_tokens
+        self._stepper = Stepper(runner, self._scheduler, self.cancel, on_step, overlap, payoff)
         self._lock = self._stepper.lock  # protects everything except the runner
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from framesieve.services.generation.engine.speculation import propose_draft_tokens
+from framesieve.services.generation.engine.speculation import Drafts, PromptLookup
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.prefixes import PrefixCache
 from framesieve.services.generation.kv_cache.state_slots import StateSlots
@@ -46,6 +46,7 @@ class Scheduler:
 
     max_num_batched_tokens: tokens of one step. max_num_seqs: running requests. max_draft_tokens: per request and step.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
+    drafts: where draft tokens come from; None: the prompt and the answer.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Scheduler:
         max_num_seqs: int,
         max_draft_tokens: int = 0,
         states: StateSlots | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         assert states is None or states.total >= 2 * max_num_seqs
         self.allocator = allocator
@@ -64,6 +66,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_draft_tokens = max_draft_tokens
+        self._drafts = drafts or PromptLookup()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
@@ -201,11 +204,12 @@ class Scheduler:
                 (decodes if tokens - request.num_computed_tokens == 1 else prefills).append(request)
         # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
         draft_budget = (budget - len(decodes)) // 2
+        self._drafts.begin_step(len(decodes))
         for request in decodes[:budget]:
             draft_tokens: tuple[int, ...] = ()
             if self._max_draft_tokens:
                 limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
-                draft_tokens = propose_draft_tokens(request, limit) if limit > 0 else ()
+                draft_tokens = self._drafts.propose(request, limit) if limit > 0 else ()
             chunks.append(_decode_chunk(request, draft_tokens))
             budget -= 1 + len(draft_tokens)
             draft_budget -= len(draft_tokens)

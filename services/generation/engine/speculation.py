@@ -1,4 +1,5 @@
-"""Proposes draft tokens by prompt lookup: what followed the last few tokens when they occurred before.
+"""Proposes draft tokens: room for those of a head, or by prompt lookup what followed the last few tokens when they
+occurred before.
 
     … the red circle moves down …  The red circle        draft tokens: moves down …
           └──── matches ──────┘      └─ the last three
@@ -10,12 +11,51 @@ Source: prompt lookup decoding, `prompt_lookup_num_tokens` of transformers' `gen
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
+from framesieve.services.generation.engine.payoff import Payoff
 from framesieve.services.generation.request.request import Request
 
 # Lengths of the match, tried in this order. A single matching token predicts too little.
 MATCHED_TOKENS = (3, 2)
+# In place of a token that the head drafts before the step is launched.
+UNKNOWN = -1
+
+
+class Drafts(Protocol):
+    """Where draft tokens come from."""
+
+    def begin_step(self, sequences: int) -> None:
+        """sequences: those that decode in the next step."""
+
+    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        """At most `limit` tokens that may follow the answer so far, or UNKNOWN for each."""
+
+
+class PromptLookup:
+    """Implements `Drafts`."""
+
+    def begin_step(self, sequences: int) -> None:
+        pass
+
+    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        return propose_draft_tokens(request, limit)
+
+
+class HeadDrafts:
+    """Implements `Drafts` for a model with a head that drafts. payoff: None: it always drafts."""
+
+    def __init__(self, payoff: Payoff | None) -> None:
+        self._payoff = payoff
+
+    def begin_step(self, sequences: int) -> None:
+        if self._payoff:
+            self._payoff.begin_step(sequences)
+
+    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        return (UNKNOWN,) * limit if self._payoff is None or self._payoff.pays(request) else ()
 
 
 def propose_draft_tokens(request: Request, limit: int) -> tuple[int, ...]:

@@ -7,7 +7,8 @@
 With overlap, a step is scheduled and its forward launched before the tokens of the one before it are known: the device
 feeds them to it. The host reads them, and prepares what sampling depends on, grammars among it, while that forward is
 computed. A request whose answer turns out to have ended is computed for one step too many, and not sampled. Draft
-tokens need the tokens: steps with them are read at once.
+tokens need the tokens: steps with them are read at once. A head that drafts does so before a step is launched, and
+reads what the step computed once its tokens are read.
 
 It runs in the engine's thread and does not know the queue of commands: `engine` calls it, one step after another.
 """
@@ -23,11 +24,20 @@ import structlog
 import torch
 
 from framesieve.common.contract.errors import FramesieveError, Overloaded
+from framesieve.services.generation.engine.payoff import Payoff
 from framesieve.services.generation.engine.scheduler import Scheduler
 from framesieve.services.generation.engine.stats import Step, Totals
 from framesieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
 from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
+from framesieve.services.generation.request.request import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillStarted,
+    Request,
+    Status,
+)
 from framesieve.services.generation.sampling.sampler import SampledToken
 
 log = structlog.get_logger()
@@ -43,6 +53,7 @@ class Stepper:
     cancel: called if a listener fails; must forget the request before the next step.
     on_step: called after each step.
     overlap: whether a forward is launched before the step before it is read.
+    payoff: is told what drafting costs and brings.
     given_up: whether `give_up` was called.
     """
 
@@ -53,6 +64,7 @@ class Stepper:
         cancel: Callable[[Request], None],
         on_step: Callable[[Step], None],
         overlap: bool,
+        payoff: Payoff | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.totals = Totals()
@@ -63,16 +75,20 @@ class Stepper:
         self._cancel = cancel
         self._on_step = on_step
         self._overlap = overlap
+        self._payoff = payoff
         self._unread: SampledStep | None = None  # the last step, if its tokens have yet to be read
         self._read_ns = 0  # when a step was read last
 
     def step(self) -> bool:
         """Launches a step and reads one. Returns False if there was nothing to do."""
         self.began_ns = monotonic_ns()
-        chunks, unread = self._schedule(), self._unread
+        chunks, unread = self._drafted(self._schedule()), self._unread
         self._unread = self._run_step(chunks)
         if not self._overlap:
             self._read()
+        if self._payoff and chunks and all(chunk.start >= chunk.request.prompt.tokens for chunk in chunks):
+            seconds = (monotonic_ns() - self.began_ns) * 1e-9
+            self._payoff.count_step(len(chunks), any(chunk.draft_tokens for chunk in chunks), seconds)
         self.began_ns = None
         return bool(chunks or unread)
 
@@ -117,6 +133,28 @@ class Stepper:
                     request.prefill_announced = True
                     self._send(request, PrefillStarted())
         return chunks
+
+    def _drafted(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """The chunks with the head's draft tokens; without any if drafting fails."""
+        drafter = self._runner.drafter
+        if drafter is None:
+            return chunks
+        drafted = self._attempt(chunks, lambda: drafter.draft(chunks))
+        if not isinstance(drafted, Exception):
+            return drafted
+        drafter.forget(chunks)
+        return drafter.draft(chunks)
+
+    def _extend(self, step: SampledStep, sampled: Mapping[Chunk, Sequence[SampledToken] | Exception]) -> None:
+        """Lets the head read a step, before its requests give up blocks. If that fails, they are drafted for later."""
+        drafter, hidden = self._runner.drafter, step.hidden
+        if drafter is None or hidden is None:
+            return
+        tokens = {
+            chunk: [each.token_id for each in found] for chunk, found in sampled.items() if isinstance(found, list)
+        }
+        if isinstance(self._attempt(step.chunks, lambda: drafter.extend(step.chunks, hidden, tokens)), Exception):
+            drafter.forget(step.chunks)
 
     def _run_step(self, chunks: Sequence[Chunk]) -> SampledStep | None:
         """Launches the forward of a step, reads the step before it, and launches the sampling.
@@ -171,7 +209,9 @@ class Stepper:
         """Reads the tokens of the unread step, if there is one."""
         step, self._unread = self._unread, None
         if step:
-            self._publish(step, self._postprocess(step.chunks, step.read()))
+            sampled = step.read()
+            self._extend(step, sampled)
+            self._publish(step, self._postprocess(step.chunks, sampled))
 
     def _postprocess(self, chunks: Sequence[Chunk], sampled: Mapping[Chunk, Sequence[SampledToken] | Exception]) -> int:
         """Appends sampled tokens to their answers, ends answers and sends events. Returns the accepted draft tokens.
@@ -197,6 +237,10 @@ class Stepper:
         if isinstance(sampled, Exception):
             raise sampled
         request.num_unread -= 1
+        request.draft_tokens += chunk.num_draft_tokens
+        request.accepted_draft_tokens += len(sampled) - 1
+        if self._payoff and chunk.draft_tokens:
+            self._payoff.count_drafts(request, len(sampled) - 1)
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token
                 self._scheduler.mark_accepted(chunk, accepted)
@@ -204,7 +248,7 @@ class Stepper:
             self._send(request, delta)
             if reason:
                 self.forget(request)
-                self._send(request, Finished(reason, len(request.output_ids)))
+                self._send(request, _finished(request, reason))
                 return accepted
         if len(sampled) <= chunk.num_draft_tokens:
             self._scheduler.mark_rejected(chunk)
@@ -229,6 +273,10 @@ class Stepper:
         except Exception:
             log.exception("listener failed", request_id=request.id)
             self._cancel(request)
+
+
+def _finished(request: Request, reason: FinishReason) -> Finished:
+    return Finished(reason, len(request.output_ids), request.draft_tokens, request.accepted_draft_tokens)
 
 
 def _as_failure(error: Exception) -> FramesieveError:

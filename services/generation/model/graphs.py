@@ -14,6 +14,7 @@ place are captured. This module does not know CUDA.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, repeat
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from framesieve.services.compute.graphs import Capture, doubling
 from framesieve.services.compute.transfers import pinned_for
 from framesieve.services.generation.model.attention.cache import CapturedCache
+from framesieve.services.generation.model.draft_head import tapped
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.states import PADDING, ZERO, StateCache
 from framesieve.services.generation.request.batch import Context, Packed
@@ -49,26 +51,43 @@ class DecodeGraphs:
         self._sizes = doubling(1, max_rows)
         # For 1280 rows of 152 k tokens 0.8 GB; with a buffer for each size, the graphs would take 2 GB.
         logits = torch.empty((max_rows, model.vocab_size), dtype=torch.float32, device=model.device)
+        hidden = None
+        if model.draft:
+            hidden = torch.empty((max_rows, model.hidden_size), dtype=model.dtype, device=model.device)
         self._graphs = {
-            rows: _Graph(model, cache, states, max_blocks, logits[:rows], capture) for rows in reversed(self._sizes)
+            rows: _Graph(model, cache, states, max_blocks, _Output(logits, hidden).first(rows), capture)
+            for rows in reversed(self._sizes)
         }
 
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def replay(self, decodes: Packed, ids: Tensor) -> Tensor | None:
-        """Raw logits of every row, float32 [R, vocab_size], valid until the next replay; None if no graph fits.
+    def replay(self, decodes: Packed, ids: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Raw logits of every row, float32 [R, vocab_size], and what the head that drafts reads, [R, D]; None if no
+        graph fits. Valid until the next replay.
 
         decodes: `decodes_only`. ids: int64 [R], theirs, on the device.
         """
         rows = next((each for each in self._sizes if each >= len(ids)), None)
         if rows is None or max(len(context.blocks) for context in decodes.contexts) > self._max_blocks:
             return None
-        return self._graphs[rows].replay(decodes, ids)[: len(ids)]
+        output = self._graphs[rows].replay(decodes, ids).first(len(ids))
+        return output.logits, output.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """logits: float32 [rows, vocab_size]. hidden: [rows, D], what the head that drafts reads; None without a head."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+    def first(self, rows: int) -> _Output:
+        return _Output(self.logits[:rows], None if self.hidden is None else self.hidden[:rows])
 
 
 class _Graph:
-    """The graph of a number of rows, those of `logits`, float32 [rows, vocab_size].
+    """The graph of a number of rows, those of `output`.
 
     Its input, int32 [rows, FIRST_BLOCK + blocks], is filled in pinned host memory and copied asynchronously. There are
     two copies of it, because a step is launched before the one before it was read.
@@ -80,9 +99,10 @@ class _Graph:
         cache: CapturedCache,
         states: StateCache | None,
         blocks: int,
-        logits: Tensor,
+        output: _Output,
         capture: Capture,
     ) -> None:
+        self._hidden, logits = output.hidden, output.logits
         self._cache, self._max_blocks = cache, blocks
         self._padding = Context(0, 1, (cache.sizes.padding_block,))
         host = torch.zeros((len(logits), FIRST_BLOCK + blocks), dtype=torch.int32)
@@ -91,9 +111,9 @@ class _Graph:
         self._hosts = cycle([pinned_for(host.clone(), model.device) for _ in range(2)])
         self.inputs = host.to(model.device, copy=True)
         self._plan([])
-        self._captured = capture([self.inputs], partial(_decode, model, cache, states, self.inputs, logits))
+        self._captured = capture([self.inputs], partial(_decode, model, cache, states, self.inputs, output))
 
-    def replay(self, decodes: Packed, ids: Tensor) -> Tensor:
+    def replay(self, decodes: Packed, ids: Tensor) -> _Output:
         contexts = decodes.row_contexts
         host, filled = next(self._hosts), len(contexts)
         rows = host.numpy()
@@ -109,7 +129,7 @@ class _Graph:
         self.inputs.copy_(host, non_blocking=True)
         self.inputs[:filled, ID] = ids
         self._captured.replay()
-        return self._captured.output
+        return _Output(self._captured.output, self._hidden)
 
     def _plan(self, contexts: Sequence[Context]) -> None:
         padded = chain(contexts, repeat(self._padding, len(self.inputs) - len(contexts)))
@@ -117,15 +137,19 @@ class _Graph:
 
 
 def _decode(
-    model: LanguageModel, cache: CapturedCache, states: StateCache | None, inputs: Tensor, logits: Tensor
+    model: LanguageModel, cache: CapturedCache, states: StateCache | None, inputs: Tensor, output: _Output
 ) -> Tensor:
-    """Raw next-token logits, written into `logits`, float32 [R, vocab_size]. inputs: int32 [R, FIRST_BLOCK + W]."""
+    """Raw next-token logits, written into `output`. inputs: int32 [R, FIRST_BLOCK + W]."""
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
-    hidden = model.text(
-        inputs_embeds=embeds[None],  # [1, R, D]
-        position_ids=model.position_ids(inputs[:, POSITIONS].long().T),
-        use_cache=False,
-        **({"states": states.decode_batch(*inputs[:, STATES].long().T)} if states else {}),
-        batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
-    ).last_hidden_state[0]
-    return logits.copy_(model.lm_head(hidden))
+    with tapped(model.text, model.draft) as hidden:
+        last = model.text(
+            inputs_embeds=embeds[None],  # [1, R, D]
+            position_ids=model.position_ids(inputs[:, POSITIONS].long().T),
+            use_cache=False,
+            **({"states": states.decode_batch(*inputs[:, STATES].long().T)} if states else {}),
+            batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
+        ).last_hidden_state[0]
+    rows = hidden()
+    if output.hidden is not None and rows is not None:
+        output.hidden.copy_(rows)
+    return output.logits.copy_(model.lm_head(last))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.services.generation.model.adapters import Adapters
+from framesieve.services.generation.model.draft_head import DraftHead
 from framesieve.services.generation.model.states import StateSizes
 
 
@@ -26,6 +27,7 @@ class LanguageModel:
     context_tokens: the longest sequence that the checkpoint supports.
     stored: number of vectors after the vocabulary's in `embed_tokens`.
     fp8_cache: keys and values are stored in fp8, else in the model's dtype.
+    draft: the head that drafts tokens for it, if there is one.
     position_axes: of the positions that `text` takes: 3; 1 of a model whose axes are all equal; 0 if it knows none.
     """
 
@@ -43,6 +45,7 @@ class LanguageModel:
     stored: int = 0
     fp8_cache: bool = False
     adapters: Adapters = field(default_factory=Adapters)
+    draft: DraftHead | None = None
 
     def position_ids(self, positions: Tensor) -> Tensor:
         """int64 [3, T] as `text` takes them: [3, 1, T] or [1, T], which a model without positions ignores."""
@@ -73,5 +76,7 @@ class LanguageModel:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers that have them, for the KV heads of this process."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * (1 if self.fp8_cache else self.dtype.itemsize)
+        """Bytes of one token's keys and values in all layers that have them, for the KV heads of this process, and in
+        the head that drafts."""
+        values = 2 * self.layers * self.kv_heads * self.head_dim + (self.draft.sizes.token_values if self.draft else 0)
+        return values * (1 if self.fp8_cache else self.dtype.itemsize)

@@ -17,17 +17,19 @@ from torch import Tensor
 
 from framesieve.services.compute.compiled import compiled_whole, compiles
 from framesieve.services.compute.graphs import Capture
-from framesieve.services.compute.transfers import pinned_for, to_device
+from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.model.attention import make_cache
 from framesieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
 from framesieve.services.generation.model.attention.running import running
+from framesieve.services.generation.model.draft_head import tapped
+from framesieve.services.generation.model.drafting import Drafter
 from framesieve.services.generation.model.graphs import DecodeGraphs
 from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.media_embeds import uploaded
 from framesieve.services.generation.model.states import RESERVED, StateCache
 from framesieve.services.generation.request.batch import (
     Chunk,
     Context,
-    MediaRows,
     Packed,
     decodes_first,
     pack,
@@ -64,13 +66,15 @@ class LaunchedStep:
     """A step whose forward the device may still be computing.
 
     chunks: in packed order. logits: as `Runner.forward` returns them. began_ns: when its launch began, on the
-    monotonic clock. replayed: whether a graph computed it.
+    monotonic clock. replayed: whether a graph computed it. hidden: [T, D], what the head that drafts reads of it, valid
+    until the next launch; None without a head.
     """
 
     chunks: Sequence[Chunk]
     logits: Tensor
     began_ns: int
     replayed: bool
+    hidden: Tensor | None
 
     @torch.inference_mode()
     def sample(self) -> SampledStep:
@@ -87,7 +91,7 @@ class LaunchedStep:
         elif sampling:
             # Also if all have ended: reading the result tells that the forward's pinned inputs may be used again.
             tokens = choose(self.logits, [_state_of(chunk.request) for chunk in sampling])
-        return SampledStep(self.chunks, sampling, tokens, self.began_ns, self.replayed)
+        return SampledStep(self.chunks, sampling, tokens, self.began_ns, self.replayed, self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class SampledStep:
     """A step whose tokens the device may still be sampling.
 
     sampling: the chunks that sample. tokens: their tokens; those of a step with draft tokens are known.
-    chunks, began_ns, replayed: as in `LaunchedStep`.
+    chunks, began_ns, replayed, hidden: as in `LaunchedStep`.
     """
 
     chunks: Sequence[Chunk]
@@ -103,6 +107,7 @@ class SampledStep:
     tokens: SampledBatch | list[list[SampledToken] | Exception]
     began_ns: int
     replayed: bool
+    hidden: Tensor | None
 
     def tokens_of(self, requests: Sequence[Request]) -> Tensor:
         """The sampled tokens of some requests, int64 [R], on the device. Not of a step with draft tokens."""
@@ -147,10 +152,15 @@ class Runner:
         self._states = StateCache(model.states, RESERVED + state_slots, like) if model.states else None
         self._graphs: DecodeGraphs | None = None
         self.replayed = False  # whether a graph computed the last step
+        self._hidden: Tensor | None = None  # of the last step, as the head that drafts reads it
+        self.drafter = Drafter(model, model.draft, blocks, block_tokens) if model.draft else None
         self._compiled: Callable[..., Any] | None = None
 
     def compile(self) -> bool:
-        """Compiles the text model for the CPU. Returns False, and leaves it eager, if that fails. Not with adapters."""
+        """Compiles the text model for the CPU. Returns False, and leaves it eager, if that fails.
+
+        Not with adapters, nor with a head that drafts.
+        """
         tokens, block_tokens = COMPILED_WITH_TOKENS, self._cache.sizes.block_tokens
         blocks = range(-(-tokens // block_tokens))
         packed = Packed(
@@ -203,7 +213,7 @@ class Runner:
         late = [chunk.request for chunk in chunks if chunk.request.num_unread]
         assert before or not late, "a token that was not read belongs to the step before"
         logits = self.forward(chunks, before.tokens_of(late) if before and late else None)
-        return LaunchedStep(chunks, logits, began_ns, self.replayed)
+        return LaunchedStep(chunks, logits, began_ns, self.replayed, self._hidden)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], unread: Tensor | None = None) -> Tensor:
@@ -216,7 +226,7 @@ class Runner:
         sent to the other ranks; a failure before that leaves them as they were.
         """
         packed, media = pack(chunks, self._cache.sizes.block_tokens)
-        media_embeds = self._uploaded(media) if media else None
+        media_embeds = uploaded(self.model, media, self.model.embed_levels) if media else None
         if self._workers is None:
             return self.compute(packed, media_embeds, unread)
         try:
@@ -237,22 +247,12 @@ class Runner:
         if unread is not None:
             ids = ids.index_copy(0, to_device(packed.unread_rows, self.model.device), unread)
         # A step is one forward, a graph's or an eager one: two would read all weights twice.
-        logits = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
-        self.replayed = logits is not None
-        return self._forward(packed, ids, media_embeds) if logits is None else logits
-
-    def _uploaded(self, media: Sequence[MediaRows]) -> Tensor:
-        """The embeddings of media rows on the model's device: [1 + embed_levels, M, D]."""
-        model = self.model
-        shape = (1 + model.embed_levels, sum(each.rows for each in media), model.hidden_size)
-        media_embeds = torch.empty(shape, dtype=model.dtype, device=model.device)
-        at = 0
-        for each in media:
-            # Level by level: rows of one level are contiguous in pinned memory, so the host does not wait.
-            for level, rows in zip(media_embeds, _features(each), strict=True):
-                level[at : at + each.rows].copy_(pinned_for(rows, model.device), non_blocking=True)
-            at += each.rows
-        return media_embeds
+        replayed = self._graphs.replay(packed, ids) if self._graphs and packed.decodes_only else None
+        self.replayed = replayed is not None
+        if replayed is None:
+            return self._forward(packed, ids, media_embeds)
+        logits, self._hidden = replayed
+        return logits
 
     def _forward(self, packed: Packed, ids: Tensor, media_embeds: Tensor | None) -> Tensor:
         """ids: int64 [T], on the device, with those of unread rows."""
@@ -263,14 +263,16 @@ class Runner:
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
         states = self._states.batch(packed) if self._states else None
-        if self._compiled is None or levels:
-            if states:
-                levels["states"] = states
-            output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
-        else:
-            with running(batch, states):
-                output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+        with tapped(text, self.model.draft) as hidden:
+            if self._compiled is None or levels:
+                if states:
+                    levels["states"] = states
+                output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
+            else:
+                with running(batch, states):
+                    output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
         logits: Tensor = self.model.lm_head(output.last_hidden_state[0][rows])
+        self._hidden = hidden()
         return logits.float()
 
     def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Any]:
@@ -280,14 +282,6 @@ class Runner:
         if not self.model.embed_levels:
             return {}
         return {"visual_pos_masks": rows, "deepstack_visual_embeds": media_embeds[1:]}
-
-
-def _features(media: MediaRows) -> Tensor:
-    embeds = media.request.embeds[media.media_index]
-    assert embeds is not None
-    first = media.first_row - (media.request.prompt.num_kept[media.media_index] - embeds.shape[1])
-    assert first >= 0, f"{media.request} lacks rows of item {media.media_index} that the cache lacks, too"
-    return embeds[:, first : first + media.rows]
 
 
 def _state_of(request: Request) -> SamplingState | None:

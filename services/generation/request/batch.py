@@ -165,7 +165,7 @@ def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[Medi
     at = num_decodes
     for chunk, context in zip(chunks[num_decodes:], contexts[num_decodes:], strict=True):
         end = at + chunk.tokens
-        _fill(chunk, ids[at:end], positions[:, at:end])
+        fill(chunk, ids[at:end], positions[:, at:end])
         slots[at:end] = slots_of(context.blocks, chunk.start, chunk.end, block_tokens)
         media.extend(media_rows(chunk, at))
         if chunk.samples:
@@ -243,7 +243,7 @@ def _fill_decodes(chunks: Sequence[Chunk], ids: Int64Array, positions: Int64Arra
             ids[row], positions[:, row] = prompt.ids[chunk.start], prompt.positions[:, chunk.start]
 
 
-def _fill(chunk: Chunk, ids: Int64Array, positions: Int64Array) -> None:
+def fill(chunk: Chunk, ids: Int64Array, positions: Int64Array) -> None:
     """Fills the rows of a chunk, which reaches into the answer when a preempted request is recomputed."""
     request, prompt = chunk.request, chunk.request.prompt
     inside = max(0, min(chunk.end, prompt.tokens) - chunk.start)

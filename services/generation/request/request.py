@@ -91,8 +91,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """draft_tokens: those that the model computed for the answer; accepted_draft_tokens: those that are part of it."""
+
     reason: FinishReason
     completion_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,8 @@ class Request:
         self.num_cached_blocks = 0  # first blocks that are cached in the allocator, or equal to a cached block
         self.parent_serial = self.root  # serial of the last of these blocks
         self.cached_tokens = 0  # prompt tokens that other requests had computed
+        self.draft_tokens = self.accepted_draft_tokens = 0
+        self.accepted_per_step: float | None = None  # a moving average of the steps in which it had draft tokens
         self.reclaimed = False  # its blocks were taken away before it finished
         self.prefill_announced = False
 

@@ -92,6 +92,8 @@ class Responses:
                             yield delta_response(Delta(text, ()), index, self._tokenizer, calls)
                     count_answer(reason)
                     self._usage.completion_tokens = event.completion_tokens
+                    self._usage.draft_tokens = event.draft_tokens
+                    self._usage.accepted_draft_tokens = event.accepted_draft_tokens
                     self._usage.cached_prompt_tokens = self._question.cached_tokens
                     yield finished_response(reason, self._usage, self._clock, index)
                 case Failed():

@@ -209,6 +209,10 @@ class DocumentState:
         """
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
 
+    def allowed_of(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after another, it allows."""
+        return int(self._matcher.validate_tokens(list(token_ids)))
+
     def add(self, token_id: int) -> None:
         """Takes a token that is allowed. Raises ValueError for any other."""
         if not self._matcher.consume_token(token_id):

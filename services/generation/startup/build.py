@@ -16,6 +16,7 @@ from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
 from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.loading.int4 import int4_format
 from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
@@ -76,7 +77,7 @@ def build(
     group: Group | None = None,
     workers: OtherRanks | None = None,
 ) -> Built:
-    """Loads model and adapters, sizes the KV cache and captures decode steps.
+    """Loads model, adapters and the head that drafts, sizes the KV cache and captures decode steps.
 
     group: this rank's; workers: on rank 0, the other ranks. Raises StartupError if the settings cannot be met.
     """
@@ -89,6 +90,10 @@ def build(
     model = load_language_model(checkpoint, dtype, device, group, in_int4)
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
+    if settings.draft_model:
+        head = load_draft_head(Checkpoint.find(settings.draft_model, "--draft-model"), model)
+        log.info("drafting", head=str(settings.draft_model), layers=head.sizes.layers, vocab_size=head.sizes.vocab)
+        model = replace(model, draft=head)
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
     blocks = -(-_cache_tokens(settings, limits, state_slots, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
@@ -153,7 +158,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters:
+    if model.device.type != "cpu" or settings.adapters or model.draft:
         return False
     layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear | Int4Linear)]
     if is_quantised(checkpoint) and int4_format(checkpoint, False) is None:
@@ -244,7 +249,7 @@ def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None
 
 def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
     """The most rows of a step of decodes: a token of each sequence, and its draft tokens."""
-    return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.speculative_tokens))
+    return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.max_draft_tokens))
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:

@@ -1,0 +1,136 @@
+"""Loads an EAGLE-3 head from a checkpoint in one of the two published layouts, which differ in what their ids of layers
+mean and in where deepstack is.
+
+    config.json: architectures      ids of layers name         hidden states are read
+    LlamaForCausalLMEagle3          layers, of their output    before deepstack is added, as SGLang serves them
+    Eagle3LlamaForCausalLM          layers, of their input     after deepstack was added, as vLLM serves them
+
+Without ids (`eagle_aux_hidden_state_layer_ids`, by itself or in `eagle_config`) both read the inputs of layers 2, n / 2
+and n − 3. Weights have the same names in both, but for the layer, `midlayer` or `layers.0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.compute.packed_linear import join_linears, pack_linears
+from framesieve.services.generation.loading.weights import fill, read_weights
+from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Rotary
+from framesieve.services.generation.model.language_model import LanguageModel
+
+# Whether ids of layers name those whose output is read, and hidden states are those before deepstack is added.
+LAYOUTS: Mapping[str, bool] = {"LlamaForCausalLMEagle3": True, "Eagle3LlamaForCausalLM": False}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Fields of heads that compute otherwise, in the config or its `eagle_config`.
+_UNSUPPORTED = (
+    "attention_bias",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "parallel_drafting",
+)
+_ROPE_TYPES = (None, "default", "mrope")
+_EMBEDDING = "embed_tokens."
+
+
+def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
+    """The head of a checkpoint, in the dtype and on the device of `model`, whose embedding it reads unless it has one.
+
+    Raises StartupError for another architecture or kind of head, missing or unknown weights, sizes other than the
+    model's, and a model that cannot be drafted for.
+    """
+    if model.states:
+        raise StartupError("--draft-model: models whose layers keep recurrent states are not supported yet")
+    sizes = draft_sizes(checkpoint.config, model)
+    with torch.device("meta"):
+        head = DraftHead(sizes)
+    own = read_weights(checkpoint, _EMBEDDING, model.dtype, model.device, {})
+    exact = {"d2t": torch.int64}
+    weights = read_weights(checkpoint, "", model.dtype, model.device, {}, exact, _named)
+    if sizes.vocab == model.vocab_size:
+        weights.setdefault("d2t", torch.zeros(sizes.vocab, dtype=torch.int64, device=model.device))
+    fill(head, weights, "")
+    targets = head.d2t + torch.arange(sizes.vocab, device=model.device)
+    if int(targets.min()) < 0 or int(targets.max()) >= model.vocab_size:
+        raise StartupError(
+            f"--draft-model: d2t names tokens {int(targets.min())} to {int(targets.max())}, the model has "
+            f"{model.vocab_size}"
+        )
+    if own:
+        table = own["weight"]
+        if table.shape[0] < model.vocab_size or table.shape[1] != sizes.hidden:
+            raise StartupError(f"--draft-model: embed_tokens.weight is {list(table.shape)}, which is not the model's")
+        if not torch.equal(table[: model.vocab_size], model.embed_tokens.weight[: model.vocab_size]):
+            head.embed_tokens = nn.Embedding.from_pretrained(table)
+    head.midlayer.self_attn.prepare(model.device)
+    join_linears(head, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    pack_linears(head)
+    return head.train(False).requires_grad_(False)
+
+
+def draft_sizes(config: Mapping[str, Any], model: LanguageModel) -> DraftSizes:
+    """Of a head's config. Raises StartupError, with the field, for what is not supported or is not the model's."""
+    architecture = str(next(iter(config.get("architectures") or ()), None))
+    if architecture not in LAYOUTS:
+        raise StartupError(f"--draft-model: architectures must be one of {', '.join(LAYOUTS)}, got {architecture!r}")
+    eagle = config.get("eagle_config") or {}
+    for name in _UNSUPPORTED:
+        if config.get(name) or eagle.get(name):
+            raise StartupError(f"--draft-model: {name} is not supported")
+    if config.get("num_hidden_layers", 1) != 1:
+        raise StartupError(f"--draft-model: num_hidden_layers must be 1, got {config['num_hidden_layers']}")
+    hidden, heads = field_of(config, "hidden_size"), field_of(config, "num_attention_heads")
+    for name in ("hidden_size", "target_hidden_size"):
+        if config.get(name, model.hidden_size) != model.hidden_size:
+            raise StartupError(f"--draft-model: {name} is {config[name]}, the model's is {model.hidden_size}")
+    text: Any = model.text
+    head_dim, rotary = config.get("head_dim") or hidden // heads, _rotary(config)
+    if rotary.sections and 2 * sum(rotary.sections) != head_dim:
+        raise StartupError(
+            f"--draft-model: mrope_section {list(rotary.sections)} does not add up to half of {head_dim}"
+        )
+    return DraftSizes(
+        hidden=hidden,
+        intermediate=field_of(config, "intermediate_size"),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocab=config.get("draft_vocab_size") or model.vocab_size,
+        eps=config.get("rms_norm_eps", 1e-6),
+        activation=config.get("hidden_act", "silu"),
+        rotary=rotary,
+        layers=_layers(config.get(_LAYER_IDS) or eagle.get(_LAYER_IDS), LAYOUTS[architecture], len(text.layers)),
+        before_levels=LAYOUTS[architecture],
+    )
+
+
+def _layers(ids: Any, of_outputs: bool, layers: int) -> tuple[int, ...]:
+    """The layers whose input is read."""
+    if not ids:
+        return (2, layers // 2, layers - 3)
+    found = tuple(int(each) + of_outputs for each in ids)
+    if not all(0 <= each <= layers for each in found):
+        raise StartupError(f"--draft-model: {_LAYER_IDS} {list(ids)} names layers that the model, of {layers}, lacks")
+    return found
+
+
+def _rotary(config: Mapping[str, Any]) -> Rotary:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in _ROPE_TYPES:
+        raise StartupError(f"--draft-model: rope_scaling.rope_type {kind!r} is not supported")
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return Rotary(float(theta), tuple(rope.get("mrope_section") or ()), bool(rope.get("mrope_interleaved")))
+
+
+def _named(name: str) -> str | None:
+    if name == "t2d" or name.startswith(_EMBEDDING):
+        return None
+    return name.replace("layers.0.", "midlayer.")

@@ -1,0 +1,378 @@
+"""An EAGLE-3 head: its drafts are those of the whole sequence without a cache, and change no answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2_5_VLTextConfig, Qwen3VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.engine.payoff import PERIOD, Payoff
+from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.loading.draft_head import draft_sizes, load_draft_head
+from framesieve.services.generation.model.drafting import Drafter
+from framesieve.services.generation.request.batch import Chunk
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
+from tests.drafts import ANGELSLIM, ROPES, SPECFORGE, head_tokens, write_head
+from tests.families import FAMILIES, text_and_head
+from tests.generation.paged_kernels import use_paged
+from tests.generation.recorder import Recorder
+from tests.generation.test_law import LAW, assert_law_of_any_mix
+from tests.law import Question, answer, assert_law, several_questions
+from tests.oracle import Text, expected_sequence
+from tests.tiny import PAD_ID, Models, TinyEngine, load_models, make_request, random_item
+
+BOTH = pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("qwen2_5_vl", SPECFORGE), ("qwen3_vl", ANGELSLIM), ("qwen3_vl", SPECFORGE)],
+    scope="module",
+)
+
+
+@pytest.fixture(scope="module")
+def drafted(family: str, architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A model with a random head of a published layout."""
+    torch.set_num_threads(1)
+    models = load_models(family, tmp_path_factory.mktemp(family))
+    folder = write_head(models.folder / "head", architecture, models.engine.hidden_size, models.engine.vocab_size)
+    return replace(models, engine=replace(models.engine, draft=load_draft_head(Checkpoint(folder), models.engine)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    return load_models("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+
+
+@LAW
+@given(st.data())
+@BOTH
+def test_the_law_holds_whatever_a_head_drafts(drafted: Models, data: st.DataObject) -> None:
+    assert_law_of_any_mix(drafted, data)
+
+
+@BOTH
+def test_drafts_are_those_of_the_whole_sequence_without_a_cache(drafted: Models) -> None:
+    """In chunks of each size, over prefix hits, for siblings, and where media arrive in parts."""
+    video = random_item(drafted.family, (4, 2, 3), Fraction(1), rate=0.5)
+    picture = random_item(drafted.family, (1, 2, 2), None, seed=6)
+    questions = [Question((Text((30, 31, 32)), video, Text((33,)), picture, Text((34, 35))), 8, answers=2)] * 2
+    compared = 0
+    for chunk_tokens in (3, 5, 9, 64):
+        tiny = TinyEngine(drafted.engine, max_num_batched_tokens=chunk_tokens, max_draft_tokens=3)
+        seen = record(tiny)
+        asked = answer(tiny, questions, (0, 40), (2, 5), [(2, 2, 2), ()])
+        assert_law(
+            drafted, tiny, [each for each in questions for _ in range(2)], [a for b in asked for a in (b, *b.others)]
+        )
+        assert asked[1].request.cached_tokens
+        answers = {each.request.id: each.answer for first in asked for each in (first, *first.others)}
+        for name, known, tokens in seen:
+            expected, margin = expected_drafts(drafted, questions[0], answers[name][:known], len(tokens))
+            if margin > 1e-3:
+                assert tokens == expected
+                compared += 1
+    assert compared > 40
+
+
+def record(tiny: TinyEngine) -> list[tuple[str, int, list[int]]]:
+    """What the head drafts from now on: the request, the tokens of its answer so far, and the drafts."""
+    drafter, seen = tiny.runner.drafter, list[tuple[str, int, list[int]]]()
+    assert drafter
+    draft = drafter.draft
+
+    def recorded(chunks: Sequence[Chunk]) -> list[Chunk]:
+        found = draft(chunks)
+        seen.extend(
+            (each.request.id, len(each.request.output_ids), list(each.draft_tokens))
+            for each in found
+            if each.draft_tokens
+        )
+        return found
+
+    drafter.draft = recorded  # type: ignore[method-assign]
+    return seen
+
+
+@torch.no_grad()
+def expected_drafts(models: Models, question: Question, said: list[int], count: int) -> tuple[list[int], float]:
+    """By transformers' text model and the head's weights over the gathered sequence."""
+    head = models.folder / "head"
+    config, weights = Checkpoint(head).config, load_file(head / "model.safetensors")
+    expected = expected_sequence(question.parts, question.kept, PAD_ID)
+    text, _ = text_and_head(models.reference)
+    embedding: Tensor = text.get_input_embeddings().weight
+    embeds = embedding[torch.tensor([*expected.ids, *said])].clone()
+    levels: list[list[Tensor]] = [[] for _ in range(models.engine.embed_levels)]
+    rows = [row for row, source in enumerate(expected.rows) if source]
+    for row in rows:
+        item, token = expected.rows[row] or (0, 0)
+        embeds[row] = torch.from_numpy(question.items[item].embeds[token])
+        for level, features in zip(levels, question.items[item].deepstack, strict=True):
+            level.append(torch.from_numpy(features[token]))
+    answered = [(len(expected.ids) + index + expected.delta,) * 3 for index in range(len(said))]
+    positions = torch.tensor([*expected.positions, *answered]).T
+    before, after = list[Tensor](), list[Tensor]()
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: after.append(inputs[0][0])) for layer in text.layers]
+    hooks += [layer.register_forward_hook(lambda _, __, output: before.append(output[0])) for layer in text.layers]
+    more: dict[str, Any] = {}
+    if levels:
+        more = {"visual_pos_masks": torch.zeros(1, len(embeds), dtype=torch.bool)}
+        more["visual_pos_masks"][0, rows] = True
+        more["deepstack_visual_embeds"] = [torch.stack(level) for level in levels]
+    mask = torch.ones(1, len(embeds), dtype=torch.long)
+    text(inputs_embeds=embeds[None], attention_mask=mask, position_ids=positions[:, None], use_cache=False, **more)
+    for hook in hooks:
+        hook.remove()
+    # Of the three layers: the third, the second, and the first.
+    states = after[2::-1] if config["architectures"] == [ANGELSLIM] else [before[1], before[0], after[0]]
+    states = [each[:-1] for each in states]
+    rope = {
+        "rope_type": "default",
+        "rope_theta": config["rope_theta"],
+        "mrope_section": config["rope_scaling"]["mrope_section"],
+    }
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16, "rope_parameters": rope}
+    rotary = (
+        Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(**sizes))
+        if config["rope_scaling"].get("mrope_interleaved")
+        else Qwen2_5_VLRotaryEmbedding(Qwen2_5_VLTextConfig(**sizes))
+    )
+    return head_tokens(weights, rotary, embeds[1:], states, positions[:, 1:], embedding, count)
+
+
+class Scripted:
+    """Drafts, of which as many are right as a script says, step by step; the rest are wrong."""
+
+    def __init__(self, answer: Sequence[int], script: Sequence[int]) -> None:
+        self._answer, self._script = answer, list(script)
+        self.accepted: list[int] = []
+
+    def draft(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        return [self._drafted(chunk) for chunk in chunks]
+
+    def _drafted(self, chunk: Chunk) -> Chunk:
+        if not chunk.draft_tokens:
+            return chunk
+        said, size = len(chunk.request.output_ids), chunk.num_draft_tokens
+        right = min(self._script.pop(0) if self._script else size, size)
+        tokens = list(self._answer[said : said + size])
+        tokens[right:] = [token + 1 if token < 100 else token - 1 for token in tokens[right:]]
+        self.accepted.append(right)
+        return Chunk(chunk.request, chunk.start, chunk.end, True, tuple(tokens))
+
+    def extend(self, *_: object) -> None:
+        pass
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=20), st.integers(1, 4), st.sampled_from((0.0, 0.8)))
+def test_any_number_of_drafts_may_be_right(models: Models, script: list[int], most: int, temperature: float) -> None:
+    """None and all of them included: the answer is that without drafts, in as many steps fewer as drafts were right."""
+    params = SamplingParams(20, temperature=temperature, seed=3)
+    plain = TinyEngine(models.engine)
+    expected = plain.ask("a", [Text((20, 21, 22))], params)
+    plain.drain()
+    tiny, scripted = scripted_engine(models, expected.answer, script, most)
+    asked = tiny.ask("a", [Text((20, 21, 22))], params)
+    tiny.drain()
+    tiny.engine.check_integrity()
+    assert asked.answer == expected.answer
+    assert len(tiny.runner.steps) == len(plain.runner.steps) - sum(scripted.accepted)
+    finished = asked.finished
+    assert finished
+    assert finished.accepted_draft_tokens == sum(scripted.accepted) <= finished.draft_tokens
+
+
+def scripted_engine(
+    models: Models, said: Sequence[int], script: Sequence[int], most: int
+) -> tuple[TinyEngine, Scripted]:
+    tiny, scripted = drafting_engine(models, most)[0], Scripted(said, script)
+    tiny.runner.drafter = scripted  # type: ignore[assignment]
+    return tiny, scripted
+
+
+def drafting_engine(models: Models, most: int) -> tuple[TinyEngine, Drafter]:
+    folder = models.folder / "head"
+    if not folder.exists():
+        write_head(folder, SPECFORGE, models.engine.hidden_size, models.engine.vocab_size)
+    head = load_draft_head(Checkpoint(folder), models.engine)
+    tiny = TinyEngine(replace(models.engine, draft=head), max_draft_tokens=most)
+    assert tiny.runner.drafter
+    return tiny, tiny.runner.drafter
+
+
+@BOTH
+def test_more_than_64_requests_draft_together(drafted: Models) -> None:
+    questions = several_questions(drafted.family) * 12
+    tiny = TinyEngine(drafted.engine, 72 * 16, 512, max_num_seqs=72, max_draft_tokens=2)
+    plain = TinyEngine(replace(drafted.engine, draft=None), 72 * 16, 512, max_num_seqs=72)
+    rows = list[int]()
+    seen = record(tiny)
+    asked = answer(tiny, questions)
+    assert [each.answer for each in asked] == [each.answer for each in answer(plain, questions)]
+    rows = [len(step) for step in tiny.runner.steps]
+    assert max(rows) > 64
+    assert len(seen) > 64
+
+
+@BOTH
+def test_drafts_end_with_the_cache_and_the_answer(drafted: Models) -> None:
+    """A request that fills all blocks, to the last slot but one."""
+    question = Question((Text(tuple(range(10, 20))),), 7)
+    tiny = TinyEngine(drafted.engine, blocks=question.most_blocks, max_draft_tokens=5)
+    seen = record(tiny)
+    asked = answer(tiny, [question])
+    assert_law(drafted, tiny, [question], asked)
+    assert [len(tokens) for _, known, tokens in seen] == [min(5, 7 - known - 1) for _, known, _ in seen] != []
+
+
+@pytest.mark.usefixtures("rows_overwritten")
+@BOTH
+def test_replayed_steps_are_drafted_for(drafted: Models) -> None:
+    questions = several_questions(drafted.family)
+    eager = TinyEngine(drafted.engine, max_draft_tokens=2)
+    seen = record(eager)
+    expected = [each.answer for each in answer(eager, questions)]
+    tiny = use_paged(TinyEngine(drafted.engine, max_draft_tokens=2))
+    assert tiny.runner.capture_decoding(24, 256, Recorder())
+    replayed = record(tiny)
+    assert [each.answer for each in answer(tiny, questions)] == expected
+    assert replayed == seen
+
+
+def test_drafts_that_a_grammar_forbids_are_left_out(models: Models) -> None:
+    grammar = Grammars(models.folder, models.engine.vocab_size, [1]).compile(ANY_OBJECT)
+    params = SamplingParams(8, eos_ids=(1,), grammar=grammar)
+    plain = TinyEngine(models.engine)
+    expected = plain.ask("a", [Text((20, 21, 22))], params)
+    plain.drain()
+    tiny, drafter = drafting_engine(models, 3)
+    wrong = [models.engine.vocab_size - 1, 20, 21]
+    drafter._guess = lambda chunks: [wrong[: chunk.num_draft_tokens] for chunk in chunks]  # type: ignore[method-assign]
+    asked = tiny.ask("a", [Text((20, 21, 22))], params)
+    tiny.drain()
+    assert asked.answer == expected.answer
+    assert asked.finished
+    assert asked.finished.draft_tokens == 0
+
+
+def test_a_step_is_computed_without_drafts_if_drafting_fails(models: Models) -> None:
+    tiny, drafter = drafting_engine(models, 3)
+    failures = iter([torch.OutOfMemoryError("a test"), *[None] * 99])
+
+    def failing(chunks: Sequence[Chunk]) -> list[list[int]]:
+        if error := next(failures):
+            raise error
+        return [[0] * chunk.num_draft_tokens for chunk in chunks]
+
+    drafter._guess = failing  # type: ignore[method-assign]
+    asked = tiny.ask("a", [Text((20, 21, 22))], SamplingParams(8))
+    tiny.drain()
+    assert asked.finished
+    assert asked.finished.draft_tokens
+
+
+def test_a_request_drafts_while_that_brings_more_than_it_costs() -> None:
+    payoff = Payoff()
+    good, bad = (make_request(name, [Text((1,))], SamplingParams(9)).request for name in ("good", "bad"))
+
+    def step(sequences: int, with_drafts_s: float) -> tuple[bool, bool]:
+        payoff.begin_step(sequences)
+        found = payoff.pays(good), payoff.pays(bad)
+        payoff.count_step(sequences, any(found), with_drafts_s if any(found) else 1.0)
+        for request, drafts, accepted in ((good, found[0], 2), (bad, found[1], 0)):
+            if drafts:
+                payoff.count_drafts(request, accepted)
+        return found
+
+    alone = [step(1, 1.5) for _ in range(2 * PERIOD)]
+    assert alone[0] == alone[PERIOD] == (False, False)  # measured
+    assert alone[PERIOD // 2] == (True, True)
+    assert {alone[1], alone[2]} == {(True, True)}
+    assert set(alone[PERIOD + 1 : PERIOD + PERIOD // 2]) == {(True, False)}
+    loaded = [step(64, 3.5) for _ in range(PERIOD)]
+    assert set(loaded[2 : PERIOD // 2]) == {(False, False)}
+    assert step(1, 1.5)[1] is False
+
+
+FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["LlamaForCausalLM"]}, "architectures must be one of"),
+    "layers": ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
+    "width": ({"target_hidden_size": 8}, "target_hidden_size is 8"),
+    "kind": ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc is not supported"),
+    "rope": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+    "sections": ({"rope_scaling": {"mrope_section": [2, 2, 2]}}, r"mrope_section \[2, 2, 2\]"),
+    "ids": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "names layers"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_head_that_is_not_supported_is_refused_by_name(models: Models, tmp_path: Path, fault: str) -> None:
+    config, message = FAULTS[fault]
+    folder = write_head(tmp_path, SPECFORGE, models.engine.hidden_size, models.engine.vocab_size)
+    (folder / "config.json").write_text(json.dumps(Checkpoint(folder).config | config))
+    with pytest.raises(StartupError, match=message):
+        load_draft_head(Checkpoint(folder), models.engine)
+
+
+def break_name(weights: dict[str, Tensor]) -> None:
+    del weights["midlayer.hidden_norm.weight"]
+
+
+def break_tokens(weights: dict[str, Tensor]) -> None:
+    weights["d2t"][-1] = 10**6
+
+
+@pytest.mark.parametrize(("fault", "message"), [(break_name, "missing weights"), (break_tokens, "d2t names tokens")])
+def test_weights_that_are_not_the_heads_are_refused(
+    models: Models, tmp_path: Path, fault: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    folder = write_head(tmp_path, SPECFORGE, models.engine.hidden_size, models.engine.vocab_size)
+    weights = load_file(folder / "model.safetensors")
+    weights = {name: each.clone() for name, each in weights.items()}
+    fault(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(StartupError, match=message):
+        load_draft_head(Checkpoint(folder), models.engine)
+
+
+def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
+    FAMILIES["qwen3_5"].write(tmp_path / "model", 7)
+    model = load_language_model(Checkpoint(tmp_path / "model"), torch.float32, torch.device("cpu"))
+    folder = write_head(tmp_path / "head", SPECFORGE, model.hidden_size, model.vocab_size)
+    with pytest.raises(StartupError, match="recurrent states"):
+        load_draft_head(Checkpoint(folder), model)
+
+
+@pytest.mark.parametrize("where", ["eagle_config", ""])
+def test_ids_of_layers_name_outputs_in_one_layout_and_inputs_in_the_other(models: Models, where: str) -> None:
+    ids: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    base = {"hidden_size": models.engine.hidden_size, "num_attention_heads": 6, "intermediate_size": 8, "head_dim": 16}
+    for architecture, expected in ((SPECFORGE, (1, 2, 3)), (ANGELSLIM, (0, 1, 2))):
+        rope = {"rope_scaling": ROPES[architecture]}
+        config = base | rope | {"architectures": [architecture]} | ({where: ids} if where else ids)
+        assert draft_sizes(config, models.engine).layers == expected
+
+
+def test_a_head_with_its_own_embedding_reads_it(models: Models, tmp_path: Path) -> None:
+    folder = write_head(tmp_path, SPECFORGE, models.engine.hidden_size, models.engine.vocab_size)
+    for table, own in ((models.engine.embed_tokens.weight + 0, False), (models.engine.embed_tokens.weight + 1, True)):
+        save_file({"embed_tokens.weight": table.detach().clone()}, folder / "embedding.safetensors")
+        head = load_draft_head(Checkpoint(folder), models.engine)
+        assert (head.embed_tokens is not None) == own
