@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from demo.checkpoint import TINY, write_checkpoint
+from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.int4_linear import (
@@ -31,7 +32,7 @@ from framesieve.services.compute.packed_linear import JoinedLinear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.settings import AdapterFolder, GenerationSettings
+from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.adapters import load_adapters
 from framesieve.services.generation.startup.build import build
 from tests import parallel_rank
