@@ -286,7 +286,7 @@ def test_each_rank_has_a_gpu_of_its_own(
         assert [str(device_of(device, "--data-parallel", 3, rank)) for rank in range(3)] == found
 
 
-def test_the_largest_forward_fills_every_rank_twice_and_is_pruned_by_every_method(
+def test_the_largest_forward_fills_every_rank_twice_and_with_each_adapter_and_is_pruned_by_every_method(
     tower: Tower, make: MakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     methods: list[str] = []
@@ -296,10 +296,11 @@ def test_the_largest_forward_fills_every_rank_twice_and_is_pruned_by_every_metho
         return keep_tokens(embeds, grid, pruning)
 
     monkeypatch.setattr(largest_forward, "keep_tokens", keep)
-    towers, others = make(2, graphed := with_graphs(tower, 100), rank_tokens=100)
+    adapted = replace(tower, adapted={b"mine": tower.forward})
+    towers, others = make(2, graphed := with_graphs(adapted, 100), rank_tokens=100)
     run_largest(towers, packing_of(graphed, 100).largest)
     side_px = 10 * tower.patches.token_px
-    assert forwards_of(towers, others) == [[[(2, side_px, side_px, 3)]] * 2] * 2
+    assert forwards_of(towers, others) == [[[(2, side_px, side_px, 3)]] * 3] * 2
     assert sorted(methods) == sorted(set(AFTER_TOWER) - {NONE})
 
 
