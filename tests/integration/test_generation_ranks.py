@@ -28,9 +28,9 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from framesieve.common.serving.server import run
 from framesieve.services.generation.__main__ import main
-from framesieve.services.generation.parallel.group import WorkerRanks
-watch = WorkerRanks.watch
-WorkerRanks.watch = lambda self, on_lost: (watch(self, on_lost), _set_pg_timeout(timedelta(seconds=6)))
+from framesieve.services.compute.rank_failure import RankFailure
+watch = RankFailure.watch
+RankFailure.watch = lambda self, on_failure: (watch(self, on_failure), _set_pg_timeout(timedelta(seconds=6)))
 run(main)
 """
 
