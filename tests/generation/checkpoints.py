@@ -38,7 +38,8 @@ def changed(
     weights(held)
     save_file(held, to / "model.safetensors", metadata={"format": "pt"})
     written = json.loads((to / "config.json").read_text()) | config
-    written.get("text_config", written).update(text_config or {})
+    of_text = written.get("text_config") or written.get("llm_config") or written
+    of_text.update(text_config or {})
     (to / "config.json").write_text(json.dumps(written))
     return to
 

@@ -116,7 +116,7 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
         "qwen3_5",
         *(
             pytest.param(each, marks=pytest.mark.deep)
-            for each in ("cosmos3_edge", "glm4v", "nemotron_h_omni", "qwen3_vl")
+            for each in ("cosmos3_edge", "glm4v", "nemotron_h_omni", "nemotron_nano_vl", "qwen3_vl")
         ),
     ],
     scope="module",

@@ -158,7 +158,11 @@ def test_weights_that_differ_from_the_config_are_named(family: str, family_check
     prefix = FAMILIES[family].text_prefix
     norm, query = f"{prefix}norm.weight", f"{prefix}layers.1.self_attn.q_proj.weight"
     first = "linear_attention" if family.startswith(("qwen3_5", "minicpmv4")) else "full_attention"
-    two_layers = {"num_hidden_layers": 2, "layer_types": [first, "full_attention"]}
+    two_layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": [first, "full_attention"]}
+    if family.startswith("nemotron"):
+        norm, query = f"{prefix}norm_f.weight", f"{prefix}layers.3.mixer.q_proj.weight"
+        of_both = {"nemotron_h_omni": ["linear_attention", "mlp"], "nemotron_nano_vl": "M-"}[family]
+        two_layers = {"layers_block_type" if isinstance(of_both, list) else "hybrid_override_pattern": of_both}
     faults: list[tuple[Callable[[dict[str, Tensor]], object], dict[str, Any], str]] = [
         (lambda weights: weights.pop(query), {}, f"missing weights ['{query}']"),
         (lambda weights: weights.pop(FAMILIES[family].lm_head), {}, "missing weights ['lm_head.weight']"),

@@ -107,7 +107,7 @@ async def check_pruned(
 
 async def test_nano_vl_answers_as_the_omni_with_its_weights(tmp_path: Path) -> None:
     """Of images in one and in several tiles, of a video, and of the same pruned at the rate of the config."""
-    nemotron_nano.write(tmp_path, 7, text={"time_step_min": 1e-6}, config={"video_pruning_rate": TRAINED_RATE})
+    nemotron_nano.write(tmp_path, 8, text={"time_step_min": 1e-6}, config={"video_pruning_rate": TRAINED_RATE})
     reference, video = load_reference("nemotron_nano_vl", tmp_path), Video(data=ODD, fps=8)
     with running(tmp_path) as stack:
         async with FramesieveClient(stack.addresses["generation"]) as client:

@@ -48,7 +48,7 @@ def loaded(folder: Path) -> Any:
 
 # Width and height, and columns and rows of at most 12 tiles of 512 pixels, by
 # calculate_internvl_targets(target_ratios=get_internvl_target_ratios(1, 12), image_size=512, …) of vLLM 0.32.
-# Of the last two, the checkpoint's own processor is known to make 11 and 7 tiles, the whole included.
+# Of the last two, the checkpoint's own processor was measured to make 11 and 7 tiles, the whole included.
 TILES = [
     ((640, 480), (4, 3)),
     ((1920, 1080), (4, 2)),

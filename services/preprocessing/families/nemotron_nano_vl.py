@@ -7,8 +7,8 @@ Frames are stretched to a tile's size, and neither are rounded after resizing. T
 A video has two frames a second, at most 128, as NVIDIA serves the model, from its first to its last one.
 TensorRT-LLM writes "This is a video:" before the frames and a newline after each, vLLM only newlines between them. Here
 it is as in vLLM: who wants these words writes them.
-Source: `NanoNemotronVLProcessor` of vLLM 0.32, which agrees with the checkpoint's image processor in tiles and pixels;
-sampling: `video_io.py`, which came with the checkpoint.
+Source: `NanoNemotronVLProcessor` of vLLM 0.32, with which public copies of the checkpoint's image processor agree in
+tiles and pixels; sampling: `sample_video_frames_to_data_urls` of Megatron-Bridge's examples for the model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class NemotronNanoVL(InternVL):
         """Raises StartupError for settings that are not supported."""
         config = checkpoint.config
         vision: Mapping[str, Any] = config.get("vision_config") or {}
+        stated = {**(vision.get("args") or {}), **vision}
         for name in _OF_OTHERS:
-            if (value := {**(vision.get("args") or {}), **vision}.get(name, 1)) != 1:
+            if (value := stated.get(name)) not in (None, 1):
                 raise StartupError(f"vision_config: {name} {value!r} is not supported for {checkpoint.model_type}")
         if config.get("use_thumbnail", True) is not True:
             raise StartupError(f"use_thumbnail {config['use_thumbnail']!r} is not supported, only true")
