@@ -81,7 +81,7 @@ def head_tokens(
     margin between the best of them and the second.
 
     rotary: transformers' rotary embedding for its config. embeds: [n, D], of tokens 1 … n. states: of tokens 0 … n − 1,
-    [n, D] each. positions: [3, n], of tokens 1 … n. embedding: [V, D], of drafted tokens.
+    [n, D] each. positions: [3, n]. embedding: [V, D], of drafted tokens.
     """
     named = {name.replace("layers.0.", "midlayer."): each for name, each in weights.items()}
     hidden = torch.cat(list(states), dim=-1) @ named["fc.weight"].T

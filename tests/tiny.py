@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.engine.payoff import Payoff
 from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
@@ -152,6 +153,7 @@ class TinyEngine:
     on_end: Callable[[], object] = lambda: None
     workers: OtherRanks | None = None
     overlap: bool = False
+    payoff: Payoff | None = None
     snapshots: int = 16  # slots of recurrent states beside those of running sequences
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
@@ -171,6 +173,7 @@ class TinyEngine:
             self.on_end,
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
+            self.payoff,
         )
 
     def ask(

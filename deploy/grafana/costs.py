@@ -41,7 +41,7 @@ def pruning() -> list[Panel]:
         ),
         lines(
             "Draft tokens",
-            "Draft tokens per second (--speculative-tokens), and how many of them were accepted.",
+            "Draft tokens per second (--speculative-tokens, --draft-model), and how many of them were accepted.",
             "none",
             {
                 "drafted": total("", rate("framesieve_generation_draft_tokens_total")),

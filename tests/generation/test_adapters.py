@@ -25,9 +25,11 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute import packed_linear
 from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
+from tests.drafts import SPECFORGE, write_head
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question
@@ -180,8 +182,11 @@ def test_neighbours_with_other_adapters_or_none_change_nothing(adapted: Adapted,
     others = data.draw(st.lists(question(adapted.models.family), min_size=1, max_size=3))
     questions = [replace(each, adapter=data.draw(named)) for each in (asking, *others, asking)]
     questions.append(replace(asking, adapter=data.draw(named), answers=data.draw(st.integers(1, 2))))
+    model = adapted.models.engine
+    folder = write_head(adapted.models.folder / "head", SPECFORGE, model.hidden_size, model.vocab_size)
+    head = load_draft_head(Checkpoint(folder), model) if data.draw(st.booleans()) else None
     engine = TinyEngine(
-        adapted.models.engine,
+        replace(model, draft=head),
         blocks=max(each.most_blocks for each in questions) + data.draw(st.sampled_from((0, 4, 64))),
         max_num_batched_tokens=data.draw(st.sampled_from((3, 8, 64, 512))),
         max_num_seqs=data.draw(st.integers(1, 5)),

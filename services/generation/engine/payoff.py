@@ -1,20 +1,24 @@
 """Whether drafting pays: what it brings to a request, against what it costs a step.
 
-    gain of a request    1 + a tokens a step instead of 1; a: its accepted drafts, a moving average
-    cost of a step       seconds with drafts / seconds without, moving averages of steps in which all sequences decode,
-                         for steps of about as many sequences: with many, drafts cost more than with few
+    gain of a request    1 + a tokens a step instead of 1; a: its accepted draft tokens a step, a moving average
+    cost of a step       seconds with drafts / seconds without, medians of the last steps in which about as many
+                         sequences decode and no prompt is computed: with many sequences, drafts cost more than with few
 
-A request drafts while its gain is above the cost. So that both stay known, every `PERIOD` steps of a size one is
-computed without drafts, and one in which all requests draft. It knows neither the model nor torch.
+A request drafts while its gain is above the cost. So that all of it stays known, of every `PERIOD` steps of a size the
+first `ALONE` are computed without drafts, and in one all requests draft. It knows neither the model nor torch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from functools import partial
+from statistics import median
 
 from framesieve.services.generation.request.request import Request
 
-PERIOD = 64
+PERIOD, ALONE = 128, 3
+# Steps that a median is of.
+REMEMBERED = 9
 # Of the last value in a moving average.
 WEIGHT = 0.2
 
@@ -23,7 +27,8 @@ class Payoff:
     """Measures steps and requests, and decides for each step whether a request drafts in it."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], float] = {}  # by size, with and without drafts
+        # By size, with and without drafts.
+        self._seconds = defaultdict[tuple[int, bool], deque[float]](partial(deque, maxlen=REMEMBERED))
         self._steps: Counter[int] = Counter()  # by size
         self._accepted: float | None = None  # of all requests, with which a new one begins
 
@@ -35,18 +40,17 @@ class Payoff:
 
     def pays(self, request: Request) -> bool:
         """Whether a request should draft in this step."""
-        if self._turn in (0, PERIOD // 2):
-            return self._turn > 0
-        with_drafts, without = (self._seconds.get((self._size, each)) for each in (True, False))
+        if self._turn < ALONE or self._turn == PERIOD // 2:
+            return self._turn >= ALONE
+        with_drafts, without = (self._seconds[self._size, each] for each in (True, False))
         accepted = self._accepted if request.accepted_per_step is None else request.accepted_per_step
-        if with_drafts is None or without is None or accepted is None:
+        if not with_drafts or not without or accepted is None:
             return True
-        return 1 + accepted > with_drafts / without
+        return 1 + accepted > median(with_drafts) / median(without)
 
     def count_step(self, sequences: int, drafted: bool, seconds: float) -> None:
         """Counts a step in which all sequences decode."""
-        size = sequences.bit_length(), drafted
-        self._seconds[size] = _average(self._seconds.get(size), seconds)
+        self._seconds[sequences.bit_length(), drafted].append(seconds)
 
     def count_drafts(self, request: Request, accepted: int) -> None:
         """Counts the drafts of a request in a step."""

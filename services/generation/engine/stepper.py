@@ -86,9 +86,6 @@ class Stepper:
         self._unread = self._run_step(chunks)
         if not self._overlap:
             self._read()
-        if self._payoff and chunks and all(chunk.start >= chunk.request.prompt.tokens for chunk in chunks):
-            seconds = (monotonic_ns() - self.began_ns) * 1e-9
-            self._payoff.count_step(len(chunks), any(chunk.draft_tokens for chunk in chunks), seconds)
         self.began_ns = None
         return bool(chunks or unread)
 
@@ -256,10 +253,13 @@ class Stepper:
 
     def _publish(self, sampled: SampledStep, accepted: int) -> None:
         preemptions = self._scheduler.preemptions - self.totals.preemptions
-        began_ns, self._read_ns = max(sampled.began_ns, self._read_ns), monotonic_ns()
+        launched_ns = self.began_ns if self._runner.drafter else None  # it drafts before the launch
+        began_ns, self._read_ns = max(launched_ns or sampled.began_ns, self._read_ns), monotonic_ns()
         seconds = (self._read_ns - began_ns) * 1e-9
         step = Step.of(sampled.chunks, accepted, preemptions, seconds, sampled.replayed)
         self.totals = self.totals.plus(step)
+        if self._payoff and not step.prompt_tokens:
+            self._payoff.count_step(step.sequences, bool(step.draft_tokens), seconds)
         self._on_step(step)
 
     def _send(self, request: Request, event: Event) -> None:

@@ -1,9 +1,10 @@
-"""Loads an EAGLE-3 head from a checkpoint in one of the two published layouts, which differ in what their ids of layers
-mean and in where deepstack is.
+"""Loads an EAGLE-3 head from a checkpoint in one of the two published layouts, which differ in more than its name.
 
-    config.json: architectures      ids of layers name         hidden states are read
-    LlamaForCausalLMEagle3          layers, of their output    before deepstack is added, as SGLang serves them
-    Eagle3LlamaForCausalLM          layers, of their input     after deepstack was added, as vLLM serves them
+    config.json: architectures        LlamaForCausalLMEagle3       Eagle3LlamaForCausalLM
+    by, served by                     SpecForge, SGLang            AngelSlim, vLLM
+    ids of layers name those whose    output is read               input is read
+    which is read                     before deepstack is added    after it was added
+    a row has the position of         the next token               its own token
 
 Without ids (`eagle_aux_hidden_state_layer_ids`, by itself or in `eagle_config`) both read the inputs of layers 2, n / 2
 and n − 3. Weights have the same names in both, but for the layer, `midlayer` or `layers.0`.
@@ -24,7 +25,7 @@ from framesieve.services.generation.loading.weights import fill, read_weights
 from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Rotary
 from framesieve.services.generation.model.language_model import LanguageModel
 
-# Whether ids of layers name those whose output is read, and hidden states are those before deepstack is added.
+# Whether ids of layers name those whose output is read, before deepstack, and rows have the next token's position.
 LAYOUTS: Mapping[str, bool] = {"LlamaForCausalLMEagle3": True, "Eagle3LlamaForCausalLM": False}
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Fields of heads that compute otherwise, in the config or its `eagle_config`.
@@ -56,7 +57,10 @@ def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
     weights = read_weights(checkpoint, "", model.dtype, model.device, {}, exact, _named)
     if sizes.vocab == model.vocab_size:
         weights.setdefault("d2t", torch.zeros(sizes.vocab, dtype=torch.int64, device=model.device))
-    fill(head, weights, "")
+    try:
+        fill(head, weights, "")
+    except StartupError as error:
+        raise StartupError(f"--draft-model: {error}") from error
     targets = head.d2t + torch.arange(sizes.vocab, device=model.device)
     if int(targets.min()) < 0 or int(targets.max()) >= model.vocab_size:
         raise StartupError(
@@ -91,7 +95,7 @@ def draft_sizes(config: Mapping[str, Any], model: LanguageModel) -> DraftSizes:
         if config.get(name, model.hidden_size) != model.hidden_size:
             raise StartupError(f"--draft-model: {name} is {config[name]}, the model's is {model.hidden_size}")
     text: Any = model.text
-    head_dim, rotary = config.get("head_dim") or hidden // heads, _rotary(config)
+    head_dim, rotary = config.get("head_dim") or hidden // heads, _rotary(config, LAYOUTS[architecture])
     if rotary.sections and 2 * sum(rotary.sections) != head_dim:
         raise StartupError(
             f"--draft-model: mrope_section {list(rotary.sections)} does not add up to half of {head_dim}"
@@ -121,13 +125,14 @@ def _layers(ids: Any, of_outputs: bool, layers: int) -> tuple[int, ...]:
     return found
 
 
-def _rotary(config: Mapping[str, Any]) -> Rotary:
+def _rotary(config: Mapping[str, Any], ahead: bool) -> Rotary:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in _ROPE_TYPES:
         raise StartupError(f"--draft-model: rope_scaling.rope_type {kind!r} is not supported")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return Rotary(float(theta), tuple(rope.get("mrope_section") or ()), bool(rope.get("mrope_interleaved")))
+    sections, interleaved = tuple(rope.get("mrope_section") or ()), bool(rope.get("mrope_interleaved"))
+    return Rotary(float(theta), sections, interleaved, ahead)
 
 
 def _named(name: str) -> str | None:

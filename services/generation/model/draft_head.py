@@ -1,6 +1,6 @@
 """An EAGLE-3 head: one decoder layer that guesses the tokens after the next from what the model computed of the last.
 
-    row i of a sequence:  [ embedding of token i + 1 | hidden states of token i ]     position: that of token i + 1
+    row i of a sequence:  [ embedding of token i + 1 | hidden states of token i ]     position: that of either token
                               normalised                 three layers', joined by `fc`, normalised
     output of row i    ─▶ the draft for token i + 2, and in place of hidden states for a row i + 1 that is only drafted
 
@@ -29,13 +29,16 @@ from framesieve.services.generation.model.attention.cache import Batch
 class Rotary:
     """How a head turns positions into rotations.
 
-    sections: frequencies of each of the three axes of a position; empty of a head that counts the tokens of the
-        sequence instead. interleaved: the axes take turns, as in Qwen3-VL, until the last two have their number.
+    sections: frequencies of each of the three axes of a position; empty of a head that knows one axis: of a model with
+        three, it counts the tokens of the sequence. interleaved: the axes take turns, as in Qwen3-VL, until the last
+        two have their number.
+    ahead: a row has the position of the next token, whose embedding it reads; else that of its own.
     """
 
     theta: float
     sections: tuple[int, ...] = ()
     interleaved: bool = False
+    ahead: bool = True
 
     def axes(self, frequencies: int) -> Tensor:
         """The axis that each frequency rotates by: int64 [frequencies]."""
@@ -91,7 +94,7 @@ class DraftHead(nn.Module):
 
     def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """One row for each token. embeds, hidden: [T, D], of the next token and of this one. positions: int64 [3, T],
-        of the next token.
+        by `Rotary.ahead`.
 
         Returns [T, D], for `draft` and as `hidden` of the row after it.
         """

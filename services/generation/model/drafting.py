@@ -9,16 +9,17 @@
 values are there wherever the model's are: in chunks, after prefix hits and preemption, for siblings. `draft` comes
 before the next step. What it writes is written again by the rows of accepted tokens, from hidden states.
 
-Where the token after a chunk has not arrived, the hidden states of the last one are kept for the chunk after it. The
-last token of a block may have been followed by another one when the block was filled for another sequence; so drafts
-may be worse there. None of this can change an answer: drafts are verified.
+Rows wait, as hidden states, where the next token has not arrived, and in answers that are not drafted for: then the
+head computes up to MAX_WAITING of a request at once, or when it drafts again.
+
+The last token of a block may have been followed by another one when the block was filled for another sequence, and rows
+that wait at the end of an answer are never computed: drafts may be worse there. None of this can change an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -43,27 +44,43 @@ from framesieve.services.generation.request.batch import (
 )
 from framesieve.services.generation.request.request import Request
 
+# Rows of an answer that wait at most: so many are computed in hardly more time than one.
+MAX_WAITING = 16
+
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """How far the head has read a sequence: all rows before that of token `tokens` − 1.
+    """How far the head has read a sequence. first: the rows before this one are computed.
 
-    hidden: [D], of token `tokens` − 1, whose next token is not known; or, if that is known and not computed by the
-        model, the output of the row before: drafts can begin.
+    waiting: hidden states of the rows from `first` on, [.., D] each. output: [D], of the row before `first`; None if it
+    was not computed here.
     """
 
-    tokens: int
-    hidden: Tensor
-    drafts: bool
-
-
-class _Rows(NamedTuple):
-    """Rows [first, end) of a sequence. sources: where their hidden states are, among a step's and those kept."""
-
-    chunk: Chunk
     first: int
+    waiting: tuple[Tensor, ...] = ()
+    output: Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + sum(map(len, self.waiting))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The next rows [read.first, end) of a request. sampled: tokens after those that its answer has."""
+
+    request: Request
+    read: _Read
     end: int
-    sources: Sequence[int]
+    sampled: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return self.end - self.read.first
+
+    def tokens(self, ahead: int) -> Chunk:
+        """The tokens of these rows, or with 1 the next ones."""
+        return Chunk(self.request, self.read.first + ahead, self.end + ahead, False, self.sampled)
 
 
 class Drafter:
@@ -76,42 +93,35 @@ class Drafter:
             CacheSizes(1, blocks, block_tokens, sizes.heads, sizes.kv_heads, sizes.head_dim, model.fp8_cache),
             model.embed_tokens.weight,
         )
-        self._read: WeakKeyDictionary[Request, _Read] = WeakKeyDictionary()
+        # As heads without sections are served: positions of one axis are those of the model.
+        self._counts_tokens = not sizes.rotary.sections and model.position_axes == 3
+        self._reads: WeakKeyDictionary[Request, _Read] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def extend(self, chunks: Sequence[Chunk], hidden: Tensor, sampled: Mapping[Chunk, Sequence[int]]) -> None:
         """Reads what a step computed, while its requests still have the blocks and answers that they had in it.
 
-        chunks: in packed order. hidden: [T, D], as `DraftHead.joined` gives them. sampled: the accepted draft tokens
-        and one more, of each chunk that samples and whose request did not fail.
+        chunks: in packed order. hidden: [T, D], as `DraftHead.joined` gives them; may change afterwards. sampled: the
+        accepted draft tokens and one more, of each chunk that samples and whose request did not fail.
         """
-        rows: list[_Rows] = []
-        kept: list[Tensor] = []
-        at, carries = 0, list[tuple[Request, _Read]]()
-        for chunk in chunks:
-            request, ids = chunk.request, sampled.get(chunk, ())
-            before, place, at = self._read.pop(request, None), at, at + chunk.tokens
+        due: list[_Rows] = []
+        places = np.cumsum([0, *(chunk.tokens for chunk in chunks)])
+        single = [number for number, chunk in enumerate(chunks) if chunk.tokens == 1]
+        gathered = hidden[to_device(places[single], hidden.device)]
+        alone = {number: gathered[row : row + 1] for row, number in enumerate(single)}
+        for number, chunk in enumerate(chunks):
+            request, ids, place = chunk.request, tuple(sampled.get(chunk, ())), int(places[number])
+            before = self._reads.pop(request, None)
             if chunk.samples and not ids:
                 continue
+            if before is None or before.end != chunk.start:
+                before = _Read(chunk.start)
             end = chunk.end - chunk.num_draft_tokens + len(ids[1:])
-            known = end if chunk.samples else min(end, request.ready_tokens - 1)
-            first, sources = chunk.start, list(range(place, place + known - chunk.start))
-            if before and before.tokens == chunk.start and not before.drafts and known >= first:
-                first, sources = first - 1, [len(hidden) + len(kept), *sources]
-                kept.append(before.hidden)
-            if known < end:  # the last one
-                carries.append((request, _Read(end, hidden[place + end - chunk.start - 1], False)))
-            if sources:
-                rows.append(_Rows(_ahead(chunk, first, known, ids), first, known, sources))
-        if rows:
-            rows.sort(key=lambda each: each.end - each.first > 1)
-            outputs = self._compute(rows, torch.cat([hidden, torch.stack(kept)]) if kept else hidden)
-            last = np.cumsum([each.end - each.first for each in rows]) - 1
-            ends = outputs[to_device(last, outputs.device)]
-            for each, output in zip(rows, ends, strict=True):
-                if each.chunk.samples:
-                    self._read[each.chunk.request] = _Read(each.end + 1, output, True)
-        self._read.update(carries)
+            rows = alone[number] if number in alone else hidden[place : place + end - chunk.start]
+            read = self._reads[request] = _Read(before.first, (*before.waiting, rows), before.output)
+            if not _is_plain(chunk) or len(read.waiting) >= MAX_WAITING:
+                due.append(_Rows(request, read, end if ids else min(end, request.ready_tokens - 1), ids))
+        self._compute(due)
 
     @torch.inference_mode()
     def draft(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -120,7 +130,11 @@ class Drafter:
         A token that the answer's grammar does not allow, and those after it, are left out.
         """
         asked = [chunk for chunk in chunks if chunk.draft_tokens]
-        ready = [chunk for chunk in asked if self._ready(chunk)]
+        reads = [(chunk.request, self._reads.get(chunk.request, _Read(-1)), chunk.start) for chunk in asked]
+        self._compute(
+            [_Rows(request, read, end, ()) for request, read, end in reads if read.end == end and read.waiting]
+        )
+        ready = [chunk for chunk in asked if self._output(chunk) is not None]
         found: dict[Chunk, Sequence[int]] = dict.fromkeys(asked, ())
         if ready:
             ready.sort(key=lambda chunk: -chunk.num_draft_tokens)
@@ -130,16 +144,17 @@ class Drafter:
     def forget(self, chunks: Sequence[Chunk]) -> None:
         """Drafts nothing for these requests until they have sampled again."""
         for chunk in chunks:
-            self._read.pop(chunk.request, None)
+            self._reads.pop(chunk.request, None)
 
-    def _ready(self, chunk: Chunk) -> bool:
-        read = self._read.get(chunk.request)
-        return read is not None and read.drafts and read.tokens == chunk.start + 1
+    def _output(self, chunk: Chunk) -> Tensor | None:
+        """That of the last row before a chunk of one token, [D]; None if it is not known."""
+        read = self._reads.get(chunk.request)
+        return read.output if read and read.first == chunk.start else None
 
     def _guess(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The head's tokens for each chunk, as many as it has room for; most first."""
         device = self._model.device
-        rows = torch.stack([self._read[chunk.request].hidden for chunk in chunks])
+        rows = torch.stack([output for chunk in chunks if (output := self._output(chunk)) is not None])
         drafted: list[Tensor] = []
         for number in range(chunks[0].num_draft_tokens):
             drafted.append(self._head.draft(rows))
@@ -147,50 +162,59 @@ class Drafter:
             if not active:
                 break
             places = np.array([chunk.start + number for chunk in active])
-            contexts = tuple(
+            contexts = [
                 Context(place, place + 1, chunk.request.blocks.array)
                 for place, chunk in zip(places.tolist(), active, strict=True)
-            )
+            ]
             deltas = np.array([chunk.request.prompt.delta for chunk in active])
-            packed = self._packed(contexts, len(active), np.tile(places + 1 + deltas, (3, 1)))
+            packed = self._packed(
+                contexts, len(active), np.tile(places + self._head.sizes.rotary.ahead + deltas, (3, 1))
+            )
             embeds = self._embed(drafted[-1][: len(active)])
             positions = to_device(packed.positions, device)
             rows = self._head(embeds, rows[: len(active)], positions, self._cache.batch(packed))
         columns = [each.tolist() for each in drafted]
         return [[column[row] for column in columns[: chunk.num_draft_tokens]] for row, chunk in enumerate(chunks)]
 
-    def _compute(self, rows: Sequence[_Rows], hidden: Tensor) -> Tensor:
-        """The head's outputs, [T, D], of rows whose hidden states are in `hidden`; those of one token first."""
-        total = sum(each.end - each.first for each in rows)
-        ids, positions = np.empty(total, np.int64), np.empty((3, total), np.int64)
-        contexts, media, at = list[Context](), list[MediaRows](), 0
-        for each in rows:
-            end = at + each.end - each.first
-            fill(each.chunk, ids[at:end], positions[:, at:end])
-            media.extend(media_rows(each.chunk, at))
-            contexts.append(Context(each.first, each.end, each.chunk.request.blocks.array))
+    def _compute(self, due: Sequence[_Rows]) -> None:
+        """Computes rows that wait."""
+        rows = sorted((each for each in due if each.count > 0), key=lambda each: each.count > 1)
+        if not rows:
+            return
+        ends = np.cumsum([each.count for each in rows])
+        ids, own, positions = (np.empty((*axes, ends[-1]), np.int64) for axes in ((), (), (3,)))
+        contexts, media, hidden, at = list[Context](), list[MediaRows](), list[Tensor](), 0
+        for each, end in zip(rows, ends.tolist(), strict=True):
+            fill(each.tokens(1), ids[at:end], positions[:, at:end])
+            if not self._head.sizes.rotary.ahead:
+                fill(each.tokens(0), own[at:end], positions[:, at:end])
+            media.extend(media_rows(each.tokens(1), at))
+            contexts.append(Context(each.read.first, each.end, each.request.blocks.array))
+            hidden.extend(each.read.waiting)
+            if each.end < each.read.end:  # the last one waits on
+                hidden[-1] = hidden[-1][: each.end - each.read.end]
             at = end
         device = self._model.device
-        num_single = sum(each.end - each.first == 1 for each in rows)
-        packed = self._packed(tuple(contexts), num_single, positions)
+        packed = self._packed(contexts, sum(each.count == 1 for each in rows), positions)
         embeds = self._embed(to_device(ids, device))
         if media:
             places = np.concatenate([np.arange(each.at, each.end) for each in media])
             embeds.index_copy_(0, to_device(places, device), uploaded(self._model, media, 0)[0])
-        sources = np.concatenate([np.array(each.sources, np.int64) for each in rows])
-        hidden = hidden[to_device(sources, device)]
-        output: Tensor = self._head(embeds, hidden, to_device(packed.positions, device), self._cache.batch(packed))
-        return output
+        batch = self._cache.batch(packed)
+        outputs = self._head(embeds, torch.cat(hidden), to_device(packed.positions, device), batch)
+        for each, output in zip(rows, outputs[to_device(ends - 1, device)], strict=True):
+            rest = each.read.waiting[-1][-1:].clone() if each.end < each.read.end else None
+            self._reads[each.request] = _Read(each.end, () if rest is None else (rest,), output)
 
     def _embed(self, ids: Tensor) -> Tensor:
         rows: Tensor = (self._head.embed_tokens or self._model.embed_tokens)(ids)
         return rows
 
-    def _packed(self, contexts: tuple[Context, ...], num_single: int, positions: Int64Array) -> Packed:
-        """positions: int64 [3, T], of the next tokens; a head without sections counts tokens instead."""
+    def _packed(self, contexts: Sequence[Context], num_single: int, positions: Int64Array) -> Packed:
+        """positions: int64 [3, T], of the model."""
         size = self._cache.sizes.block_tokens
-        if not self._head.sizes.rotary.sections:
-            positions = np.tile(np.concatenate([np.arange(each.start, each.end) for each in contexts]) + 1, (3, 1))
+        if self._counts_tokens:
+            positions = np.tile(np.concatenate([np.arange(each.start, each.end) for each in contexts]), (3, 1))
         none = np.empty(0, np.int64)
         return Packed(
             contexts=tuple(each._replace(blocks=each.blocks[: -(-each.end // size)]) for each in contexts),
@@ -203,9 +227,9 @@ class Drafter:
         )
 
 
-def _ahead(chunk: Chunk, first: int, end: int, sampled: Sequence[int]) -> Chunk:
-    """The tokens after rows [first, end), of which the last may be sampled ones that are not in the answer yet."""
-    return Chunk(chunk.request, first + 1, end + 1, chunk.samples, tuple(sampled))
+def _is_plain(chunk: Chunk) -> bool:
+    """Whether it is a token of an answer, without drafts."""
+    return chunk.tokens == 1 and chunk.samples and chunk.start >= chunk.request.prompt.tokens
 
 
 def _drafted(chunk: Chunk, tokens: Sequence[int]) -> Chunk:

@@ -1,0 +1,55 @@
+"""A generation service with a random EAGLE-3 head, which is never right: answers are those of one without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+
+import pytest
+
+from framesieve import FramesieveClient, Video
+from framesieve.client.answer import Answer
+from framesieve.client.prompt import Options
+from framesieve.common.checkpoint import Checkpoint
+from tests import media
+from tests.drafts import SPECFORGE, write_head
+from tests.integration.conftest import another_generation
+from tests.integration.fleet import Service, Stack
+
+CLIP = media.clip(8, fps=4)
+SCHEMA = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 30, "maxItems": 40}
+
+
+@pytest.fixture
+def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
+    text = Checkpoint(tiny_checkpoint).config["text_config"]
+    head = write_head(tmp_path / "head", SPECFORGE, text["hidden_size"], text["vocab_size"])
+    flags = ("--draft-model", str(head), "--kv-cache-tokens", "512", "--max-num-batched-tokens", "64")
+    with another_generation(stack, tiny_checkpoint, tmp_path, *flags) as service:
+        yield service
+
+
+async def test_wrong_drafts_change_no_answer_and_stop(client: FramesieveClient, drafting: Service) -> None:
+    sampled = Options(temperature=1.0, seed=3, max_new_tokens=30, n=2)
+    document = Options(json_schema=SCHEMA, temperature=1.0, seed=1, max_new_tokens=100)
+    long = Options(temperature=0, max_new_tokens=200, ignore_eos=True)
+
+    def all_of(asked: FramesieveClient) -> list[Awaitable[Answer]]:
+        film = Video(data=CLIP)
+        return [asked.ask(film, "What moves?", **each) for each in (sampled, document)] + [asked.ask(None, "?", **long)]
+
+    async with FramesieveClient(drafting.address) as other:
+        expected = [tokens_of(await each) for each in all_of(client)]
+        answers = await asyncio.gather(*all_of(other))
+        alone = await other.ask(None, "?", **long)
+    assert [tokens_of(each) for each in answers] == expected
+    assert tokens_of(alone) == expected[-1]
+    usages = [each.usage for each in (*answers, alone)]
+    for name in ("draft_tokens", "accepted_draft_tokens"):
+        assert drafting.metric(f"framesieve_generation_{name}_total") == sum(getattr(each, name) for each in usages)
+    assert 0 < alone.usage.draft_tokens < 200  # three a step, had it not stopped
+
+
+def tokens_of(answer: Answer) -> list[tuple[int, ...]]:
+    return [choice.token_ids for choice in answer.choices]
