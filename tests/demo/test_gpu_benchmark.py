@@ -114,7 +114,7 @@ def test_a_row_is_written_before_the_next_is_measured_and_a_failure_ends_its_par
 def test_what_does_not_fit_into_the_time_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, tmp_path, "tower", "--minutes", "0.2") == 0
     skipped = [line["skipped"] for line in lines_of(tmp_path) if "skipped" in line]
-    assert skipped == ["graphs", "longest", "forwards", "hop", "pruning"]
+    assert skipped == ["graphs", "longest", "forwards", "kernels", "hop", "pruning"]
     (table,) = tmp_path.glob("*.md")
     assert all(f"- {each} is not measured" in table.read_text() for each in skipped)
 

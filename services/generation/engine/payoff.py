@@ -4,8 +4,9 @@
     cost of a step       seconds with drafts / seconds without, medians of the last steps in which about as many
                          sequences decode and no prompt is computed: with many sequences, drafts cost more than with few
 
-A request drafts while its gain is above the cost. So that all of it stays known, of every `PERIOD` steps of a size the
-first `ALONE` are computed without drafts, and in one all requests draft. It knows neither the model nor torch.
+A request drafts while its gain is above the cost, and a above LEAST_ACCEPTED. So that all of it stays known, of every
+`PERIOD` steps of a size the first `ALONE` are computed without drafts, and in one all requests draft. It knows neither
+the model nor torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PERIOD, ALONE = 128, 3
 REMEMBERED = 9
 # Of the last value in a moving average.
 WEIGHT = 0.2
+# A gain so small is less than what times of steps vary by.
+LEAST_ACCEPTED = 0.05
 
 
 class Payoff:
@@ -46,7 +49,7 @@ class Payoff:
         accepted = self._accepted if request.accepted_per_step is None else request.accepted_per_step
         if not with_drafts or not without or accepted is None:
             return True
-        return 1 + accepted > median(with_drafts) / median(without)
+        return accepted > LEAST_ACCEPTED and 1 + accepted > median(with_drafts) / median(without)
 
     def count_step(self, sequences: int, drafted: bool, seconds: float) -> None:
         """Counts a step in which all sequences decode."""
