@@ -158,7 +158,7 @@ class CallerSettings(ListenerSettings):
 
 
 class UpstreamSettings(ServiceSettings, CallerSettings):
-    """Settings of a gRPC service that calls others: of those that compute with the model."""
+    """Settings of the encoder and of generation, which compute with the model and call other services."""
 
     adapters: Annotated[
         tuple[Annotated[AdapterFolder, PlainValidator(AdapterFolder.parse), PlainSerializer(str)], ...], NoDecode

@@ -40,7 +40,7 @@ class LowRank:
 
 
 def named_adapter(name: str, loaded: Mapping[str, T], service: str) -> T:
-    """The adapter that a request names, of those that the service has loaded. Raises InvalidRequest for any other."""
+    """The loaded adapter of this name. Raises InvalidRequest if the service has not loaded it."""
     if name not in loaded:
         none = f"unset, because {service} has loaded none (--adapters)"
         raise InvalidRequest(field="adapter", limit=f"one of {', '.join(loaded)}" if loaded else none, value=name)

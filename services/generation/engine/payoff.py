@@ -36,7 +36,7 @@ class Payoff:
         self._accepted: float | None = None  # of all requests, with which a new one begins
 
     def begin_step(self, sequences: int) -> None:
-        """sequences: those that decode in the next step."""
+        """sequences: how many decode in the next step."""
         self._size = sequences.bit_length()
         self._turn = self._steps[self._size] % PERIOD
         self._steps[self._size] += 1

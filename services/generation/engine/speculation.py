@@ -28,7 +28,7 @@ class Drafts(Protocol):
     """Where draft tokens come from."""
 
     def begin_step(self, sequences: int) -> None:
-        """sequences: those that decode in the next step."""
+        """sequences: how many decode in the next step."""
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
         """At most `limit` tokens that may follow the answer so far, or UNKNOWN for each."""
