@@ -7,8 +7,7 @@ and no graph can hold them. What is used there depends on the number of rows T; 
     T ≤ 256          all experts compute all rows: more arithmetic, but each weight is read once
     more             torch's grouped product; the host waits
 
-So steps that decode and short chunks of prompts do not wait, and graphs of up to 256 rows can be captured. No card has
-run this yet.
+So steps that decode and short chunks of prompts do not wait, and graphs of up to 256 rows can be captured.
 
 Source: `transformers.integrations.moe`, whose functions the first and the last are; torch's condition:
 aten/src/ATen/native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`.
