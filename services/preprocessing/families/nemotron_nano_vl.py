@@ -3,8 +3,8 @@
     an image    <img>, 16 × 16 tokens of each tile, row by row, and of the whole where there are several, </img>
     a video     Frame 1 sampled at 0.00 seconds: <img>, 16 × 16 tokens, </img>, newline, Frame 2 sampled at 0.50 …
 
-Frames are stretched to a tile's size. Neither tiles nor frames are rounded after resizing. Times are those of Nemotron 3
-Nano Omni.
+Frames are stretched to a tile's size. Neither tiles nor frames are rounded after resizing. Their times are written as
+Nemotron 3 Nano Omni's are.
 A video has two frames a second, at most 128, as NVIDIA serves the model, from its first to its last one.
 TensorRT-LLM writes "This is a video:" before the frames and a newline after each, vLLM only newlines between them. Here
 it is as in vLLM: who wants these words writes them.
