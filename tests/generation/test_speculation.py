@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.generation.engine.speculation import propose_draft_tokens
+from framesieve.services.generation.engine.speculation import PromptLookup, propose_draft_tokens
+from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import Asked, Models, TinyEngine, make_request, random_item
@@ -54,9 +55,24 @@ def test_accepted_draft_tokens_save_steps_and_change_no_answer(models: Models) -
     assert drafted.answer == plain.answer
     accepted = fast.engine.stats().totals.accepted_draft_tokens
     assert len(fast.runner.steps) == len(slow.runner.steps) - accepted < len(slow.runner.steps)
-    end = plain.answer[-1]
-    _, ended = ask_repetitive(models, 4, replace(params, eos_ids=(end,)))
-    assert ended.answer == plain.answer[: plain.answer.index(end) + 1]
+
+
+def test_draft_tokens_after_the_end_are_not_part_of_the_answer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of drafts that are all right."""
+    params = SamplingParams(20, temperature=0.9, seed=7)
+    slow, plain = ask_repetitive(models, 0, params)
+    prefills = len(slow.runner.steps) - len(plain.answer)
+
+    def right(_: PromptLookup, request: Request, limit: int) -> tuple[int, ...]:
+        return tuple(plain.answer[len(request.output_ids) :][:limit])
+
+    monkeypatch.setattr(PromptLookup, "propose", right)
+    for end in set(plain.answer):
+        engine, ended = ask_repetitive(models, 4, replace(params, eos_ids=(end,)))
+        assert ended.answer == plain.answer[: plain.answer.index(end) + 1]
+        saved = len(ended.answer) + prefills - len(engine.runner.steps)
+        assert ended.finished
+        assert ended.finished.accepted_draft_tokens == engine.engine.stats().totals.accepted_draft_tokens == saved
 
 
 def ask_repetitive(models: Models, max_draft_tokens: int, params: SamplingParams) -> tuple[TinyEngine, Asked]:

@@ -29,15 +29,7 @@ from framesieve.services.generation.engine.scheduler import Scheduler
 from framesieve.services.generation.engine.stats import Step, Totals
 from framesieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
 from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import (
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    PrefillStarted,
-    Request,
-    Status,
-)
+from framesieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
 from framesieve.services.generation.sampling.sampler import SampledToken
 
 log = structlog.get_logger()
@@ -235,17 +227,18 @@ class Stepper:
             raise sampled
         request.num_unread -= 1
         request.draft_tokens += chunk.num_draft_tokens
-        request.accepted_draft_tokens += len(sampled) - 1
         if self._payoff and chunk.draft_tokens:
             self._payoff.count_drafts(request, len(sampled) - 1)
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token
                 self._scheduler.mark_accepted(chunk, accepted)
+                request.accepted_draft_tokens += 1
             delta, reason = request.append(token)
             self._send(request, delta)
             if reason:
                 self.forget(request)
-                self._send(request, _finished(request, reason))
+                counts = len(request.output_ids), request.draft_tokens, request.accepted_draft_tokens
+                self._send(request, Finished(reason, *counts))
                 return accepted
         if len(sampled) <= chunk.num_draft_tokens:
             self._scheduler.mark_rejected(chunk)
@@ -273,10 +266,6 @@ class Stepper:
         except Exception:
             log.exception("listener failed", request_id=request.id)
             self._cancel(request)
-
-
-def _finished(request: Request, reason: FinishReason) -> Finished:
-    return Finished(reason, len(request.output_ids), request.draft_tokens, request.accepted_draft_tokens)
 
 
 def _as_failure(error: Exception) -> FramesieveError:
