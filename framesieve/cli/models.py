@@ -66,7 +66,12 @@ MODEL_FAMILIES = (
     ),
     ModelFamily("internvl", "InternVL 2.5, 3, 3.5 (-hf)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily(
-        "nemotron_h_omni", "Nemotron 3 Nano Omni", _BOTH, _PRUNING, "one-dimensional, read by no layer", "no audio"
+        "nemotron_h_omni",
+        "Nemotron 3 Nano Omni",
+        _BOTH,
+        _PRUNING,
+        "one-dimensional, read by no layer",
+        "no audio; no float16 tower; quantised checkpoints in 4 bits only",
     ),
     ModelFamily(
         "NemotronH_Nano_VL_V2",
@@ -74,7 +79,7 @@ MODEL_FAMILIES = (
         _BOTH,
         _PRUNING,
         "one-dimensional, read by no layer",
-        "no FP8 and NVFP4 checkpoints",
+        "no float16 tower; quantised checkpoints in 4 bits only",
     ),
     ModelFamily("video_llama_3", "VideoLLaMA 3 (-HF)", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),
     ModelFamily("llava_next_video", "LLaVA-NeXT-Video", _BOTH, _AFTER_TOWER, "one-dimensional", "no float16 tower"),

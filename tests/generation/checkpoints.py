@@ -66,7 +66,7 @@ def with_swapped_experts(folder: Path, to: Path) -> Path:
 
 @dataclass(frozen=True)
 class Twins:
-    """A checkpoint stored in fp8 and its dequantised twin; models: of the twin. weights: that the first stores."""
+    """A quantised checkpoint and its dequantised twin. models: of the twin. weights: that the first one stores."""
 
     quantised: Path
     plain: Path

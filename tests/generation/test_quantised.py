@@ -73,6 +73,14 @@ def test_an_unknown_method_or_a_missing_package_is_refused(
         load(changed(tiny_checkpoint, tmp_path / "other", quantization_config=settings))
 
 
+@pytest.mark.parametrize("family", ["minicpmv_4_5", "nemotron_h_omni", "nemotron_nano_vl"])
+def test_families_whose_whole_model_is_not_loaded_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    written = FAMILIES[family].write(tmp_path / "written", 1)
+    model_type = FAMILIES[family].model_type or family
+    with pytest.raises(StartupError, match=f"quantised checkpoints of {model_type} are not supported, except in 4"):
+        load(changed(written, tmp_path / "other", quantization_config={"quant_method": "torchao"}))
+
+
 def test_missing_and_unknown_weights_are_refused_by_name(twins: Twins, tmp_path: Path) -> None:
     norm = f"{twins.models.family.text_prefix}norm.weight"
     lacking = changed(twins.quantised, tmp_path / "lacking", lambda weights: weights.pop(norm))

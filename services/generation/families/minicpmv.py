@@ -18,11 +18,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbe
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, version_of
 from framesieve.services.generation.loading import TextClasses, TextFamily
-from framesieve.services.generation.loading.int4 import stored_format
-from framesieve.services.generation.loading.quantization_config import is_quantised
 
 _LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
 _QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))
@@ -41,8 +38,6 @@ class _Whole:
 
 
 def _config(checkpoint: Checkpoint) -> _Whole:
-    if is_quantised(checkpoint) and stored_format(checkpoint) is None:
-        raise StartupError("quantised checkpoints of MiniCPM-V are not supported, except in 4 bits")
     config = checkpoint.config
     make, classes = _BY_VERSION[version_of(config)]
     text = make(**{name: value for name, value in config.items() if name not in _NOT_OF_TEXT})

@@ -14,7 +14,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
 from framesieve.services.generation.loading.int4 import Int4Layers, int4_format
-from framesieve.services.generation.loading.quantised import load_quantised
+from framesieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
 from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
 from framesieve.services.generation.loading.weights import Named, as_stored, fill, has_weights, read_weights
@@ -103,6 +103,10 @@ def _load(
     if is_quantised(checkpoint) and how is None:
         in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
         if not in_fp8:
+            if TEXT_OF_WHOLE not in family.prefixes:
+                raise StartupError(
+                    f"quantised checkpoints of {checkpoint.model_type} are not supported, except in 4 bits"
+                )
             return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
     layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named)
     shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)

@@ -24,6 +24,8 @@ from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
 
+# The name of the text model in the whole one, in every family that is loaded here.
+TEXT_OF_WHOLE = "model.language_model."
 _TOWER = "visual."
 # Dequantised while loading: transformers would download its kernels of fp8 at the first request, and compressed-tensors
 # prepares its layers in the forward of the whole model, which is never called here.
@@ -42,7 +44,8 @@ def load_quantised(
 ) -> LanguageModel:
     """A quantised checkpoint's language model on `device`; its unquantised weights in `dtype`.
 
-    config, whole_class: of the whole model; text_class: transformers' text class or a subclass that adds no state.
+    config, whole_class: of the whole model, whose text model is TEXT_OF_WHOLE. text_class: transformers' text class, or
+    a subclass that adds no state.
     Raises StartupError, with the method, for an unknown method or a missing package; for missing or unknown weights,
     attention features that the engine does not support, and a group.
     """

@@ -99,10 +99,10 @@ def with_output_layer(
 ) -> LanguageModel:
     """The language model of a text model that has its weights, with its output layer read from the checkpoint.
 
-    config: of the whole model. style: transformers' tensor-parallel style of the output layer. how: in which format
-    the checkpoint has it, if it has it in that: the nearest values are not used. As in transformers, an
-    output layer that the checkpoint has is used even if the config says that it is the embedding: configs of InternVL
-    say nothing, and that is the default of transformers' class.
+    config: of the whole model. style: transformers' tensor-parallel style of the output layer. how: the format of
+    layers in 4 bits, if any; the output layer stays in 4 bits if it is stored so, and is never rounded to them. As in
+    transformers, an output layer that the checkpoint has is used even if the config says that it is the embedding:
+    configs of InternVL say nothing, and that is the default of transformers' class.
     Raises StartupError for missing weights.
     """
     sizes, weight = config.text_config, text.embed_tokens.weight
