@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from benchmarks.engine.questions import submit, text_question
-from benchmarks.models import CPU
+from benchmarks.models import CPU, QWEN2_5_VL_3B
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
-from demo.checkpoint import TINY, write_checkpoint
+from demo.checkpoint import write_checkpoint
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.process import keep_freed_memory
 from framesieve.services.compute.int4_linear import Int4Linear, Int4Weight
@@ -32,16 +32,7 @@ from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.sampling.sampler import SamplingParams
 
-SHAPE = replace(
-    TINY,
-    hidden=2048,
-    heads=16,
-    kv_heads=2,
-    intermediate=11008,
-    mrope_section=(16, 24, 24),
-    layers=6,
-    init_range=0.02,
-)
+SHAPE = replace(QWEN2_5_VL_3B.shape, merges=64, layers=6, tower_depth=1, full_attention_blocks=(0,))
 PROMPT_TOKENS, STEPS = 32, 10
 BLOCKS, BLOCK_TOKENS = 64, 16
 KINDS = ("int4", "bfloat16")
