@@ -17,7 +17,7 @@ from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading.draft_head import load_draft_head
-from framesieve.services.generation.loading.int4 import int4_format
+from framesieve.services.generation.loading.int4 import int4_format, stored_format
 from framesieve.services.generation.loading.quantization_config import is_quantised
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -85,9 +85,8 @@ def build(
     limits = step_limits(settings, device, group)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # some kernels and quantizers use the current device
-    in_int4 = settings.quantization == "int4"
-    dtype = _dtype(settings, checkpoint, device, in_int4)
-    model = load_language_model(checkpoint, dtype, device, group, in_int4)
+    dtype = _dtype(settings, checkpoint, device)
+    model = load_language_model(checkpoint, dtype, device, group, settings.quantization == "int4")
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
     if settings.draft_model:
@@ -160,9 +159,9 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
     if model.device.type != "cpu" or settings.adapters or model.draft:
         return False
-    layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear | Int4Linear)]
-    if is_quantised(checkpoint) and int4_format(checkpoint, False) is None:
+    if is_quantised(checkpoint) and stored_format(checkpoint) is None:
         return False
+    layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear | Int4Linear)]
     weights = sum(each.in_features * each.out_features for each in layers)
     small = weights >= COMPILED_FROM_WEIGHTS and weights <= model.layers * COMPILED_TO_LAYER_WEIGHTS
     return settings.compile == "on" or (settings.compile == "auto" and small)
@@ -264,10 +263,8 @@ def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_toke
     return settings.max_model_len
 
 
-def _dtype(
-    settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device, in_int4: bool = False
-) -> torch.dtype:
-    if settings.dtype == "auto" and int4_format(checkpoint, in_int4) is not None:
+def _dtype(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if settings.dtype == "auto" and int4_format(checkpoint, settings.quantization == "int4") is not None:
         return torch.bfloat16  # torch's products in int4 have no other dtype
     config = checkpoint.config
     own = config.get("dtype") or config.get("torch_dtype") or checkpoint.text_config.get("dtype")
