@@ -24,9 +24,10 @@ ENDED = "the tower of the encoder has ended: rank 1 of 2 was ended by signal 9"
 
 
 @pytest.mark.deep
-async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed(fleet: Fleet) -> None:
+@pytest.mark.parametrize("flag", ["--data-parallel", "--tensor-parallel"])
+async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed(fleet: Fleet, flag: str) -> None:
     one_rank = fleet.encoder[0]
-    encoder = Service("encoder", one_rank.model, one_rank.folder, (*one_rank.flags, "--data-parallel", "2"))
+    encoder = Service("encoder", one_rank.model, one_rank.folder, (*one_rank.flags, flag, "2"))
     encoder.start()
     try:
         await asyncio.to_thread(encoder.ready)
