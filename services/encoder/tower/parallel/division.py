@@ -5,8 +5,8 @@
     rank 1   rows ─┴─▶ qkv ─▶ its heads ─▶ proj ─┘      └─▶ fc1 ─▶ fc2 ─┘
 
 Each (+) adds up what the ranks have computed. All else, such as the patch embedding and the mergers, is whole on every
-rank. transformers' styles, by which generation divides text models, cannot divide queries, keys and values that are one
-matrix, and neither compile nor leave the products to `compute.packed_linear`.
+rank. transformers' styles, by which generation divides text models, have none for queries, keys and values that are one
+matrix with a bias, and their hooks exclude compiling and `compute.packed_linear`.
 Source: Megatron-LM, arXiv 1909.08053.
 """
 
