@@ -52,7 +52,7 @@ PACKAGES = {
     GATEWAY: ("httptools", "sse_starlette", "starlette", "uvicorn"),
 }
 _UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[1:]}
-_RANKS = {"encoder": "data-parallel", "generation": "tensor-parallel"}
+_RANKS = {"encoder": ("data-parallel", "tensor-parallel"), "generation": ("tensor-parallel",)}
 POLL_S = 0.1
 REPORT_S = 10.0
 PROBE_S = 1.0
@@ -249,7 +249,7 @@ class LocalStack:
         if kind == "cpu" or (kind == "auto" and not _has_gpu()):
             return set()
         try:
-            first, ranks = int(index or 0), int(self._setting(service, _RANKS[service], "1"))
+            first, ranks = int(index or 0), max(int(self._setting(service, flag, "1")) for flag in _RANKS[service])
         except ValueError:  # the service itself reports it
             return set()
         return set(range(first, first + ranks))

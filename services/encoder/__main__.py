@@ -27,8 +27,8 @@ from framesieve.services.encoder.items.cache import EmbedsCache
 from framesieve.services.encoder.rpc.gauges import watch
 from framesieve.services.encoder.rpc.servicer import SERVICE, EncoderServicer
 from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import data_parallel
-from framesieve.services.encoder.tower.parallel.tower import DataParallelTower
+from framesieve.services.encoder.startup.build import parallel_tower, ranks_of
+from framesieve.services.encoder.tower.parallel.tower import ParallelTower
 from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 
@@ -38,17 +38,17 @@ async def main() -> ExitStatus:
     check_ports(settings)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
-    with data_parallel(settings) as towers:
+    with parallel_tower(settings) as towers:
         status = await _serve(settings, credentials, checkpoint, towers)
     if towers.rank_failure.cause is not None:  # threads may wait for ever for the failed rank
         os._exit(status)
-    if settings.data_parallel > 1 and towers.own.device.type == "cuda":  # see `compute.group.leave`
+    if ranks_of(settings)[1] > 1 and towers.own.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)
     return status
 
 
 async def _serve(
-    settings: EncoderSettings, credentials: Credentials, checkpoint: Checkpoint, towers: DataParallelTower
+    settings: EncoderSettings, credentials: Credentials, checkpoint: Checkpoint, towers: ParallelTower
 ) -> ExitStatus:
     tower, failed = towers.own, asyncio.Event()
     end = partial(asyncio.get_running_loop().call_soon_threadsafe, failed.set)
@@ -78,7 +78,7 @@ async def _serve(
             batcher.close()
 
 
-def _abort(towers: DataParallelTower, batcher: Batcher, end: Callable[[], object]) -> None:
+def _abort(towers: ParallelTower, batcher: Batcher, end: Callable[[], object]) -> None:
     """Fails all slices and ends the service; called from the thread that watches the ranks."""
     batcher.abort(towers.failure)
     end()

@@ -45,6 +45,13 @@ class EncoderSettings(UpstreamSettings):
         description="number of processes that share the slices of each forward. Each has its own tower, on the GPUs "
         "from --device on or, for testing, on the CPU. The service ends if one of them ends",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="number of processes that compute one tower together, each with a part of every layer, on the GPUs "
+        "from --device on or, for testing, on the CPU: for towers that one GPU cannot hold. Must divide the tower's "
+        "attention heads; for Qwen's and GLM's towers; not with --data-parallel",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="dtype of weights and embeddings; auto: bfloat16 if all weights are stored so and the "
@@ -57,7 +64,7 @@ class EncoderSettings(UpstreamSettings):
     )
     device: str = Field(
         "auto",
-        description="cpu, cuda or cuda:N; auto: cuda if available, else cpu; with --data-parallel, of the first rank",
+        description="cpu, cuda or cuda:N; auto: cuda if available, else cpu; with several processes, of the first one",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",

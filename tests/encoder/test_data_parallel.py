@@ -326,7 +326,7 @@ def test_on_cuda_the_largest_forward_is_run_before_the_service_serves(
     monkeypatch.setattr(build, "run_largest", lambda _, largest: ran.append(largest))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**31))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**29)
-    with structlog.testing.capture_logs() as logs, build.data_parallel(EncoderSettings.load(["--batch-tokens", "50"])):
+    with structlog.testing.capture_logs() as logs, build.parallel_tower(EncoderSettings.load(["--batch-tokens", "50"])):
         assert ran == [Size(50, 50, 50, 50)]
     assert {"held_mib": 512, "free_mib": 1024}.items() <= logs[-1].items()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import data_parallel
+from framesieve.services.encoder.startup.build import parallel_tower
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices on this machine")
@@ -21,7 +21,7 @@ def test_two_cards_encode_as_one(family: str, family_checkpoint: Path, dtype: st
     sides = [(4, 4), (4, 4), (2, 6), (8, 8), (1, 1), (8, 8), (3, 5)]
     shapes = [(2, rows * side_px, columns * side_px, 3) for rows, columns in sides]
     slices = [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for shape in shapes]
-    with data_parallel(EncoderSettings.load(flags)) as towers:
+    with parallel_tower(EncoderSettings.load(flags)) as towers:
         for count in (7, 1, 2, 5):
             together, alone = towers.encode(slices[:count]), towers.own.encode(slices[:count])
             for one, other in zip(together, alone, strict=True):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
 import torch
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
 from framesieve.services.encoder.families import (
     cosmos3_edge,
     glm4v,
@@ -24,14 +28,33 @@ from framesieve.services.encoder.families import (
     video_llama_3,
 )
 from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
 
-FAMILIES = {
-    "NemotronH_Nano_VL_V2": nemotron_nano_vl.load,
-    "cosmos3_edge": cosmos3_edge.load,
+
+class LoadShare(Protocol):
+    """Loads a tower, or the share of it that a rank computes."""
+
+    def __call__(
+        self, checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None, /
+    ) -> Tower: ...
+
+
+DIVISIBLE: Mapping[str, LoadShare] = {
     "glm4v": glm4v.load,
     "glm4v_moe": glm4v.load,
     "glm46v": glm4v.load,
+    "qwen2_vl": qwen2_vl.load,
+    "qwen2_5_vl": qwen2_5_vl.load,
+    "qwen3_5": qwen3_5.load,
+    "qwen3_5_moe": qwen3_5.load,
+    "qwen3_vl": qwen3_vl.load,
+    "qwen3_vl_moe": qwen3_vl.load,
+}
+FAMILIES: Mapping[str, Callable[[Checkpoint, str, torch.device, Wanted], Tower]] = {
+    **DIVISIBLE,
+    "NemotronH_Nano_VL_V2": nemotron_nano_vl.load,
+    "cosmos3_edge": cosmos3_edge.load,
     "internvl": internvl.load,
     "llava": llava.load,
     "llava_next_video": llava_next_video.load,
@@ -41,19 +64,25 @@ FAMILIES = {
     "minicpmv4_7": minicpmv4_6.load,
     "mistral3": mistral3.load,
     "nemotron_h_omni": nemotron_h_omni.load,
-    "qwen2_vl": qwen2_vl.load,
-    "qwen2_5_vl": qwen2_5_vl.load,
-    "qwen3_5": qwen3_5.load,
-    "qwen3_5_moe": qwen3_5.load,
-    "qwen3_vl": qwen3_vl.load,
-    "qwen3_vl_moe": qwen3_vl.load,
     "video_llama_3": video_llama_3.load,
 }
 
 
-def load_tower(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted = "auto") -> Tower:
+def load_tower(
+    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted = "auto", share: Share | None = None
+) -> Tower:
     """The checkpoint's vision tower, on `device`, in `dtype` ("auto": see `weights.choose_dtype`).
 
-    Raises StartupError for an unsupported model type, an incomplete checkpoint, or an unavailable attention.
+    share: of its layers; None: all of them.
+    Raises StartupError for an unsupported model type, an incomplete checkpoint, an unavailable attention, or a tower
+    that cannot be divided.
     """
-    return checkpoint.pick(FAMILIES)(checkpoint, dtype, device, attention)
+    load = checkpoint.pick(FAMILIES)
+    if share is None:
+        return load(checkpoint, dtype, device, attention)
+    if checkpoint.model_type not in DIVISIBLE:
+        raise StartupError(
+            f"--tensor-parallel {share.ranks}: the towers of {checkpoint.model_type} are not divided, only those of "
+            f"{', '.join(sorted(DIVISIBLE))}; --data-parallel takes all families"
+        )
+    return DIVISIBLE[checkpoint.model_type](checkpoint, dtype, device, attention, share)

@@ -21,6 +21,7 @@ from transformers.models.glm4v.modeling_glm4v import (
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
@@ -40,8 +41,10 @@ class _Tower(Glm4vVisionModel):
         self.embeddings = _Embeddings(config)
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
+def load(
+    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
+) -> Tower:
+    """share, and what it raises: see `make_tower`."""
     config = vision_config(checkpoint, Glm4vVisionConfig)
     table_side = config.image_size // config.patch_size
     return make_tower(
@@ -56,6 +59,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=dtype,
         device=device,
         attention=attention,
+        share=share,
     )
 
 

@@ -13,12 +13,15 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
+def load(
+    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
+) -> Tower:
+    """share, and what it raises: see `make_tower`."""
     config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
     merge = config.spatial_merge_size
     return make_tower(
@@ -33,6 +36,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=dtype,
         device=device,
         attention=attention,
+        share=share,
         windowed_layers=config.depth - len(config.fullatt_block_indexes),
     )
 

@@ -11,12 +11,15 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families.qwen3_vl import tower_of
 from framesieve.services.encoder.tower.attention import Wanted
+from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import vision_config
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
+def load(
+    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
+) -> Tower:
+    """share, and what it raises: see `make_tower`."""
     config = vision_config(checkpoint, Qwen3VLVisionConfig)
     config.deepstack_visual_indexes = ()  # saved configs lack the field, whose default is Qwen3-VL's layers
-    return tower_of(checkpoint, config, dtype, device, attention)
+    return tower_of(checkpoint, config, dtype, device, attention, share)

@@ -17,19 +17,27 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Q
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
-    """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
-    return tower_of(checkpoint, vision_config(checkpoint, Qwen3VLVisionConfig), dtype, device, attention)
+def load(
+    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
+) -> Tower:
+    """share, and what it raises: see `make_tower`."""
+    return tower_of(checkpoint, vision_config(checkpoint, Qwen3VLVisionConfig), dtype, device, attention, share)
 
 
 def tower_of(
-    checkpoint: Checkpoint, config: Qwen3VLVisionConfig, dtype: str, device: torch.device, attention: Wanted
+    checkpoint: Checkpoint,
+    config: Qwen3VLVisionConfig,
+    dtype: str,
+    device: torch.device,
+    attention: Wanted,
+    share: Share | None,
 ) -> Tower:
-    """The tower with this config. Raises as `load`."""
+    """The tower with this config. share, and what it raises: see `make_tower`."""
     return make_tower(
         checkpoint,
         config,
@@ -44,6 +52,7 @@ def tower_of(
         dtype=dtype,
         device=device,
         attention=attention,
+        share=share,
     )
 
 

@@ -26,7 +26,10 @@ def with_adapters(tower: Tower, folders: Sequence[AdapterFolder]) -> Tower:
         adapters[name] = digest
         if part.sides:
             if tower.adaptable is None:
-                raise unsupported(files.folder, f"{part.trained_name(min(part.sides))}, of a tower that takes none")
+                layer = part.trained_name(min(part.sides))
+                raise unsupported(
+                    files.folder, f"{layer}, of a tower that takes none (with --tensor-parallel, none does)"
+                )
             if tower.dtype == torch.float16:
                 raise files.folder.refusal("it changes the vision tower, which must not run in float16 (--dtype)")
             additions = part.additions(tower.adaptable.layers, tower.dtype)

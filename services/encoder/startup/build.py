@@ -1,4 +1,4 @@
-"""Builds the tower of this process, and with `--data-parallel` starts the other ranks; this process is rank 0."""
+"""Builds the tower of this process, and starts the other ranks, if there are any; this process is rank 0."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
 from framesieve.common.ranks import Ranks, meeting_place
 from framesieve.services.compute.compiled import compile_layers
 from framesieve.services.compute.device import device_of
@@ -21,10 +22,12 @@ from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.settings import EncoderSettings
 from framesieve.services.encoder.startup.adapters import with_adapters
 from framesieve.services.encoder.startup.largest_forward import run_largest
-from framesieve.services.encoder.tower.graphs import with_graphs
+from framesieve.services.encoder.tower.graphs import with_graphs, without_graphs
 from framesieve.services.encoder.tower.packing import Side
+from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange
-from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
+from framesieve.services.encoder.tower.parallel.tensor import TensorParallelTower
+from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, ParallelTower, packing_of
 from framesieve.services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
@@ -34,31 +37,39 @@ PATCHES_A_TOKEN = 4
 
 MIB = 2**20
 
-RANKS_FLAG = "--data-parallel"
 _RANK = "framesieve.services.encoder.startup.rank"
 
 log = structlog.get_logger()
 
 
+def ranks_of(settings: EncoderSettings) -> tuple[str, int]:
+    """The flag that says how many ranks there are, and their number. Raises StartupError if two flags do."""
+    data, tensor = settings.data_parallel, settings.tensor_parallel
+    if data > 1 and tensor > 1:
+        raise StartupError(f"--data-parallel {data} and --tensor-parallel {tensor}: one of them must be 1")
+    return ("--tensor-parallel", tensor) if tensor > 1 else ("--data-parallel", data)
+
+
 @contextmanager
-def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
+def parallel_tower(settings: EncoderSettings) -> Iterator[ParallelTower]:
     """The tower of all ranks, until every rank has ended.
 
     A rank that cannot start ends this process. Raises StartupError if rank 0 cannot start.
     """
-    count, rank_failure = settings.data_parallel, RankFailure()
-    device = device_of(settings.device, RANKS_FLAG, count)
+    (flag, count), rank_failure = ranks_of(settings), RankFailure()
+    device, share = device_of(settings.device, flag, count), share_of(settings, 0)
     meeting = meeting_place()
     facts = {"settings": settings.model_dump(mode="json"), "meeting": str(meeting)}
     with closing(Ranks(_RANK, count, facts, rank_failure.record)) as others:
-        own = load_rank(settings, device)  # while the other ranks load theirs
+        own = load_rank(settings, device, share)  # while the other ranks load theirs
         for rank in range(1, count):
             others.receive(rank)
         # After loading and capturing: joining has a timeout, and NCCL's work must not get into a captured graph.
-        group = join_ranks(meeting, 0, settings, device) if count > 1 else None
+        group = join_ranks(meeting, 0, settings, device, share) if count > 1 else None
         try:
             max_tokens = budget_of(own, settings)
-            towers = DataParallelTower(own, others, count, Exchange(group), max_tokens, rank_failure)
+            kind = TensorParallelTower if share else DataParallelTower
+            towers = kind(own, others, count, Exchange(group), max_tokens, rank_failure)
             if device.type == "cuda":
                 run_largest(towers, packing_of(own, max_tokens).largest)
                 free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -72,15 +83,26 @@ def data_parallel(settings: EncoderSettings) -> Iterator[DataParallelTower]:
         leave(device)
 
 
-def join_ranks(meeting: Path, rank: int, settings: EncoderSettings, device: torch.device) -> Any:
-    """The process group of the ranks of the tower. meeting, and what it raises: see `compute.group.join`."""
+def share_of(settings: EncoderSettings, rank: int) -> Share | None:
+    """A rank's share of the tower; None: it has all of it."""
+    return Share(rank, settings.tensor_parallel) if settings.tensor_parallel > 1 else None
+
+
+def join_ranks(meeting: Path, rank: int, settings: EncoderSettings, device: torch.device, share: Share | None) -> Any:
+    """The process group of the ranks of the tower, in which `share` computes from now on.
+
+    meeting, and what it raises: see `compute.group.join`.
+    """
+    flag, count = ranks_of(settings)
     bound_to = device if device.type == "cuda" else None
-    join(meeting, rank, settings.data_parallel, device, RANKS_FLAG, TIMEOUT, bound_to)
+    join(meeting, rank, count, device, flag, TIMEOUT, bound_to)
+    if share:
+        share.group = dist.group.WORLD
     return dist.group.WORLD
 
 
-def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
-    """The tower of one rank, with adapters and graphs. device: from `device_of`.
+def load_rank(settings: EncoderSettings, device: torch.device, share: Share | None) -> Tower:
+    """The tower of one rank, or its share of one, with adapters and graphs. device: from `device_of`.
 
     Raises StartupError if it cannot be loaded.
     """
@@ -88,14 +110,15 @@ def load_rank(settings: EncoderSettings, device: torch.device) -> Tower:
         torch.set_num_threads(settings.threads)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention)
+    tower = load_tower(Checkpoint.find(settings.model), settings.dtype, device, settings.tower_attention, share)
     tower = with_adapters(tower, settings.adapters)
     large = tower.sizes.patch_weights >= COMPILED_FROM_WEIGHTS
     # On CUDA the layers of other attention read the ends of sequences on the host, which is not compiled.
     splits = device.type == "cuda" and not tower.forward.varlen  # type: ignore[attr-defined]
     if settings.compile == "on" or (settings.compile == "auto" and large and not splits):
         compile_tower(tower)
-    return with_graphs(tower, budget_of(tower, settings))
+    # A captured forward would have no sums: the ranks join later.
+    return without_graphs(tower) if share else with_graphs(tower, budget_of(tower, settings))
 
 
 def budget_of(tower: Tower, settings: EncoderSettings) -> int:

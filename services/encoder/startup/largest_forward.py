@@ -18,7 +18,7 @@ from framesieve.services.compute.transfers import Computed, Readback, beside
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.encoder.tower.graph_buckets import Size
 from framesieve.services.encoder.tower.graphs import TowerGraphs, squares
-from framesieve.services.encoder.tower.parallel.tower import DataParallelTower
+from framesieve.services.encoder.tower.parallel.tower import ParallelTower
 from framesieve.services.encoder.tower.tower import Tower
 
 # Of the video that is pruned: its slices, and a rate that leaves most of it.
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 @torch.inference_mode()
-def run_largest(towers: DataParallelTower, largest: Size) -> None:
+def run_largest(towers: ParallelTower, largest: Size) -> None:
     """Runs two forwards of all ranks, the second launched while the first computes, prunes by every method, and runs
     a forward with each adapter.
 

@@ -1,4 +1,4 @@
-"""A worker rank: loads its tower, then encodes the shares that it is sent until the service hangs up or ends.
+"""A worker rank: loads its tower, then encodes what it is sent until the service hangs up or ends.
 
 `python -m framesieve.services.encoder.startup.rank DESCRIPTOR`; only the service starts it.
 """
@@ -23,9 +23,10 @@ from framesieve.common.telemetry.logs import configure_logging
 from framesieve.services.compute.device import device_of
 from framesieve.services.compute.group import leave
 from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import RANKS_FLAG, budget_of, join_ranks, load_rank
+from framesieve.services.encoder.startup.build import budget_of, join_ranks, load_rank, ranks_of, share_of
 from framesieve.services.encoder.tower.parallel.exchange import Exchange, adapter_of, unpacked, values_of
 from framesieve.services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
+from framesieve.services.encoder.tower.patches import Frames
 from framesieve.services.encoder.tower.tower import Tower
 
 log = structlog.get_logger()
@@ -39,15 +40,19 @@ def main() -> ExitStatus:
     configure_logging("encoder", settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(rank=rank)
     try:
-        tower = load_rank(settings, device_of(settings.device, RANKS_FLAG, settings.data_parallel, rank))
+        share = share_of(settings, rank)
+        tower = load_rank(settings, device_of(settings.device, *ranks_of(settings), rank), share)
         orders.answer(DONE)
-        exchange = Exchange(join_ranks(Path(orders.facts["meeting"]), rank, settings, tower.device))
+        exchange = Exchange(join_ranks(Path(orders.facts["meeting"]), rank, settings, tower.device, share))
     except StartupError as error:
         log.error("cannot start", error=str(error))
         return ExitStatus.CANNOT_START
     except BrokenPipeError:  # the service could not start, and has ended
         return ExitStatus.FINISHED
-    run_shares(orders, tower, exchange, budget_of(tower, settings))
+    if share is None:
+        run_shares(orders, tower, exchange, budget_of(tower, settings))
+    elif not run_forwards(orders, tower, exchange):
+        return ExitStatus.FAILED
     leave(tower.device)
     return ExitStatus.FINISHED
 
@@ -57,8 +62,7 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, max_tokens: int
     packing = packing_of(tower, max_tokens)
     while (order := orders.receive()) is not None:
         with torch.inference_mode():
-            values = torch.empty(values_of(order), dtype=tower.patches.frame_dtype, device=tower.device)
-            slices = unpacked(exchange.receive(values, 0), order)
+            slices = receive_slices(order, tower, exchange)
             try:
                 embeds = encode_share(tower, slices, packing, adapter_of(order))
             except torch.AcceleratorError:  # the process can use the device no more
@@ -70,6 +74,24 @@ def run_shares(orders: Orders, tower: Tower, exchange: Exchange, max_tokens: int
                 continue
             orders.answer(DONE)
             exchange.send(embeds, 0).wait()
+
+
+def run_forwards(orders: Orders, tower: Tower, exchange: Exchange) -> bool:
+    """Computes its share of forward after forward until the service hangs up. False: one failed."""
+    while (order := orders.receive()) is not None:
+        try:
+            with torch.inference_mode():
+                tower.encode(receive_slices(order, tower, exchange))
+        except Exception:  # the other ranks are left in a sum
+            log.exception("a rank failed to compute its share")
+            return False
+    return True
+
+
+def receive_slices(order: bytes, tower: Tower, exchange: Exchange) -> list[Frames]:
+    """The slices that rank 0 has announced."""
+    values = torch.empty(values_of(order), dtype=tower.patches.frame_dtype, device=tower.device)
+    return unpacked(exchange.receive(values, 0), order)
 
 
 if __name__ == "__main__":

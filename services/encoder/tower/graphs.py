@@ -183,9 +183,8 @@ def with_graphs(tower: Tower, max_tokens: int, device: Device | None = None) -> 
     """
     forward = tower.forward
     assert isinstance(forward, ModelForward)
-    uncaptured = replace(tower, forward=TowerGraphs(forward, {}, []))
     if not forward.varlen:
-        return uncaptured
+        return without_graphs(tower)
     start = time.perf_counter()
     try:
         graphs = capture(forward, tower.patches, max_tokens, device or CudaDevice(tower.device))
@@ -193,9 +192,16 @@ def with_graphs(tower: Tower, max_tokens: int, device: Device | None = None) -> 
         # Ending a failed capture raises an error of its own. No local variable for the error: its traceback would form
         # a cycle with this frame and keep the buffers of the capture alive.
         log.warning("the tower runs without graphs", error=str(error.__context__ or error))
-        return uncaptured
+        return without_graphs(tower)
     log.info("tower captured", graphs=len(graphs.buckets), seconds=round(time.perf_counter() - start, 3))
     packing = PackingLimit(
         packing_size(graphs.buckets), lambda frames: size_of(side_of(frames, tower.patches), forward.shape)
     )
     return replace(tower, forward=graphs, packing=packing)
+
+
+def without_graphs(tower: Tower) -> Tower:
+    """The tower, whose forwards are counted as those without a graph."""
+    forward = tower.forward
+    assert isinstance(forward, ModelForward)
+    return replace(tower, forward=TowerGraphs(forward, {}, []))

@@ -20,6 +20,7 @@ from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from framesieve.services.encoder.tower.parallel.division import Share, divide
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.saturation import saturate
 from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
@@ -60,19 +61,26 @@ def make_tower(
     levels: Callable[[Any], Tensor] = lambda output: output.pooler_output[None],
     embed_levels: int = 0,
     windowed_layers: int = 0,
+    share: Share | None = None,
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
     rotary_class: of its `rotary_pos_emb`. keywords: the layout as keyword arguments of the model's forward, which
     otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim); by default it has
-    the embedding alone. hidden: width of a patch inside the model.
-    Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
+    the embedding alone. hidden: width of a patch inside the model. share: of its layers; None: all of them.
+    Raises StartupError if the checkpoint's tower is incomplete or cannot be divided, or the attention is unavailable.
     """
     with torch.device("meta"):
         model = model_class(config)
+    cuts = divide(model.blocks, share, "blocks.") if share else {}
     stored = find_weights(checkpoint, PREFIXES)
     runs_in = choose_dtype(stored, dtype, device)
-    weights = read_weights(stored, runs_in, device, PATCH_EMBED)
+    if share and runs_in == torch.float16:
+        raise StartupError(
+            f"--dtype float16 with --tensor-parallel {share.ranks}: sums of several ranks overflow it, use bfloat16 or "
+            f"float32"
+        )
+    weights = read_weights(stored, runs_in, device, PATCH_EMBED, cuts)
     fill(model, weights, runs_in)
     # Made again off the meta device: its frequencies are computed, not stored, and stay float32.
     model.rotary_pos_emb = rotary_class(config)
@@ -89,7 +97,7 @@ def make_tower(
         align_mlps(model)
     pack_linears(model.eval().requires_grad_(False).to(device))
     heads = config.num_heads
-    attend = find_attention(attention, device, runs_in, heads, hidden // heads)
+    attend = find_attention(attention, device, runs_in, heads // (share.ranks if share else 1), hidden // heads)
     extra = {"attend": attend} if attend else {}
     varlen = attend not in (None, attend_by_length)
     if attend:
@@ -109,7 +117,7 @@ def make_tower(
         device=device,
         sizes=sizes,
         pruning_methods=METHODS,
-        adaptable=Adaptable(model, compute, linear, _PEFT_PREFIX),
+        adaptable=None if share else Adaptable(model, compute, linear, _PEFT_PREFIX),
     )
 
 

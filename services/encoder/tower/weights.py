@@ -5,9 +5,10 @@ It knows no family: a family's file makes the module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import safe_open
@@ -45,12 +46,16 @@ def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, S
 
 
 def read_weights(
-    stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device, patch_embed: str
+    stored: Mapping[str, Stored],
+    dtype: torch.dtype,
+    device: torch.device,
+    patch_embed: str,
+    cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Reads tensors one by one, straight to the device, and converts them to `dtype`.
 
     Those whose names start with `patch_embed` keep their stored dtype: normalisation is folded into them before they
-    are rounded.
+    are rounded. cuts: by name, what makes of a tensor the part that is kept.
     """
     weights: dict[str, Tensor] = {}
     for path in {each.path for each in stored.values()}:
@@ -58,6 +63,8 @@ def read_weights(
             for name, each in stored.items():
                 if each.path == path:
                     tensor = file.get_tensor(each.name)
+                    if name in cuts:
+                        tensor = cuts[name](tensor)
                     weights[name] = tensor if name.startswith(patch_embed) else tensor.to(dtype)
     return weights
 

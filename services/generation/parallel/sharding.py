@@ -113,14 +113,6 @@ def shard(module: nn.Module, plan: Mapping[str, str], group: Group) -> dict[str,
     return shards
 
 
-def part(whole: Tensor, axis: int, group: Group) -> Tensor:
-    """This rank's part of a tensor that is sharded along an axis; the last ranks have less or nothing."""
-    length = whole.shape[axis]
-    largest = -(-length // group.ranks)
-    start = min(group.rank * largest, length)
-    return whole.narrow(axis, start, min(largest, length - start)).clone()
-
-
 def layers_plan(text: Any, plan: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
     """Expands a plan whose names have * for the number of a layer to all layers of a text model.
 

@@ -15,10 +15,10 @@ from framesieve.common.contract.plan import tagged_digest
 from framesieve.services.compute.adapter_files import read_adapters
 from framesieve.services.compute.adapters import Features, LowRank
 from framesieve.services.compute.int4_linear import Int4Linear
+from framesieve.services.compute.parts import part
 from framesieve.services.generation.model.adapters import AdaptedLinear
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.parallel.sharding import part
 from framesieve.services.generation.request.request import Adapter
 
 _DOMAIN = b"framesieve adapter v1"
@@ -64,8 +64,8 @@ def _of_rank(addition: LowRank, layer: Any, group: Group | None) -> LowRank:
     if getattr(layer, "output_is_whole", False):
         return addition
     if columns < layer.in_features:
-        return LowRank(part(addition.down, 1, group), addition.up, group.total)
+        return LowRank(part(addition.down, 1, group.rank, group.ranks), addition.up, group.total)
     if rows == layer.out_features:
         return addition
     halves = addition.up.chunk(2) if getattr(layer, "packed", False) else (addition.up,)
-    return replace(addition, up=torch.cat([part(each, 0, group) for each in halves]))
+    return replace(addition, up=torch.cat([part(each, 0, group.rank, group.ranks) for each in halves]))

@@ -9,6 +9,7 @@ one rank fails as a whole; the next one runs. It knows neither how ranks are sta
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -56,14 +57,15 @@ class _Share:
     embeds: Tensor
 
 
-class _OutOfStep(Exception):
+class OutOfStep(Exception):
     """Communication with a rank failed: its next message could belong to this forward or to the next one."""
 
 
-class DataParallelTower:
-    """own: the tower of rank 0, this process. others: ranks 1 to count − 1, which `exchange` reaches.
+class ParallelTower(ABC):
+    """own: the tower of rank 0, this process. others: the other ranks, which `exchange` reaches.
 
-    max_tokens: of one forward of one rank. rank_failure: recorded when one of them ends.
+    count: how many share the slices of a forward. max_tokens: of one forward of one rank. rank_failure: recorded when
+    one of them ends.
     """
 
     def __init__(
@@ -90,20 +92,28 @@ class DataParallelTower:
 
     def encode(self, slices: Sequence[Frames], adapter: bytes = b"") -> list[Tensor]:
         """See `Tower.encode`; on the device of rank 0. Raises Unavailable once a rank has ended."""
-        if self.count == 1:
-            return self.own.encode(slices, adapter)
         if self.rank_failure.cause is None:
             try:
                 with torch.inference_mode():
                     return self._encode(slices, adapter)
-            except _OutOfStep:
+            except OutOfStep:
                 if not self.rank_failure.wait():
-                    log.exception("a rank does not answer")
+                    log.exception("the ranks are out of step")
                     self._others.kill()
                     self.rank_failure.wait()
         raise self.failure
 
+    @abstractmethod
     def _encode(self, slices: Sequence[Frames], adapter: bytes) -> list[Tensor]:
+        """Raises OutOfStep if the ranks can encode no other forward."""
+
+
+class DataParallelTower(ParallelTower):
+    """count ranks, of which each has the whole tower."""
+
+    def _encode(self, slices: Sequence[Frames], adapter: bytes) -> list[Tensor]:
+        if self.count == 1:
+            return self.own.encode(slices, adapter)
         tokens = [self.own.patches.tokens(frames.shape) for frames in slices]
         costs = [self.own.cost(frames.shape) for frames in slices]
         # Each share is in the order of the slices, where slices of equal size are neighbours.
@@ -186,13 +196,13 @@ def _forwards(slices: Sequence[Frames], packing: PackingLimit) -> Iterator[Seque
 
 @contextmanager
 def _in_step() -> Iterator[None]:
-    """Turns errors of communication with a rank into _OutOfStep."""
+    """Turns errors of communication with a rank into OutOfStep."""
     try:
         yield
     except torch.AcceleratorError:
         raise
     except (OSError, RuntimeError) as error:
-        raise _OutOfStep from error
+        raise OutOfStep from error
 
 
 def _in_order(shares: Sequence[tuple[Sequence[int], Tensor]], tokens: Sequence[int]) -> list[Tensor]:
