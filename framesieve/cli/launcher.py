@@ -52,7 +52,7 @@ PACKAGES = {
     GATEWAY: ("httptools", "sse_starlette", "starlette", "uvicorn"),
 }
 _UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[1:]}
-_RANKS = {"encoder": ("data-parallel", "tensor-parallel"), "generation": ("tensor-parallel",)}
+_RANKS = {"encoder": ("data-parallel", "tower-tensor-parallel"), "generation": ("tensor-parallel",)}
 POLL_S = 0.1
 REPORT_S = 10.0
 PROBE_S = 1.0

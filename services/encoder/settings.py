@@ -45,7 +45,7 @@ class EncoderSettings(UpstreamSettings):
         description="number of processes that share the slices of each forward. Each has its own tower, on the GPUs "
         "from --device on or, for testing, on the CPU. The service ends if one of them ends",
     )
-    tensor_parallel: int = Field(
+    tower_tensor_parallel: int = Field(
         1,
         ge=1,
         description="number of processes that compute one tower together, each with a part of every layer, on the GPUs "

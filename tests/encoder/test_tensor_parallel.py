@@ -103,9 +103,13 @@ def test_a_forward_that_fails_on_rank_0_ends_the_ranks_that_wait_in_its_sums(lev
 @pytest.mark.parametrize(
     ("family", "flags", "message"),
     [
-        ("qwen3_vl", ["--tensor-parallel", "3"], "--tensor-parallel 3 must divide the 2 attention heads"),
-        ("qwen3_vl", ["--tensor-parallel", "2", "--dtype", "float16"], "--dtype float16 with --tensor-parallel 2"),
-        ("llava", ["--tensor-parallel", "2"], "--tensor-parallel 2: the towers of llava are not divided"),
+        ("qwen3_vl", ["--tower-tensor-parallel=3"], "--tower-tensor-parallel 3 must divide the 2 attention heads"),
+        (
+            "qwen3_vl",
+            ["--tower-tensor-parallel=2", "--dtype=float16"],
+            "--dtype float16 with --tower-tensor-parallel 2",
+        ),
+        ("llava", ["--tower-tensor-parallel=2"], "--tower-tensor-parallel 2: the towers of llava are not divided"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_at_the_start(
@@ -117,6 +121,6 @@ def test_what_cannot_be_divided_is_refused_at_the_start(
 
 
 def test_towers_are_not_both_shared_and_divided() -> None:
-    settings = EncoderSettings.load(["--data-parallel", "4", "--tensor-parallel", "2"])
-    with pytest.raises(StartupError, match="--data-parallel 4 and --tensor-parallel 2"), parallel_tower(settings):
+    settings = EncoderSettings.load(["--data-parallel", "4", "--tower-tensor-parallel", "2"])
+    with pytest.raises(StartupError, match="--data-parallel 4 and --tower-tensor-parallel 2"), parallel_tower(settings):
         pass

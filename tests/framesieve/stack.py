@@ -13,7 +13,7 @@ import argparse, os, pathlib, signal, sys, time
 
 parser = argparse.ArgumentParser()
 for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra",
-             "device", "tensor-parallel"):
+             "device", "tower-tensor-parallel"):
     parser.add_argument("--" + name)
 for name in ("refuse-to-start", "never-ready", "slow-start", "ignore-sigterm", "cut-off", "end-by-itself"):
     parser.add_argument("--" + name, action="store_true")

@@ -92,7 +92,7 @@ def test_two_services_start_over_a_stale_socket_file_with_a_client_certificate_i
 @pytest.mark.parametrize(
     ("encoder", "generation", "waits"),
     [
-        (["--device=cuda", "--tensor-parallel=2"], ["--device", "cuda:1"], True),
+        (["--device=cuda", "--tower-tensor-parallel=2"], ["--device", "cuda:1"], True),
         (["--device=cuda:0"], ["--device=cuda:1"], False),
     ],
 )

@@ -24,7 +24,7 @@ ENDED = "the tower of the encoder has ended: rank 1 of 2 was ended by signal 9"
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("flag", "rounding"), [("--data-parallel", 1e-5), ("--tensor-parallel", 2e-4)])
+@pytest.mark.parametrize(("flag", "rounding"), [("--data-parallel", 1e-5), ("--tower-tensor-parallel", 2e-4)])
 async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed(
     fleet: Fleet, flag: str, rounding: float
 ) -> None:

@@ -82,7 +82,7 @@ def load_tower(
         return load(checkpoint, dtype, device, attention)
     if checkpoint.model_type not in DIVISIBLE:
         raise StartupError(
-            f"--tensor-parallel {share.ranks}: the towers of {checkpoint.model_type} are not divided, only those of "
-            f"{', '.join(sorted(DIVISIBLE))}; --data-parallel takes all families"
+            f"--tower-tensor-parallel {share.ranks}: the towers of {checkpoint.model_type} are not divided, only those "
+            f"of {', '.join(sorted(DIVISIBLE))}; --data-parallel takes all families"
         )
     return DIVISIBLE[checkpoint.model_type](checkpoint, dtype, device, attention, share)

@@ -28,7 +28,7 @@ def with_adapters(tower: Tower, folders: Sequence[AdapterFolder]) -> Tower:
             if tower.adaptable is None:
                 layer = part.trained_name(min(part.sides))
                 raise unsupported(
-                    files.folder, f"{layer}, of a tower that takes none (with --tensor-parallel, none does)"
+                    files.folder, f"{layer}, of a tower that takes none (with --tower-tensor-parallel, none does)"
                 )
             if tower.dtype == torch.float16:
                 raise files.folder.refusal("it changes the vision tower, which must not run in float16 (--dtype)")

@@ -44,10 +44,10 @@ log = structlog.get_logger()
 
 def ranks_of(settings: EncoderSettings) -> tuple[str, int]:
     """The flag that says how many ranks there are, and their number. Raises StartupError if two flags do."""
-    data, tensor = settings.data_parallel, settings.tensor_parallel
+    data, tensor = settings.data_parallel, settings.tower_tensor_parallel
     if data > 1 and tensor > 1:
-        raise StartupError(f"--data-parallel {data} and --tensor-parallel {tensor}: one of them must be 1")
-    return ("--tensor-parallel", tensor) if tensor > 1 else ("--data-parallel", data)
+        raise StartupError(f"--data-parallel {data} and --tower-tensor-parallel {tensor}: one of them must be 1")
+    return ("--tower-tensor-parallel", tensor) if tensor > 1 else ("--data-parallel", data)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def parallel_tower(settings: EncoderSettings) -> Iterator[ParallelTower]:
 
 def share_of(settings: EncoderSettings, rank: int) -> Share | None:
     """A rank's share of the tower; None: it has all of it."""
-    return Share(rank, settings.tensor_parallel) if settings.tensor_parallel > 1 else None
+    return Share(rank, settings.tower_tensor_parallel) if settings.tower_tensor_parallel > 1 else None
 
 
 def join_ranks(meeting: Path, rank: int, settings: EncoderSettings, device: torch.device, share: Share | None) -> Any:

@@ -77,8 +77,8 @@ def make_tower(
     runs_in = choose_dtype(stored, dtype, device)
     if share and runs_in == torch.float16:
         raise StartupError(
-            f"--dtype float16 with --tensor-parallel {share.ranks}: sums of several ranks overflow it, use bfloat16 or "
-            f"float32"
+            f"--dtype float16 with --tower-tensor-parallel {share.ranks}: sums of several ranks overflow it, use "
+            f"bfloat16 or float32"
         )
     weights = read_weights(stored, runs_in, device, PATCH_EMBED, cuts)
     fill(model, weights, runs_in)

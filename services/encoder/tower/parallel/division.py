@@ -81,7 +81,7 @@ def divide(layers: nn.Module, share: Share, prefix: str) -> dict[str, Cut]:
         if heads := getattr(module, "num_heads", None):
             if heads % share.ranks:
                 raise StartupError(
-                    f"--tensor-parallel {share.ranks} must divide the {heads} attention heads of the vision tower"
+                    f"--tower-tensor-parallel {share.ranks} must divide the {heads} attention heads of the vision tower"
                 )
             module.num_heads = heads // share.ranks
         if isinstance(module, nn.Linear):
