@@ -158,7 +158,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters or model.draft:
+    if model.device.type != "cpu" or settings.adapters:
         return False
     layers = [each for each in model.text.modules() if isinstance(each, PackedLinear | JoinedLinear | Int4Linear)]
     if is_quantised(checkpoint) and int4_format(checkpoint, False) is None:
