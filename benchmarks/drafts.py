@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from tempfile import TemporaryDirectory
 
 from benchmarks.clips import FIRST_SEED, scene_clip
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
-from demo.run import drafting
+from demo.run import DRAFTING
 from demo.scenes import random_scene
 from framesieve import FramesieveClient, Video
-from framesieve.cli.launcher import LocalStack
+from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.client.answer import Answer
 from framesieve.common.checkpoint import DEMO_MODEL
 
@@ -31,8 +33,18 @@ KINDS = ("without", "with")
 
 def answers(rounds: int) -> list[Row]:
     """Tokens/s of one and of 32 clients, and the share of draft tokens that are accepted."""
-    with LocalStack(DEMO_MODEL) as stack, drafting(stack, DEMO_MODEL) as other:
+    with LocalStack(DEMO_MODEL) as stack, drafting(stack) as other:
         return asyncio.run(_measured(rounds, stack.address, other.address))
+
+
+@contextmanager
+def drafting(stack: LocalStack) -> Iterator[LocalStack]:
+    """Another generation service beside those of a stack, whose model has a head that drafts."""
+    with TemporaryDirectory(prefix="framesieve-") as folder:
+        endpoints = {name: Endpoint(address, 0) for name, address in stack.addresses.items()}
+        endpoints["generation"] = Endpoint(f"unix:{folder}/generation.sock", 0)
+        with LocalStack(DEMO_MODEL, services=["generation"], endpoints=endpoints, flags=DRAFTING) as other:
+            yield other
 
 
 async def _measured(rounds: int, *addresses: str) -> list[Row]:

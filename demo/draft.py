@@ -212,8 +212,9 @@ class Trainer:
     def _rows(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """`DraftHead` over the rows of all clips: [B, rows, D] each."""
         turns = self.head.turns(positions.flatten(1))
-        rows: Tensor = self.head(embeds.flatten(0, 1), hidden.flatten(0, 1), turns, attention)
-        return rows.unflatten(0, embeds.shape[:2])
+        rows = self.head(embeds.flatten(0, 1), hidden.flatten(0, 1), turns, attention)
+        apart: Tensor = rows.view_as(embeds)
+        return apart
 
     def save(self, folder: Path) -> None:
         """As AngelSlim stores heads, in float16."""

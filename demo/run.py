@@ -1,6 +1,6 @@
 """`make demo`: starts the three services and asks two questions about a clip, unpruned and pruned, with their cost.
 
-Each question is asked again of a second generation service, whose model has a head that drafts tokens.
+All is asked a second time of services whose model has a head that drafts tokens.
 
 All printed figures are those that the services report. Exit status 1 if a completion is missing, 130 after Ctrl-C.
 """
@@ -10,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from demo.example import CLIP, QUESTIONS
-from framesieve import Accepted, Delta, Finished, FramesieveClient, Video
-from framesieve.cli.launcher import Endpoint, LocalStack
+from framesieve import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
+from framesieve.cli.launcher import LocalStack
 from framesieve.cli.signals import unwind_on_signals
 from framesieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from framesieve.common.contract.errors import FramesieveError, StartupError
@@ -31,7 +28,7 @@ from framesieve.common.contract.retention import PIXEL_CHANGE
 RATES = (0.0, 0.75)
 METHOD = PIXEL_CHANGE  # nothing costs less before the first token
 MAX_NEW_TOKENS = 48
-DRAFT_TOKENS = 5
+DRAFTING = {"generation": ["--draft-model", str(DEMO_DRAFT), "--num-draft-tokens", "5"]}
 TIMEOUT_S = 120.0
 
 CAPTION = (
@@ -39,19 +36,24 @@ CAPTION = (
     "it although decoding and encoding overlap. A question about the clip at another frame rate was asked before as a "
     "warm-up. The pruned tokens are dropped before the tower, by their pixels, so it encodes the others alone. The "
     "first question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, "
-    "which then prefills only the question. Drafted: the same question to a generation service that has the model's "
-    "EAGLE-3 head; its answers are the same."
+    "which then prefills only the question. Drafted: the same, with the model's EAGLE-3 head; the answers "
+    "are the same."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cost of one question (numbered from 1) at one rate. drafted: with a head that drafts."""
+    """The cost of one question (numbered from 1) at one rate."""
 
     number: int
     rate: float
-    plain: Finished
-    drafted: Finished
+    usage: Usage
+    timings: Timings
+
+    @property
+    def tokens_per_second(self) -> str:
+        speed = self.timings.tokens_per_second(self.usage.completion_tokens)
+        return f"{speed:.0f}" if speed else "–"
 
 
 def main(model: Path = DEMO_MODEL) -> int:
@@ -60,9 +62,12 @@ def main(model: Path = DEMO_MODEL) -> int:
     unwind_on_signals()
     try:
         console.print("[dim]starting preprocessing, the encoder and generation …[/]")
-        with LocalStack(model) as stack, drafting(stack, model) as other:
-            rows = asyncio.run(ask_all(console, stack.address, other.address))
-        console.print(cost_table(rows))
+        with LocalStack(model) as stack:
+            rows = asyncio.run(ask_all(console, stack.address))
+        console.print("[dim]asking again, with a head that drafts tokens …[/]")
+        with LocalStack(model, flags=DRAFTING) as stack:
+            drafted = asyncio.run(ask_all(Console(quiet=True), stack.address))
+        console.print(cost_table(rows, drafted))
         console.print(f"[dim]{CAPTION}[/]")
         how = f"--pruning-rate {RATES[-1]} --method {METHOD}"
         picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} {how} -o kept.png"
@@ -78,31 +83,16 @@ def main(model: Path = DEMO_MODEL) -> int:
     return 0
 
 
-@contextmanager
-def drafting(stack: LocalStack, model: Path) -> Iterator[LocalStack]:
-    """Another generation service beside those of a stack, whose model has a head that drafts."""
-    with TemporaryDirectory(prefix="framesieve-") as folder:
-        endpoints = {name: Endpoint(address, 0) for name, address in stack.addresses.items()}
-        endpoints["generation"] = Endpoint(f"unix:{folder}/generation.sock", 0)
-        flags = {"generation": ["--draft-model", str(DEMO_DRAFT), "--num-draft-tokens", str(DRAFT_TOKENS)]}
-        with LocalStack(model, services=["generation"], endpoints=endpoints, flags=flags) as other:
-            yield other
-
-
-async def ask_all(console: Console, address: str, drafting: str) -> list[Row]:
-    """Asks every question at every rate, one after another, and streams the completions.
-
-    drafting: the address of the service that drafts, which is asked the same.
-    """
+async def ask_all(console: Console, address: str) -> list[Row]:
+    """Asks every question at every rate, one after another, and streams the completions."""
     rows = []
-    async with FramesieveClient(address) as client, FramesieveClient(drafting) as drafter:
-        for each in (client, drafter):
-            await each.ask(Video(CLIP, fps=1), QUESTIONS[1].text, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S)
+    async with FramesieveClient(address) as client:
+        await client.ask(Video(CLIP, fps=1), QUESTIONS[-1].text, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S)
         for number, question in enumerate(QUESTIONS, start=1):
             console.print(f"\n[bold]{number}. {question.text}[/]  [dim](correct: {question.answer})[/]", soft_wrap=True)
             for rate in RATES:
-                plain = await ask(console, client, question.text, rate)
-                rows.append(Row(number, rate, plain, await ask(Console(quiet=True), drafter, question.text, rate)))
+                finished = await ask(console, client, question.text, rate)
+                rows.append(Row(number, rate, finished.usage, finished.timings))
     console.print()
     return rows
 
@@ -136,8 +126,8 @@ async def ask(console: Console, client: FramesieveClient, question: str, rate: f
     return finished
 
 
-def cost_table(rows: list[Row]) -> Table:
-    """A table with one column per request; its stages sum to the time to first token."""
+def cost_table(rows: list[Row], drafted: list[Row]) -> Table:
+    """A table with one column per request; its stages sum to the time to first token. drafted: the same with drafts."""
     table = Table(
         title="What it cost, times in milliseconds",
         title_justify="left",
@@ -149,23 +139,17 @@ def cost_table(rows: list[Row]) -> Table:
     for row in rows:
         table.add_column(f"question {row.number}\n[dim]rate {row.rate:g}[/]", justify="right")
 
-    usages, timings = [row.plain.usage for row in rows], [row.plain.timings for row in rows]
-    table.add_row("prompt tokens", *(str(usage.prompt_tokens_full) for usage in usages))
-    table.add_row("after pruning", *(str(usage.prompt_tokens) for usage in usages), end_section=True)
-    for index, stage in enumerate(timings[0].stages_s):
+    table.add_row("prompt tokens", *(str(row.usage.prompt_tokens_full) for row in rows))
+    table.add_row("after pruning", *(str(row.usage.prompt_tokens) for row in rows), end_section=True)
+    for index, stage in enumerate(rows[0].timings.stages_s):
         label = f"{'+' if index else ' '} {stage.replace('_', ' ')}"
-        table.add_row(label, *(_ms(each.stages_s[stage]) for each in timings))
-    first_s = (each.time_to_first_token_s for each in timings)
+        table.add_row(label, *(_ms(row.timings.stages_s[stage]) for row in rows))
+    first_s = (row.timings.time_to_first_token_s for row in rows)
     table.add_row("= first token", *map(_ms, first_s), style="bold", end_section=True)
-    table.add_row("answer tokens", *(str(usage.completion_tokens) for usage in usages))
-    table.add_row("tokens/s", *(_speed(row.plain) for row in rows))
-    table.add_row("tokens/s, drafted", *(_speed(row.drafted) for row in rows))
+    table.add_row("answer tokens", *(str(row.usage.completion_tokens) for row in rows))
+    table.add_row("tokens/s", *(row.tokens_per_second for row in rows))
+    table.add_row("tokens/s, drafted", *(row.tokens_per_second for row in drafted))
     return table
-
-
-def _speed(finished: Finished) -> str:
-    speed = finished.timings.tokens_per_second(finished.usage.completion_tokens)
-    return f"{speed:.0f}" if speed else "–"
 
 
 def _ms(seconds: float) -> str:

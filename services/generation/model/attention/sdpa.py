@@ -156,7 +156,8 @@ class ShortChunks:
             attn_mask=self.mask,
             scale=scaling,
         )
-        return attended.unflatten(2, query.shape[2:4]).permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
+        apart: Tensor = attended.unflatten(2, query.shape[2:4])
+        return apart.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
