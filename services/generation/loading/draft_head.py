@@ -12,7 +12,7 @@ and n − 3. Weights have the same names in both, but for the layer, `midlayer` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint, field_of
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.packed_linear import join_linears, pack_linears
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.generation.loading.weights import fill, read_weights
 from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Rotary
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -37,12 +37,19 @@ _UNSUPPORTED = (
     "norm_output",
     "parallel_drafting",
 )
+# Weights of the head, and those of a checkpoint that are joined to them.
+JOINED: Mapping[str, Sequence[str]] = {
+    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{each}_proj.weight" for each in "qkv"],
+    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{each}_proj.weight" for each in ("gate", "up")],
+}
 _ROPE_TYPES = (None, "default", "mrope")
 _EMBEDDING = "embed_tokens."
 
 
 def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
     """The head of a checkpoint, in the dtype and on the device of `model`, whose embedding it reads unless it has one.
+
+    From now on it reads every forward of the text model.
 
     Raises StartupError for another architecture or kind of head, missing or unknown weights, sizes other than the
     model's, and a model that cannot be drafted for.
@@ -57,6 +64,10 @@ def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
     weights = read_weights(checkpoint, "", model.dtype, model.device, {}, exact, _named)
     if sizes.vocab == model.vocab_size:
         weights.setdefault("d2t", torch.zeros(sizes.vocab, dtype=torch.int64, device=model.device))
+    for joined, names in JOINED.items():
+        parts = [weights.get(name, torch.empty(())) for name in names]
+        if len({each.shape[1:] for each in parts}) == 1 and parts[0].ndim == 2:
+            weights[joined] = torch.cat([weights.pop(name) for name in names])
     try:
         fill(head, weights, "")
     except StartupError as error:
@@ -73,9 +84,9 @@ def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
             raise StartupError(f"--draft-model: embed_tokens.weight is {list(table.shape)}, which is not the model's")
         if not torch.equal(table[: model.vocab_size], model.embed_tokens.weight[: model.vocab_size]):
             head.embed_tokens = nn.Embedding.from_pretrained(table)
-    head.midlayer.self_attn.prepare(model.device)
-    join_linears(head, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    head.prepare(model.device)
     pack_linears(head)
+    head.read(model.text)
     return head.train(False).requires_grad_(False)
 
 

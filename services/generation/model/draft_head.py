@@ -13,15 +13,16 @@ Sources: EAGLE-3, arXiv 2503.01840; checkpoints of SpecForge (`LlamaForCausalLME
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from framesieve.services.generation.model.attention import paged_attention
 from framesieve.services.generation.model.attention.cache import Batch
 
 
@@ -77,8 +78,20 @@ class DraftSizes:
         return 2 * self.kv_heads * self.head_dim
 
 
+class Turns(NamedTuple):
+    """How each row turns a head's first half against its second. cos, sin: [T, head_dim]; sin of the first half is
+    negative."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def of(self, heads: Tensor) -> Tensor:
+        """heads: [heads, T, head_dim]."""
+        return torch.addcmul(heads * self.cos, heads.roll(heads.shape[-1] // 2, -1), self.sin)
+
+
 class DraftHead(nn.Module):
-    """Under the names of its checkpoint. embed_tokens: its own embedding, or None for the model's."""
+    """Under the names of its checkpoint, but for joined products. embed_tokens: its own, or None for the model's."""
 
     d2t: Tensor
 
@@ -91,18 +104,51 @@ class DraftHead(nn.Module):
         self.lm_head: nn.Module = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
         self.register_buffer("d2t", torch.zeros(sizes.vocab, dtype=torch.int64))
         self.embed_tokens: nn.Embedding | None = None
+        self._states: dict[int, Tensor] = {}  # by layer, [1, T, D], of the last forward of the model
 
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """One row for each token. embeds, hidden: [T, D], of the next token and of this one. positions: int64 [3, T],
-        by `Rotary.ahead`.
+    def prepare(self, device: torch.device) -> None:
+        """Computes what the checkpoint does not have."""
+        half = self.sizes.head_dim // 2
+        inverse = self.sizes.rotary.theta ** -(torch.arange(half, dtype=torch.float32, device=device) / half)
+        self._inverse = torch.cat([-inverse, inverse])
+        self._axes = self.sizes.rotary.axes(half).repeat(2).to(device)
 
-        Returns [T, D], for `draft` and as `hidden` of the row after it.
+    def turns(self, positions: Tensor) -> Turns:
+        """How the heads of rows turn. positions: int64 [3, T], by `Rotary.ahead`."""
+        angles = positions[self._axes].T * self._inverse
+        return Turns(*(each.to(self.norm.weight.dtype) for each in (angles.cos(), angles.sin())))
+
+    def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:
+        """One row for each token. embeds, hidden: [T, D], of the next token and of this one.
+
+        batch: None: that which this thread runs. Returns [T, D], for `draft` and as `hidden` of the row after it.
         """
-        rows: Tensor = self.midlayer(embeds, hidden, positions, batch)
+        rows: Tensor = self.midlayer(embeds, hidden, turns, batch)
         return rows
 
+    def read(self, text: Any) -> None:
+        """Reads from now on what each forward of a text model computes."""
+        places = [*text.layers, text.norm]
+        for layer in self.sizes.layers:
+            if layer and self.sizes.before_levels:  # without deepstack, the output of the layer before
+                places[layer - 1].register_forward_hook(partial(self._read_output, layer))
+            else:
+                places[layer].register_forward_pre_hook(partial(self._read_input, layer))
+
+    def _read_input(self, layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._states[layer] = inputs[0]
+
+    def _read_output(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:
+        self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+    def hidden(self) -> Tensor:
+        """What it read of the last forward of the model, once: [T, D]."""
+        joined = self.joined([self._states[layer][0] for layer in self.sizes.layers])
+        self._states.clear()
+        return joined
+
     def joined(self, states: Sequence[Tensor]) -> Tensor:
-        """The hidden states of the model's layers, [T, D] each, as this head reads them: [T, D]."""
+        """The hidden states of the model's layers, [.., D] each, as one for each row: [.., D]."""
         rows: Tensor = self.fc(torch.cat(list(states), dim=-1))
         return rows
 
@@ -121,88 +167,47 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
         self.mlp = DraftMlp(sizes)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None) -> Tensor:
         both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.self_attn(both, positions, batch)
+        hidden = hidden + self.self_attn(both, turns, batch)
         rows: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return rows
 
 
 class DraftAttention(nn.Module):
+    """qkv_proj: the checkpoint's q_proj, k_proj and v_proj as one product."""
+
+    layer_idx = 0
+
     def __init__(self, sizes: DraftSizes) -> None:
         super().__init__()
-        self._head_dim, self._rotary = sizes.head_dim, sizes.rotary
-        wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = nn.Linear(2 * sizes.hidden, wide, bias=False)
-        self.k_proj = nn.Linear(2 * sizes.hidden, narrow, bias=False)
-        self.v_proj = nn.Linear(2 * sizes.hidden, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, sizes.hidden, bias=False)
+        self._sizes = sizes
+        self.qkv_proj = nn.Linear(2 * sizes.hidden, sizes.heads * sizes.head_dim + sizes.token_values, bias=False)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
 
-    def prepare(self, device: torch.device) -> None:
-        """Computes what the checkpoint does not have."""
-        frequencies = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=device) / self._head_dim
-        self.inverse = self._rotary.theta**-frequencies
-        self.axes = self._rotary.axes(len(frequencies)).to(device)
-
-    def forward(self, rows: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+    def forward(self, rows: Tensor, turns: Turns, batch: Batch | None) -> Tensor:
         """rows: [T, 2 · D]. Returns [T, D]."""
-        query, key, value = (
-            project(rows).unflatten(-1, (-1, self._head_dim)).transpose(0, 1)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+        heads, kv_heads, head_dim = self._sizes.heads, self._sizes.kv_heads, self._sizes.head_dim
+        product = self.qkv_proj(rows).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+        query, key = turns.of(product[: heads + kv_heads]).split([heads, kv_heads])
+        value = product[heads + kv_heads :]
+        attended, _ = paged_attention(
+            self, query[None], key[None], value[None], None, scaling=head_dim**-0.5, batch=batch
         )
-        angles = positions[self.axes].T * self.inverse  # [T, head_dim / 2]
-        cos, sin = (each.to(rows.dtype) for each in (angles.cos(), angles.sin()))
-        query, key = (_rotated(each, cos, sin) for each in (query, key))
-        attended = batch.attend(0, query, key, value, self._head_dim**-0.5)
-        output: Tensor = self.o_proj(attended.flatten(1))
+        output: Tensor = self.o_proj(attended[0].flatten(1))
         return output
 
 
 class DraftMlp(nn.Module):
+    """gate_up_proj: the checkpoint's gate_proj and up_proj as one product."""
+
     def __init__(self, sizes: DraftSizes) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden, sizes.intermediate, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden, sizes.intermediate, bias=False)
+        self.gate_up_proj = nn.Linear(sizes.hidden, 2 * sizes.intermediate, bias=False)
         self.down_proj = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
         self.activation = ACT2FN[sizes.activation]
 
     def forward(self, rows: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.activation(self.gate_proj(rows)) * self.up_proj(rows))
+        gate, up = self.gate_up_proj(rows).chunk(2, dim=-1)
+        output: Tensor = self.down_proj(self.activation(gate) * up)
         return output
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads: [heads, T, head_dim], whose halves are rotated against each other. cos, sin: [T, head_dim / 2]."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-@contextmanager
-def tapped(text: Any, head: DraftHead | None) -> Iterator[Callable[[], Tensor | None]]:
-    """Reads for a head what a forward of a text model that runs meanwhile computes.
-
-    Gives a function for after the forward: its rows as the head reads them, [T, D]; None without a head.
-    """
-    if head is None:
-        yield lambda: None
-        return
-    found: dict[int, Tensor] = {}
-    places, sizes = [*text.layers, text.norm], head.sizes
-    hooks = [_tap(places, layer, sizes.before_levels, found) for layer in sizes.layers]
-    try:
-        yield lambda: head.joined([found[layer][0] for layer in sizes.layers])
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _tap(places: Sequence[nn.Module], layer: int, before_levels: bool, found: dict[int, Tensor]) -> Any:
-    """Puts the input of a layer into `found`, [1, T, D], whenever it is computed; without deepstack the output of the
-    layer before."""
-
-    def keep(rows: Any) -> None:
-        found[layer] = rows[0] if isinstance(rows, tuple) else rows
-
-    if layer and before_levels:
-        return places[layer - 1].register_forward_hook(lambda _module, _inputs, output: keep(output))
-    return places[layer].register_forward_pre_hook(lambda _module, inputs: keep(inputs))

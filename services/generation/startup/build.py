@@ -157,7 +157,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters or model.draft:
+    if model.device.type != "cpu" or settings.adapters:
         return False
     if is_quantised(checkpoint) and stored_format(checkpoint) is None:
         return False
