@@ -43,7 +43,7 @@ from tests.tiny import PAD_ID, Models, TinyEngine, load_models, make_request, ra
 ALL = (("qwen2_5_vl", SPECFORGE), ("qwen3_vl", ANGELSLIM), ("qwen3_5", MTP))
 
 
-def heads(*more: tuple[str, str]) -> pytest.MarkDecorator:
+def heads(*more: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("family", "architecture"), [*ALL, *more], scope="module")
 
 
@@ -82,7 +82,7 @@ def test_the_law_holds_whatever_a_head_drafts(drafted: Models, data: st.DataObje
     assert_law_of_any_mix(drafted, data)
 
 
-@heads(("qwen3_vl", SPECFORGE), ("qwen3_5_moe", MTP))
+@heads(("qwen3_vl", SPECFORGE), pytest.param("qwen3_5_moe", MTP, marks=pytest.mark.deep))
 def test_drafts_are_those_of_the_whole_sequence_without_a_cache(drafted: Models) -> None:
     """In chunks of each size, over prefix hits, for siblings, where media arrive in parts, and after plain steps."""
     video = random_item(drafted.family, (4, 2, 3), Fraction(1), rate=0.5)
