@@ -9,7 +9,7 @@ drafting continues from the head's own output, so does training, DEPTH tokens ah
     ahead 1  keys of row i   t      t       o        o: of the head's output for the row before, one token ahead less
     ahead 2  keys of row i   t      o       o
 
-The weights are those of `DraftHead`, which generation loads. The same seed gives the same head.
+The weights are those of `Eagle3Head`, which generation loads. The same seed gives the same head.
 Source: training-time test, EAGLE-3, arXiv 2503.01840.
 """
 
@@ -53,7 +53,7 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import RANDOM, Pruning
 from framesieve.services.encoder.pruning.methods import keep_tokens
 from framesieve.services.generation.loading.draft_head import JOINED
-from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Rotary
+from framesieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
 from framesieve.services.preprocessing.prompt.positions import GridSpan
 
 CLIPS = 840
@@ -158,7 +158,7 @@ class Trainer:
         self._text: Any = model.model.language_model
         self._lm_head, self._vision_end = model.lm_head, writer.vision_end
         self._vocab = torch.tensor(vocab)
-        self.head = DraftHead(sizes_of(len(vocab)))
+        self.head = Eagle3Head(sizes_of(len(vocab)))
         self.head.prepare(torch.device("cpu"))
         for name, parameter in self.head.named_parameters():
             if "norm" not in name:
@@ -210,7 +210,7 @@ class Trainer:
         return total / sum(shares), rights
 
     def _rows(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """`DraftHead` over the rows of all clips: [B, rows, D] each."""
+        """`Eagle3Head` over the rows of all clips: [B, rows, D] each."""
         turns = self.head.turns(positions.flatten(1))
         rows = self.head(embeds.flatten(0, 1), hidden.flatten(0, 1), turns, attention)
         apart: Tensor = rows.view_as(embeds)
@@ -237,8 +237,8 @@ def _taken(rows: Tensor, at: Tensor) -> Tensor:
     return rows.gather(1, at[..., None].expand(-1, -1, rows.shape[-1]))
 
 
-def sizes_of(vocab: int) -> DraftSizes:
-    return DraftSizes(
+def sizes_of(vocab: int) -> Eagle3Sizes:
+    return Eagle3Sizes(
         hidden=DEMO.hidden,
         intermediate=INTERMEDIATE,
         heads=DEMO.heads,
@@ -247,13 +247,15 @@ def sizes_of(vocab: int) -> DraftSizes:
         vocab=vocab,
         eps=EPS,
         activation="silu",
-        rotary=Rotary(DEMO.rope_theta, DEMO.mrope_section, ahead=False),
+        rotary=Rotary(DEMO.rope_theta, DEMO.mrope_section),
         layers=LAYERS,
         before_levels=False,
+        ahead=False,
+        axes=3,
     )
 
 
-def config_of(sizes: DraftSizes) -> dict[str, Any]:
+def config_of(sizes: Eagle3Sizes) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3LlamaForCausalLM"],
         "draft_vocab_size": sizes.vocab,
@@ -325,7 +327,7 @@ def vocabulary(lessons: Lessons, video: Encoded, pictures: Encoded) -> list[int]
     return sorted(found)
 
 
-def optimisers(head: DraftHead) -> list[torch.optim.Optimizer]:
+def optimisers(head: Eagle3Head) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between layers, AdamW for norms and the output."""
     named = dict(head.named_parameters())
     inner = [name for name, each in named.items() if each.ndim == 2 and name != "lm_head.weight"]

@@ -96,8 +96,8 @@ class Drafter:
             CacheSizes(1, blocks, block_tokens, sizes.heads, sizes.kv_heads, sizes.head_dim, model.fp8_cache),
             model.embed_tokens.weight,
         )
-        # As heads without sections are served: positions of one axis are those of the model.
-        self._counts_tokens = not sizes.rotary.sections and model.position_axes == 3
+        # As heads of one axis are served.
+        self._counts_tokens = sizes.axes < model.position_axes
         self._reads: WeakKeyDictionary[Request, _Read] = WeakKeyDictionary()
         self._compiled: Callable[..., Any] | None = None
 
@@ -129,7 +129,7 @@ class Drafter:
                 continue
             if before is None or before.end != chunk.start:
                 before = _Read(chunk.start)
-            end = chunk.end - chunk.num_draft_tokens + len(ids[1:])
+            end = chunk.known_end + len(ids[1:])
             rows = alone[number] if number in alone else hidden[place : place + end - chunk.start]
             read = self._reads[request] = _Read(before.first, (*before.waiting, rows), before.output)
             if not _is_plain(chunk) or len(read.waiting) >= MAX_WAITING:
@@ -143,7 +143,7 @@ class Drafter:
         A token that the answer's grammar does not allow, and those after it, are left out.
         """
         asked = [chunk for chunk in chunks if chunk.draft_tokens]
-        reads = [(chunk.request, self._reads.get(chunk.request, _Read(-1)), chunk.start) for chunk in asked]
+        reads = [(each.request, self._reads.get(each.request, _Read(-1)), each.known_end - 1) for each in asked]
         self._compute(
             [_Rows(request, read, end, ()) for request, read, end in reads if read.end == end and read.waiting]
         )
@@ -162,20 +162,23 @@ class Drafter:
             self._reads.pop(chunk.request, None)
 
     def _output(self, chunk: Chunk) -> Tensor | None:
-        """That of the last row before a chunk of one token, [D]; None if it is not known."""
+        """That of the last row before the last known token of a chunk, [D]; None if it was not computed."""
         read = self._reads.get(chunk.request)
-        return read.output if read and read.first == chunk.start else None
+        return read.output if read and read.first == chunk.known_end - 1 else None
 
     def _guess(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The head's tokens for each chunk, all of which have room for as many."""
         count = chunks[0].num_draft_tokens
         rows = torch.stack([output for chunk in chunks if (output := self._output(chunk)) is not None])
-        starts = np.array([chunk.start for chunk in chunks])
+        places = np.array([chunk.known_end - 1 for chunk in chunks])
+        contexts = [
+            Context(place, place + 1, chunk.request.blocks.array)
+            for place, chunk in zip(places.tolist(), chunks, strict=True)
+        ]
         if not self._counts_tokens:
-            starts += [self._head.sizes.rotary.ahead + each.request.prompt.delta for each in chunks]
-        places = np.add.outer(np.arange(count - 1), starts).reshape(-1)
+            places += [self._head.sizes.ahead + each.request.prompt.delta for each in chunks]
+        places = np.add.outer(np.arange(count - 1), places).reshape(-1)
         turns = self._head.turns(to_device(np.tile(places, (3, 1)), self._model.device))
-        contexts = [Context(each.start, each.start + 1, each.request.blocks.array) for each in chunks]
         batch = self._cache.ahead(contexts, count - 1)
         drafted = [self._head.draft(rows)]
         for number in range(count - 1):
@@ -198,7 +201,7 @@ class Drafter:
         contexts, media, hidden, at = list[Context](), list[MediaRows](), list[Tensor](), 0
         for each, end in zip(rows, ends.tolist(), strict=True):
             fill(each.tokens(1), ids[at:end], positions[:, at:end])
-            if not self._head.sizes.rotary.ahead:
+            if not self._head.sizes.ahead:
                 fill(each.tokens(0), own[at:end], positions[:, at:end])
             media.extend(media_rows(each.tokens(1), at))
             contexts.append(Context(each.read.first, each.end, each.request.blocks.array))
@@ -259,5 +262,5 @@ def _drafted(chunk: Chunk, tokens: Sequence[int]) -> Chunk:
     document = chunk.request.sampling_state.document
     if document and tokens:
         tokens = tokens[: document.allowed_of(tokens)]
-    start = chunk.start
-    return Chunk(chunk.request, start, start + 1 + len(tokens), samples=True, draft_tokens=tuple(tokens))
+    end = chunk.known_end + len(tokens)
+    return Chunk(chunk.request, chunk.start, end, samples=True, draft_tokens=tuple(tokens))
