@@ -115,7 +115,7 @@ class DraftHead(nn.Module):
 
     def turns(self, positions: Tensor) -> Turns:
         """How the heads of rows turn. positions: int64 [3, T], by `Rotary.ahead`."""
-        angles = positions[self._axes].T * self._inverse
+        angles = positions[self._axes].T.contiguous() * self._inverse
         return Turns(*(each.to(self.norm.weight.dtype) for each in (angles.cos(), angles.sin())))
 
     def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:
