@@ -82,7 +82,7 @@ class Eagle3Head(DraftHead):
 
     def turns(self, positions: Tensor) -> Turns:
         """See `DraftHead`. The sines of the first half of a head are negative."""
-        angles = positions[self._axes].T * self._inverse
+        angles = positions[self._axes].T.contiguous() * self._inverse
         return Turns(*(each.to(self.norm.weight.dtype) for each in (angles.cos(), angles.sin())))
 
     def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:

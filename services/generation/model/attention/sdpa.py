@@ -226,7 +226,7 @@ class Ahead:
             attn_mask=None if self.mask is None else self.mask[..., : self.end],
             scale=scaling,
         )
-        return attended.flatten(1, 2)
+        return attended.flatten(1, 2).contiguous()
 
 
 def _attend_decodes(decodes: Decodes, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
