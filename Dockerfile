@@ -73,6 +73,7 @@ COPY services/__init__.py $PACKAGE/services/
 COPY services/compute $PACKAGE/services/compute
 COPY services/generation $PACKAGE/services/generation
 COPY demo/framesieve-demo $PACKAGE/framesieve-demo
+COPY demo/framesieve-demo-draft $PACKAGE/framesieve-demo-draft
 RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
 # The compiler's files need more room than a /tmp in memory has.
 ENV TMPDIR=${CUDA:+/var/cache/framesieve}

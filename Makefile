@@ -120,6 +120,9 @@ fuzz: setup  ## Plan and decode two thousand broken media files (about 2 minutes
 demo-model: setup  ## Train the embedded model (under two hours on two cores)
 	$(BIN)/python -m demo.train
 
+demo-draft: setup  ## Train the head that drafts tokens for the embedded model (under an hour on two cores)
+	$(BIN)/python -m demo.draft
+
 demo-minicpm: setup  ## Measure what pruning a resampler's tokens costs: trains a tiny MiniCPM-V (under an hour)
 	$(BIN)/python -m demo.minicpm
 

@@ -22,7 +22,7 @@ Codec: TypeAlias = Literal["libx264", "mjpeg"]
 
 RATE = 30
 _FILES = itertools.count()
-_FIRST_SEED = 9_000_000
+FIRST_SEED = 9_000_000
 _H264 = {"preset": "veryfast", "sc_threshold": "0", "bf": "2"}
 # By codec: the file's suffix, the pixels' format and the encoder's options.
 _CODECS: Mapping[Codec, tuple[str, str, Mapping[str, str]]] = {
@@ -66,7 +66,7 @@ def repeated(data: bytes, times: int, fps: int) -> bytes:
 
 def scene_clip(number: int) -> bytes:
     """A clip as the demo's, of a scene that no training used."""
-    return encode(random_scene(_FIRST_SEED + number))
+    return encode(random_scene(FIRST_SEED + number))
 
 
 def another_file(data: bytes, size_bytes: int = 0) -> bytes:

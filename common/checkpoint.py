@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from framesieve.common.contract.errors import StartupError
 
 DEMO_MODEL = Path(__file__).parents[1] / "framesieve-demo"
+DEMO_DRAFT = Path(__file__).parents[1] / "framesieve-demo-draft"  # the head that drafts for it
 
 _TEXT_FILES = (
     "config.json",

@@ -107,21 +107,31 @@ def prune(embeds: Tensor, grid: Grid, pruning: Pruning) -> Tensor:
     return torch.stack([keep_tokens(clip.detach(), grid, pruning) for clip in embeds]).long()
 
 
-def answer_logits(
-    model: Any,
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Prompts of several clips as one input of the language model, padded to T tokens.
+
+    inputs: [B, T, D]. positions: int64 [3, B, T], or [B, T] if they have one axis. owner: int64 [B, T], the branch of
+    each token from 1 on; 0 is the shared prefix, -1 padding. prefix: the tokens before the branches, padding included.
+    labels: int64 [B, T], the correct token after each token; UNSUPERVISED where that is not part of an answer.
+    """
+
+    inputs: Tensor
+    positions: Tensor
+    owner: Tensor
+    labels: Tensor
+    prefix: int
+
+
+def lay_out(
+    embed_tokens: torch.nn.Module,
     embeds: Tensor,
     kept: Tensor,
     span: MediaSpan,
     prompts: Sequence[Prompt],
     vision_end: int,
-) -> tuple[Tensor, Tensor]:
-    """The logits at which each branch predicts its answer, and the correct tokens.
-
-    model: with `model.language_model` and `lm_head`. embeds: [B, t·h·w, D], which have the positions of `span`, on one
-    axis if it is linear; kept: int64 [B, K]; one prompt per clip.
-    Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED at positions outside answers.
-    """
-    embed_tokens = model.model.language_model.embed_tokens
+) -> LaidOut:
+    """One prompt per clip. embeds: [B, t·h·w, D], which have the positions of `span`; kept: int64 [B, K]."""
     longest_before = max(len(prompt.before) for prompt in prompts)
     tails = [[token for branch in prompt.branches for token in branch.ids] for prompt in prompts]
     longest_tail = max(len(tail) for tail in tails)
@@ -130,7 +140,6 @@ def answer_logits(
     total = prefix + longest_tail
     ids = torch.full((len(prompts), total), vision_end)
     positions = torch.zeros(3, len(prompts), total, dtype=torch.long)
-    # The branch of each token; 0 is the shared prefix, -1 padding.
     owner = torch.full((len(prompts), total), -1)
     labels = torch.full((len(prompts), total), UNSUPERVISED)
     for row, prompt in enumerate(prompts):
@@ -155,23 +164,42 @@ def answer_logits(
     media = torch.gather(embeds, 1, kept[..., None].expand(-1, -1, embeds.shape[-1]))
     text = embed_tokens(ids)
     inputs = torch.cat((text[:, :longest_before], media, text[:, prefix - 1 :]), dim=1)
+    return LaidOut(inputs, positions[0] if isinstance(span, LinearSpan) else positions, owner, labels, prefix)
+
+
+def answer_logits(
+    model: Any,
+    embeds: Tensor,
+    kept: Tensor,
+    span: MediaSpan,
+    prompts: Sequence[Prompt],
+    vision_end: int,
+) -> tuple[Tensor, Tensor]:
+    """The logits at which each branch predicts its answer, and the correct tokens.
+
+    model: with `model.language_model` and `lm_head`. The others as in `lay_out`, whose positions have one axis if
+    `span` is linear.
+    Returns logits [B, L, V] and labels int64 [B, L], UNSUPERVISED at positions outside answers.
+    """
+    laid = lay_out(model.model.language_model.embed_tokens, embeds, kept, span, prompts, vision_end)
     states = model.model.language_model(
-        inputs_embeds=inputs,
-        position_ids=positions[0] if isinstance(span, LinearSpan) else positions,
-        attention_mask={"full_attention": _mask(owner)},
+        inputs_embeds=laid.inputs,
+        position_ids=laid.positions,
+        attention_mask={"full_attention": seen_by(laid.owner)[:, None]},
         use_cache=False,
     ).last_hidden_state
-    return model.lm_head(states[:, prefix - 1 :]), labels[:, prefix - 1 :]
+    return model.lm_head(states[:, laid.prefix - 1 :]), laid.labels[:, laid.prefix - 1 :]
 
 
-def _mask(owner: Tensor) -> Tensor:
-    """Causal within the prefix and within each branch, and from every branch to the prefix: bool [B, 1, T, T]."""
+def seen_by(owner: Tensor) -> Tensor:
+    """What each token attends to, bool [B, T, T]: causal within the prefix and within each branch, and from every
+    branch to the prefix. owner: as in `LaidOut`."""
     tokens = owner.shape[1]
     query, key = owner[:, :, None], owner[:, None, :]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     seen = causal & ((key == 0) | (key == query)) & (key >= 0)
     # A padded row must attend to something, or its softmax is NaN.
-    return (seen | torch.eye(tokens, dtype=torch.bool))[:, None]
+    return seen | torch.eye(tokens, dtype=torch.bool)
 
 
 class PromptWriter:

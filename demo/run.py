@@ -1,5 +1,7 @@
 """`make demo`: starts the three services and asks two questions about a clip, unpruned and pruned, with their cost.
 
+All is asked a second time of services whose model has a head that drafts tokens.
+
 All printed figures are those that the services report. Exit status 1 if a completion is missing, 130 after Ctrl-C.
 """
 
@@ -19,13 +21,14 @@ from demo.example import CLIP, QUESTIONS
 from framesieve import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.signals import unwind_on_signals
-from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from framesieve.common.contract.errors import FramesieveError, StartupError
 from framesieve.common.contract.retention import PIXEL_CHANGE
 
 RATES = (0.0, 0.75)
 METHOD = PIXEL_CHANGE  # nothing costs less before the first token
 MAX_NEW_TOKENS = 48
+DRAFTING = {"generation": ["--draft-model", str(DEMO_DRAFT), "--num-draft-tokens", "5"]}
 TIMEOUT_S = 120.0
 
 CAPTION = (
@@ -33,7 +36,8 @@ CAPTION = (
     "it although decoding and encoding overlap. A question about the clip at another frame rate was asked before as a "
     "warm-up. The pruned tokens are dropped before the tower, by their pixels, so it encodes the others alone. The "
     "first question at a rate decodes and encodes the clip; the second finds its tokens in generation's prefix cache, "
-    "which then prefills only the question."
+    "which then prefills only the question. Drafted: the same, with the model's EAGLE-3 head; the answers "
+    "are the same."
 )
 
 
@@ -46,6 +50,11 @@ class Row:
     usage: Usage
     timings: Timings
 
+    @property
+    def tokens_per_second(self) -> str:
+        speed = self.timings.tokens_per_second(self.usage.completion_tokens)
+        return f"{speed:.0f}" if speed else "–"
+
 
 def main(model: Path = DEMO_MODEL) -> int:
     """Runs the demo and returns its exit status."""
@@ -55,7 +64,10 @@ def main(model: Path = DEMO_MODEL) -> int:
         console.print("[dim]starting preprocessing, the encoder and generation …[/]")
         with LocalStack(model) as stack:
             rows = asyncio.run(ask_all(console, stack.address))
-        console.print(cost_table(rows))
+        console.print("[dim]asking again, with a head that drafts tokens …[/]")
+        with LocalStack(model, flags=DRAFTING) as stack:
+            drafted = asyncio.run(ask_all(Console(quiet=True), stack.address))
+        console.print(cost_table(rows, drafted))
         console.print(f"[dim]{CAPTION}[/]")
         how = f"--pruning-rate {RATES[-1]} --method {METHOD}"
         picture = f".venv/bin/framesieve inspect {os.path.relpath(CLIP)} {how} -o kept.png"
@@ -75,7 +87,7 @@ async def ask_all(console: Console, address: str) -> list[Row]:
     """Asks every question at every rate, one after another, and streams the completions."""
     rows = []
     async with FramesieveClient(address) as client:
-        await client.ask(Video(CLIP, fps=1), QUESTIONS[0].text, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S)
+        await client.ask(Video(CLIP, fps=1), QUESTIONS[-1].text, max_new_tokens=MAX_NEW_TOKENS, timeout_s=TIMEOUT_S)
         for number, question in enumerate(QUESTIONS, start=1):
             console.print(f"\n[bold]{number}. {question.text}[/]  [dim](correct: {question.answer})[/]", soft_wrap=True)
             for rate in RATES:
@@ -114,8 +126,8 @@ async def ask(console: Console, client: FramesieveClient, question: str, rate: f
     return finished
 
 
-def cost_table(rows: list[Row]) -> Table:
-    """A table with one column per request; its stages sum to the time to first token."""
+def cost_table(rows: list[Row], drafted: list[Row]) -> Table:
+    """A table with one column per request; its stages sum to the time to first token. drafted: the same with drafts."""
     table = Table(
         title="What it cost, times in milliseconds",
         title_justify="left",
@@ -135,8 +147,8 @@ def cost_table(rows: list[Row]) -> Table:
     first_s = (row.timings.time_to_first_token_s for row in rows)
     table.add_row("= first token", *map(_ms, first_s), style="bold", end_section=True)
     table.add_row("answer tokens", *(str(row.usage.completion_tokens) for row in rows))
-    speeds = (row.timings.tokens_per_second(row.usage.completion_tokens) for row in rows)
-    table.add_row("tokens/s", *(f"{speed:.0f}" if speed else "–" for speed in speeds))
+    table.add_row("tokens/s", *(row.tokens_per_second for row in rows))
+    table.add_row("tokens/s, drafted", *(row.tokens_per_second for row in drafted))
     return table
 
 

@@ -1,18 +1,26 @@
-"""EAGLE-3 heads with random weights, as published checkpoints store them, and their forward without a cache."""
+"""EAGLE-3 heads and multi-token prediction with random weights, as published checkpoints store them, and their forwards
+without a cache."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
+
+from tests.families import text_and_head
 
 SPECFORGE, ANGELSLIM = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
+MTP = "mtp"
+LAYERS: Mapping[str, Any] = {"qwen3_5_text": Qwen3_5DecoderLayer, "qwen3_5_moe_text": Qwen3_5MoeDecoderLayer}
 DRAFT_VOCAB = 40
 # M-RoPE of the heads of Qwen2.5-VL and of Qwen3-VL, for 8 frequencies.
 ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -68,6 +76,47 @@ def write_head(folder: Path, architecture: str, hidden: int, vocab: int, seed: i
     return folder
 
 
+def write_mtp(folder: Path, seed: int = 0) -> Path:
+    """Adds multi-token prediction to a checkpoint of Qwen3.5, as published: experts are stacked."""
+    config, draw = AutoConfig.from_pretrained(folder).text_config, torch.Generator().manual_seed(seed)
+    hidden = config.hidden_size
+    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes |= {f"{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    with torch.device("meta"):
+        layer = LAYERS[config.model_type](config, config.layer_types.index("full_attention"))
+    shapes |= {f"layers.0.{name}": each.shape for name, each in layer.state_dict().items()}
+    weights = {f"mtp.{name}": 0.15 * torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    save_file(weights, folder / "mtp.safetensors")
+    return folder
+
+
+def mtp_tokens(
+    folder: Path, reference: Any, embeds: Tensor, states: Tensor, positions: Tensor, count: int
+) -> tuple[list[int], float]:
+    """As `head_tokens`, of the multi-token prediction of a checkpoint, by transformers' own layer.
+
+    reference: its model in transformers. states: [n, D], what the output layer reads.
+    """
+    text, lm_head = text_and_head(reference)
+    stored = {name.removeprefix("mtp."): each for name, each in load_file(folder / "mtp.safetensors").items()}
+    layer = LAYERS[text.config.model_type](text.config, text.config.layer_types.index("full_attention")).eval()
+    layer.load_state_dict(
+        {name.removeprefix("layers.0."): each for name, each in stored.items() if name.startswith("layers.0.")}
+    )
+
+    def norm(rows: Tensor, name: str) -> Tensor:
+        return _norm(rows, 1 + stored[f"{name}.weight"], 1e-6)
+
+    def forward(embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        both = torch.cat([norm(embeds, "pre_fc_norm_embedding"), norm(hidden, "pre_fc_norm_hidden")], dim=-1)
+        rows = (both @ stored["fc.weight"].T)[None]
+        later = torch.full((len(embeds), len(embeds)), float("-inf")).triu(1)
+        rotations = text.rotary_emb(rows, positions[:, None])
+        return norm(layer(rows, position_embeddings=rotations, attention_mask=later[None, None])[0], "norm")
+
+    return _drafted(forward, lm_head, embeds, states, positions, text.get_input_embeddings().weight, count)
+
+
 def head_tokens(
     weights: Mapping[str, Tensor],
     rotary: Any,
@@ -85,15 +134,35 @@ def head_tokens(
     """
     named = {name.replace("layers.0.", "midlayer."): each for name, each in weights.items()}
     hidden = torch.cat(list(states), dim=-1) @ named["fc.weight"].T
+    targets = torch.arange(len(named["d2t"])) + named["d2t"]
+
+    def forward(embeds: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        return _layer(named, rotary, embeds, hidden, positions)
+
+    def scores(output: Tensor) -> Tensor:
+        own = _norm(output, named["norm.weight"]) @ named["lm_head.weight"].T
+        return torch.full((len(embedding),), float("-inf")).index_copy(0, targets, own)
+
+    return _drafted(forward, scores, embeds, hidden, positions, embedding, count)
+
+
+def _drafted(
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    score: Callable[[Tensor], Tensor],
+    embeds: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    count: int,
+) -> tuple[list[int], float]:
     drafted: list[int] = []
     margin = float("inf")
     while True:
-        output = _layer(named, rotary, embeds, hidden, positions)[-1]
-        scores = _norm(output, named["norm.weight"]) @ named["lm_head.weight"].T
-        best = int(scores.argmax())
+        output = forward(embeds, hidden, positions)[-1]
+        scores = score(output)
         first, second = scores.topk(2).values.tolist()
         margin = min(margin, first - second)
-        drafted.append(best + int(named["d2t"][best]))
+        drafted.append(int(scores.argmax()))
         if len(drafted) == count:
             return drafted, margin
         embeds = torch.cat([embeds, embedding[drafted[-1]][None]])
@@ -118,8 +187,8 @@ def _layer(named: Mapping[str, Tensor], rotary: Any, embeds: Tensor, hidden: Ten
     return hidden + gated @ weight("mlp.down_proj").T
 
 
-def _norm(rows: Tensor, weight: Tensor) -> Tensor:
-    return rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+def _norm(rows: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return rows * (rows.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def _half_turned(heads: Tensor) -> Tensor:

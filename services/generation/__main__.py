@@ -80,7 +80,7 @@ async def main() -> ExitStatus:
             break_off,
             overlap=model.device.type != "cpu",
             states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
-            payoff=Payoff(),
+            payoff=Payoff() if model.draft else None,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))

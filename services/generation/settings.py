@@ -54,8 +54,8 @@ class GenerationSettings(UpstreamSettings):
         None,
         ge=2,
         description="slots of recurrent states, for models whose layers keep one, such as Qwen3.5: two for each of "
-        "--max-num-seqs, the others keep states for prefix cache hits; unset: up to 64 others, as many as fit into "
-        "2 GiB",
+        "--max-num-seqs, three with draft tokens, the others keep states for prefix cache hits; unset: up to 64 "
+        "others, as many as fit into 2 GiB",
     )
     gpu_memory_fraction: float = Field(
         0.9,
@@ -111,9 +111,10 @@ class GenerationSettings(UpstreamSettings):
     )
     draft_model: Path | None = Field(
         None,
-        description="an EAGLE-3 head that drafts tokens for the model, a folder or Hugging Face repository of a "
-        "LlamaForCausalLMEagle3 or Eagle3LlamaForCausalLM; does not change answers; not with --speculative-tokens or "
-        "--tensor-parallel, nor for models with recurrent states; unset: none",
+        description="what drafts tokens for the model: an EAGLE-3 head, a folder or Hugging Face repository of a "
+        "LlamaForCausalLMEagle3 or Eagle3LlamaForCausalLM; or mtp: the multi-token prediction of the model's own "
+        "checkpoint, of the Qwen3.5 line; does not change answers; not with --speculative-tokens or --tensor-parallel; "
+        "unset: none",
     )
     num_draft_tokens: int = Field(
         3,
@@ -149,7 +150,7 @@ class GenerationSettings(UpstreamSettings):
         "auto",
         description="whether the text model is compiled for the CPU at startup, which needs a C++ compiler, and some "
         "seconds a layer at the first start; auto: unless it is very small, or its layers are large. Never with "
-        "adapters, --draft-model, tensor parallelism, or quantised weights other than those in 4 bits",
+        "adapters, tensor parallelism, or quantised weights other than those in 4 bits",
     )
     step_timeout_s: float | None = Field(
         None,

@@ -58,6 +58,9 @@ class InPlaceCache:
         shape = (2, sizes.layers, sizes.blocks + 1, sizes.block_tokens, sizes.kv_heads, sizes.head_dim)
         self.keys, self.values = like.new_zeros(shape)
 
+    def ahead(self, contexts: Sequence[Context], count: int) -> None:
+        pass
+
     def batch(self, packed: Packed) -> InPlaceBatch:
         contexts, device = packed.row_contexts, self.keys.device
         table = np.zeros((len(contexts), max(len(each.blocks) for each in contexts)), np.int32)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head: its drafts are those of the whole sequence without a cache, and change no answer."""
+"""EAGLE-3 heads and MTP: their drafts are those of the whole sequence without a cache, and change no answer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.engine.payoff import ALONE, PERIOD, Payoff
-from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading.draft_head import draft_sizes, load_draft_head
+from framesieve.services.generation.loading.mtp import load_mtp
 from framesieve.services.generation.model.drafting import Drafter
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
-from tests.drafts import ANGELSLIM, ROPES, SPECFORGE, head_tokens, write_head
-from tests.families import FAMILIES, text_and_head
+from framesieve.services.generation.settings import GenerationSettings
+from framesieve.services.generation.startup.build import build
+from tests.drafts import ANGELSLIM, MTP, ROPES, SPECFORGE, head_tokens, mtp_tokens, write_head, write_mtp
+from tests.families import text_and_head
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.generation.test_law import LAW, assert_law_of_any_mix
@@ -38,18 +40,24 @@ from tests.law import Question, answer, assert_law, several_questions
 from tests.oracle import Text, expected_sequence
 from tests.tiny import PAD_ID, Models, TinyEngine, load_models, make_request, random_item
 
-BOTH = pytest.mark.parametrize(
-    ("family", "architecture"),
-    [("qwen2_5_vl", SPECFORGE), ("qwen3_vl", ANGELSLIM), ("qwen3_vl", SPECFORGE)],
-    scope="module",
-)
+ALL = (("qwen2_5_vl", SPECFORGE), ("qwen3_vl", ANGELSLIM), ("qwen3_5", MTP))
+
+
+def heads(*more: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("family", "architecture"), [*ALL, *more], scope="module")
 
 
 @pytest.fixture(scope="module")
 def drafted(family: str, architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """A model with a random head of a published layout."""
+    """A model with a random head of a published layout, or with random weights for MTP."""
     torch.set_num_threads(1)
     models = load_models(family, tmp_path_factory.mktemp(family))
+    if architecture == MTP:
+        flags = ["--model", str(write_mtp(models.folder)), "--draft-model", "mtp", "--device", "cpu"]
+        settings = GenerationSettings.load([*flags, "--max-num-seqs", "4", "--kv-cache-tokens", "256"])
+        built = build(settings, Checkpoint(models.folder))
+        assert built.state_slots >= 3 * 4
+        return replace(models, engine=built.runner.model)
     folder = write_head(models.folder / "head", architecture, models.engine.hidden_size, models.engine.vocab_size)
     return replace(models, engine=replace(models.engine, draft=load_draft_head(Checkpoint(folder), models.engine)))
 
@@ -60,14 +68,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return load_models("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Without recurrent states and with them."""
+    torch.set_num_threads(1)
+    return load_models(request.param, tmp_path_factory.mktemp("both"))
+
+
 @LAW
 @given(st.data())
-@BOTH
+@heads(("qwen3_5", SPECFORGE))
 def test_the_law_holds_whatever_a_head_drafts(drafted: Models, data: st.DataObject) -> None:
     assert_law_of_any_mix(drafted, data)
 
 
-@BOTH
+@heads(("qwen3_vl", SPECFORGE), pytest.param("qwen3_5_moe", MTP, marks=pytest.mark.deep))
 def test_drafts_are_those_of_the_whole_sequence_without_a_cache(drafted: Models) -> None:
     """In chunks of each size, over prefix hits, for siblings, where media arrive in parts, and after plain steps."""
     video = random_item(drafted.family, (4, 2, 3), Fraction(1), rate=0.5)
@@ -126,9 +141,8 @@ def record(tiny: TinyEngine) -> list[tuple[str, int, list[int]]]:
 
 @torch.no_grad()
 def expected_drafts(models: Models, question: Question, said: list[int], count: int) -> tuple[list[int], float]:
-    """By transformers' text model and the head's weights over the gathered sequence."""
+    """By transformers' text model and the weights of the head, or MTP, over the gathered sequence."""
     head = models.folder / "head"
-    config, weights = Checkpoint(head).config, load_file(head / "model.safetensors")
     expected = expected_sequence(question.parts, question.kept, PAD_ID)
     text, _ = text_and_head(models.reference)
     embedding: Tensor = text.get_input_embeddings().weight
@@ -151,9 +165,14 @@ def expected_drafts(models: Models, question: Question, said: list[int], count: 
         more["visual_pos_masks"][0, rows] = True
         more["deepstack_visual_embeds"] = [torch.stack(level) for level in levels]
     mask = torch.ones(1, len(embeds), dtype=torch.long)
-    text(inputs_embeds=embeds[None], attention_mask=mask, position_ids=positions[:, None], use_cache=False, **more)
+    last: Tensor = text(
+        inputs_embeds=embeds[None], attention_mask=mask, position_ids=positions[:, None], use_cache=False, **more
+    ).last_hidden_state[0]
     for hook in hooks:
         hook.remove()
+    if not head.exists():
+        return mtp_tokens(models.folder, models.reference, embeds[1:], last[:-1], positions[:, :-1], count)
+    config, weights = Checkpoint(head).config, load_file(head / "model.safetensors")
     # Of the three layers: the third, the second, and the first.
     states = after[2::-1] if config["architectures"] == [ANGELSLIM] else [before[1], before[0], after[0]]
     states = [each[:-1] for each in states]
@@ -199,8 +218,9 @@ class Scripted:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=20), st.integers(1, 4), st.sampled_from((0.0, 0.8)))
-def test_any_number_of_drafts_may_be_right(models: Models, script: list[int], most: int, temperature: float) -> None:
+def test_any_number_of_drafts_may_be_right(both: Models, script: list[int], most: int, temperature: float) -> None:
     """None and all of them included: the answer is that without drafts, in as many steps fewer as drafts were right."""
+    models = both
     params = SamplingParams(20, temperature=temperature, seed=3)
     plain = TinyEngine(models.engine)
     expected = plain.ask("a", [Text((20, 21, 22))], params)
@@ -234,7 +254,7 @@ def drafting_engine(models: Models, most: int) -> tuple[TinyEngine, Drafter]:
     return tiny, tiny.runner.drafter
 
 
-@BOTH
+@heads()
 def test_more_than_64_requests_draft_together(drafted: Models) -> None:
     questions = several_questions(drafted.family) * 12
     tiny = TinyEngine(drafted.engine, 72 * 16, 512, max_num_seqs=72, max_draft_tokens=2)
@@ -248,7 +268,7 @@ def test_more_than_64_requests_draft_together(drafted: Models) -> None:
     assert len(seen) > 64
 
 
-@BOTH
+@heads()
 def test_drafts_end_with_the_cache_and_the_answer(drafted: Models) -> None:
     """A request that fills all blocks, to the last slot but one."""
     question = Question((Text(tuple(range(10, 20))),), 7)
@@ -260,7 +280,7 @@ def test_drafts_end_with_the_cache_and_the_answer(drafted: Models) -> None:
 
 
 @pytest.mark.usefixtures("rows_overwritten")
-@BOTH
+@heads()
 def test_replayed_steps_are_drafted_for(drafted: Models) -> None:
     questions = several_questions(drafted.family)
     eager = TinyEngine(drafted.engine, max_draft_tokens=2)
@@ -273,7 +293,25 @@ def test_replayed_steps_are_drafted_for(drafted: Models) -> None:
     assert replayed == seen
 
 
-def test_drafts_that_a_grammar_forbids_are_left_out(models: Models) -> None:
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("qwen3_5", MTP), pytest.param("qwen2_5_vl", SPECFORGE, marks=pytest.mark.deep)],
+    scope="module",
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
+def test_a_compiled_head_drafts_what_an_eager_one_does(drafted: Models) -> None:
+    seen = list[list[tuple[str, int, list[int]]]]()
+    for compiled in (False, True):
+        tiny = TinyEngine(drafted.engine, max_draft_tokens=3)
+        if compiled:
+            assert tiny.runner.compile()
+        seen.append(record(tiny))
+        answer(tiny, several_questions(drafted.family))
+    assert seen[0] == seen[1] != []
+
+
+def test_drafts_that_a_grammar_forbids_are_left_out(both: Models) -> None:
+    models = both
     grammar = Grammars(models.folder, models.engine.vocab_size, [1]).compile(ANY_OBJECT)
     params = SamplingParams(8, eos_ids=(1,), grammar=grammar)
     plain = TinyEngine(models.engine)
@@ -289,8 +327,8 @@ def test_drafts_that_a_grammar_forbids_are_left_out(models: Models) -> None:
     assert asked.finished.draft_tokens == 0
 
 
-def test_a_step_is_computed_without_drafts_if_drafting_fails(models: Models) -> None:
-    tiny, drafter = drafting_engine(models, 3)
+def test_a_step_is_computed_without_drafts_if_drafting_fails(both: Models) -> None:
+    tiny, drafter = drafting_engine(both, 3)
     failures = iter([torch.OutOfMemoryError("a test"), *[None] * 99])
 
     def failing(chunks: Sequence[Chunk]) -> list[list[int]]:
@@ -368,12 +406,17 @@ def test_weights_that_are_not_the_heads_are_refused(
         load_draft_head(Checkpoint(folder), models.engine)
 
 
-def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
-    FAMILIES["qwen3_5"].write(tmp_path / "model", 7)
-    model = load_language_model(Checkpoint(tmp_path / "model"), torch.float32, torch.device("cpu"))
-    folder = write_head(tmp_path / "head", SPECFORGE, model.hidden_size, model.vocab_size)
-    with pytest.raises(StartupError, match="recurrent states"):
-        load_draft_head(Checkpoint(folder), model)
+def test_mtp_that_is_not_there_or_not_supported_is_refused(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"only models with the layers of Qwen3\.5"):
+        load_mtp(Checkpoint(models.folder), models.engine)
+    model = load_models("qwen3_5", tmp_path).engine
+    with pytest.raises(StartupError, match=r"has no weights mtp\.\*"):
+        load_mtp(Checkpoint(tmp_path), model)
+    weights = load_file(write_mtp(tmp_path) / "mtp.safetensors")
+    weights["mtp.layers.1.mlp.up_proj.weight"] = weights.pop("mtp.fc.weight").clone()
+    save_file(weights, tmp_path / "mtp.safetensors")
+    with pytest.raises(StartupError, match=r"missing weights \['mtp\.fc.*unknown weights \['mtp\.layers\.1\.mlp"):
+        load_mtp(Checkpoint(tmp_path), model)
 
 
 @pytest.mark.parametrize("where", ["eagle_config", ""])

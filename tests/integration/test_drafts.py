@@ -1,4 +1,4 @@
-"""A generation service with a random EAGLE-3 head, which is never right: answers are those of one without."""
+"""Generation services with EAGLE-3 heads: a random one, which is never right, and that of the demo model, which is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from demo.example import CLIP as DEMO_CLIP
+from demo.example import QUESTIONS
+from demo.run import DRAFTING
 from framesieve import FramesieveClient, Video
+from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer
 from framesieve.client.prompt import Options
 from framesieve.common.checkpoint import Checkpoint
@@ -49,6 +53,16 @@ async def test_wrong_drafts_change_no_answer_and_stop(client: FramesieveClient, 
     for name in ("draft_tokens", "accepted_draft_tokens"):
         assert drafting.metric(f"framesieve_generation_{name}_total") == sum(getattr(each, name) for each in usages)
     assert 0 < alone.usage.draft_tokens < 200  # three a step, had it not stopped
+
+
+async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer() -> None:
+    usages = []
+    async with LocalStack(flags=DRAFTING) as demo, FramesieveClient(demo.address) as asked:
+        for rate in (0.0, 0.75):
+            answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate)
+            assert answer.text == QUESTIONS[-1].answer
+            usages.append(answer.usage)
+    assert 2 * sum(each.accepted_draft_tokens for each in usages) > sum(each.draft_tokens for each in usages)
 
 
 def tokens_of(answer: Answer) -> list[tuple[int, ...]]:

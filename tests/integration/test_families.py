@@ -19,6 +19,7 @@ from framesieve.client.prompt import Image, Message, Part, Pruning, Text, Video
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Modality
 from tests import cosmos3_edge, media
+from tests.drafts import write_mtp
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
 from tests.families import FAMILIES, load_reference
 from tests.integration.before_tower import answered, asking, encoded, expect
@@ -55,7 +56,11 @@ def served(
     folder = checkpoints(family)
     if family == "cosmos3_edge":
         folder = cosmos3_edge.published(shutil.copytree(folder, tmp_path_factory.mktemp(family) / "published"))
-    with running(folder) as stack:
+    flags = {}
+    if family.startswith("qwen3_5"):
+        folder = write_mtp(shutil.copytree(folder, tmp_path_factory.mktemp(family) / "drafting"))
+        flags["generation"] = ["--draft-model", "mtp"]
+    with running(folder, flags=flags) as stack:
         yield Served(family, folder, stack.addresses)
 
 

@@ -17,6 +17,8 @@ the pins are released.
 Models with recurrent states need a slot for the state of each request, and one for each chunk, which writes the state
 after it; further ones keep the states after media and prompts, so that other requests begin there. Slots are taken from
 requests that do not run, as blocks are. There are two for each running request, so they are never short.
+A chunk with draft tokens writes a third one, if it is free, with the state before them: if any is rejected, the next
+chunk computes the accepted ones again, together with new draft tokens.
 
 A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
 preemption. The scheduler knows neither the model nor torch.
@@ -114,32 +116,30 @@ class Scheduler:
         self.awaiting_media.remove(request)
         self._enter(request, Status.WAITING)
 
+    def shorten(self, chunk: Chunk) -> None:
+        """Records that a chunk has fewer draft tokens than were scheduled."""
+        if self.states:
+            *saves, (_, last) = chunk.request.next_states
+            chunk.request.next_states = [*(each for each in saves if each[0] < chunk.end), (chunk.end, last)]
+            self._drop([each for each in saves if each[0] >= chunk.end])
+
     def mark_launched(self, chunk: Chunk) -> None:
         """Records that the device computes a chunk. Draft tokens count once they are accepted."""
-        if self.states is None:
-            self._mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens)
-        elif not chunk.draft_tokens:
-            self._take_states(chunk)
-            self._mark_computed(chunk.request, chunk.end)
+        self._mark_computed(chunk, chunk.known_end)
 
     def mark_accepted(self, chunk: Chunk, accepted: int) -> None:
-        """Records that so many draft tokens of a chunk are part of the answer, to which they were added.
-
-        A recurrent state is that after all of them: if any is rejected, the accepted ones are computed again.
-        """
-        if self.states is None:
-            self._mark_computed(chunk.request, chunk.end - chunk.num_draft_tokens + accepted)
-        elif accepted == chunk.num_draft_tokens:
-            self._take_states(chunk)
-            self._mark_computed(chunk.request, chunk.end)
+        """Records that so many draft tokens of a chunk are part of the answer, to which they were added."""
+        self._mark_computed(chunk, chunk.known_end + accepted)
 
     def mark_rejected(self, chunk: Chunk) -> None:
         """Records that the rest of a chunk's draft tokens are not part of the answer."""
         self._drop(chunk.request.next_states)
 
-    def _mark_computed(self, request: Request, num_computed_tokens: int) -> None:
-        request.num_computed_tokens = num_computed_tokens
-        self._prefix_cache.cache_full_blocks(request)
+    def _mark_computed(self, chunk: Chunk, tokens: int) -> None:
+        """With recurrent states, only tokens after which the chunk wrote the state count: others are computed again."""
+        if self.states is None or self._take_states(chunk, tokens):
+            chunk.request.num_computed_tokens = tokens
+            self._prefix_cache.cache_full_blocks(chunk.request)
 
     def remove(self, request: Request) -> None:
         """Removes a request, finished or not, and frees its blocks."""
@@ -201,27 +201,33 @@ class Scheduler:
         for request in self.running:
             tokens = request.tokens
             if tokens <= request.max_tokens:  # else its last token is sampled and not yet read
-                (decodes if tokens - request.num_computed_tokens == 1 else prefills).append(request)
+                (decodes if self._decodes(request) else prefills).append(request)
         # Draft tokens get half of what decodes leave, so that they cannot keep prompts from being prefilled.
-        draft_budget = (budget - len(decodes)) // 2
+        draft_budget = (budget - sum(request.tokens - request.num_computed_tokens for request in decodes)) // 2
         self._drafts.begin_step(len(decodes))
-        for request in decodes[:budget]:
-            draft_tokens: tuple[int, ...] = ()
-            if self._max_draft_tokens:
-                limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
-                draft_tokens = self._drafts.propose(request, limit) if limit > 0 else ()
-            chunks.append(_decode_chunk(request, draft_tokens))
-            budget -= 1 + len(draft_tokens)
+        for request in decodes:
+            limit = min(self._max_draft_tokens, draft_budget, request.max_tokens - request.tokens)
+            draft_tokens = self._drafts.propose(request, limit) if limit > 0 else ()
             draft_budget -= len(draft_tokens)
+            if budget:
+                chunks.append(_chunk(request, budget, draft_tokens))
+                budget -= chunks[-1].tokens
         for request in prefills:
             if not budget:
                 return chunks
-            chunks.append(_prefill_chunk(request, budget))
+            chunks.append(_chunk(request, budget))
             budget -= chunks[-1].tokens
         while budget and (admitted := self._admit()):
-            chunks.append(_prefill_chunk(admitted, budget))
+            chunks.append(_chunk(admitted, budget))
             budget -= chunks[-1].tokens
         return chunks
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether one token is to be computed, or after it draft tokens that were accepted in the last step."""
+        missing = request.tokens - request.num_computed_tokens
+        return missing == 1 or (
+            request.num_computed_tokens >= request.prompt.tokens and missing <= 1 + self._max_draft_tokens
+        )
 
     def _admit(self) -> Request | None:
         """Moves the oldest waiting request to the running ones, if its blocks fit."""
@@ -283,7 +289,7 @@ class Scheduler:
                 yield chunk
                 continue
             if chunk.draft_tokens and self._missing_blocks(request, chunk.end) > self.allocator.free:
-                chunk = _decode_chunk(request, ())  # no request is preempted for draft tokens
+                chunk = _chunk(request, chunk.known_end - chunk.start)  # no request is preempted for draft tokens
             if request.status is Status.RUNNING and self._free_blocks(request, chunk.end):
                 request.blocks += self.allocator.allocate(self._missing_blocks(request, chunk.end))
                 yield chunk
@@ -328,16 +334,15 @@ class Scheduler:
             chunk.request.next_states = [(chunk.end, self.states.allocate())]
 
     def _save_states(self, chunk: Chunk) -> None:
-        """Adds slots for the states within a chunk that other requests may begin with, if there are enough."""
+        """Adds slots for the states within a chunk: before its draft tokens, and where other requests may begin."""
         if self.states is None:
             return
-        written = chunk.request.next_states.pop()
-        for tokens in self._worth_saving(chunk):
+        for tokens in dict.fromkeys((chunk.known_end, *sorted(self._worth_saving(chunk)))):
             if tokens < chunk.end and self.states.free:
                 chunk.request.next_states.append((tokens, self.states.allocate()))
-        chunk.request.next_states.append(written)
+        chunk.request.next_states.sort()
 
-    def _worth_saving(self, chunk: Chunk) -> list[int]:
+    def _worth_saving(self, chunk: Chunk) -> set[int]:
         """The places within a chunk where other requests may begin with its state, in tokens of the sequence.
 
         Each is the end of a block: before and after a media item; where another request's prompt was found to part
@@ -345,7 +350,7 @@ class Scheduler:
         they leave out of earlier turns; and the last one of the answer.
         """
         request, prompt = chunk.request, chunk.request.prompt
-        wanted = [chunk.end] if chunk.end > prompt.tokens else []
+        wanted = [end for end in (chunk.known_end, chunk.end) if end > prompt.tokens]
         if chunk.start < prompt.tokens:
             end = prompt.tokens - 1 if prompt.complete else prompt.ready
             wanted += [end, end - self.allocator.block_tokens, request.shared_tokens]
@@ -355,18 +360,21 @@ class Scheduler:
                 if span.first_row + span.length == prompt.num_kept[span.media_index]:
                     wanted.append(span.end)
         whole = {self._whole_blocks(tokens) for tokens in wanted}
-        return sorted(tokens for tokens in whole if chunk.start < tokens <= chunk.end)
+        return {tokens for tokens in whole if chunk.start < tokens <= chunk.end}
 
-    def _take_states(self, chunk: Chunk) -> None:
-        """Records that the slots of a chunk are written."""
+    def _take_states(self, chunk: Chunk, tokens: int) -> bool:
+        """Records that a chunk's slots are written, up to the state after `tokens`. False if that has no slot."""
         assert self.states
         request = chunk.request
-        *saved, (_, slot) = request.next_states
-        if chunk.end in self._worth_saving(chunk):
-            saved.append((chunk.end, self.states.incref(slot)))
-        self._drop([(0, request.state)])
-        request.saved_states += saved
-        request.state, request.next_states = slot, []
+        slot = dict(request.next_states).get(tokens)
+        if slot is None:
+            return False
+        written, worth = [each for each in request.next_states if each[0] <= tokens], self._worth_saving(chunk)
+        request.saved_states += [(place, self.states.incref(each)) for place, each in written if place in worth]
+        del request.next_states[: len(written)]
+        before, request.state = request.state, self.states.incref(slot)
+        self._drop([(0, before), *written])
+        return True
 
     def _drop(self, states: list[tuple[int, int]]) -> None:
         """Drops the references to slots, and empties the list."""
@@ -433,12 +441,8 @@ def _slots_of(request: Request) -> tuple[int, ...]:
     return (request.state, request.pinned_state, *(slot for _, slot in both))
 
 
-def _decode_chunk(request: Request, draft_tokens: tuple[int, ...]) -> Chunk:
-    start = request.num_computed_tokens
-    return Chunk(request, start, start + 1 + len(draft_tokens), samples=True, draft_tokens=draft_tokens)
-
-
-def _prefill_chunk(request: Request, budget: int) -> Chunk:
+def _chunk(request: Request, budget: int, draft_tokens: tuple[int, ...] = ()) -> Chunk:
+    """As many of a request's next tokens as fit; if all do, draft tokens may follow."""
     start = request.num_computed_tokens
     end = min(start + budget, request.tokens)
-    return Chunk(request, start, end, samples=end == request.tokens)
+    return Chunk(request, start, end + len(draft_tokens), end == request.tokens, draft_tokens)

@@ -129,10 +129,14 @@ class Stepper:
         if drafter is None:
             return chunks
         drafted = self._attempt(chunks, lambda: drafter.draft(chunks))
-        if not isinstance(drafted, Exception):
-            return drafted
-        drafter.forget(chunks)
-        return drafter.draft(chunks)
+        if isinstance(drafted, Exception):
+            drafter.forget(chunks)
+            drafted = drafter.draft(chunks)
+        with self.lock:
+            for before, chunk in zip(chunks, drafted, strict=True):
+                if chunk.end < before.end:
+                    self._scheduler.shorten(chunk)
+        return drafted
 
     def _extend(self, step: SampledStep, sampled: Mapping[Chunk, Sequence[SampledToken] | Exception]) -> None:
         """Lets the head read a step, before its requests give up blocks. If that fails, they are drafted for later."""

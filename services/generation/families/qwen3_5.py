@@ -2,7 +2,7 @@
 networks, which keep a recurrent state, the fourth is gated attention with partial rotary embeddings.
 
 Source: transformers' classes; weight names of Qwen/Qwen3.5-9B and Qwen/Qwen3.5-35B-A3B. The weights `mtp.*`, which
-predict several tokens, are not read.
+predict several tokens, are read by `loading/mtp.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ and n − 3. Weights have the same names in both, but for the layer, `midlayer` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint, field_of
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.packed_linear import join_linears, pack_linears
+from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.generation.loading.weights import fill, read_weights
-from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Rotary
+from framesieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
 from framesieve.services.generation.model.language_model import LanguageModel
 
 # Whether ids of layers name those whose output is read, before deepstack, and rows have the next token's position.
@@ -37,26 +37,37 @@ _UNSUPPORTED = (
     "norm_output",
     "parallel_drafting",
 )
+# Weights of the head, and those of a checkpoint that are joined to them.
+JOINED: Mapping[str, Sequence[str]] = {
+    "midlayer.self_attn.qkv_proj.weight": [f"midlayer.self_attn.{each}_proj.weight" for each in "qkv"],
+    "midlayer.mlp.gate_up_proj.weight": [f"midlayer.mlp.{each}_proj.weight" for each in ("gate", "up")],
+}
 _ROPE_TYPES = (None, "default", "mrope")
 _EMBEDDING = "embed_tokens."
 
 
-def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
+def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> Eagle3Head:
     """The head of a checkpoint, in the dtype and on the device of `model`, whose embedding it reads unless it has one.
+
+    From now on it reads every forward of the text model.
 
     Raises StartupError for another architecture or kind of head, missing or unknown weights, sizes other than the
     model's, and a model that cannot be drafted for.
     """
-    if model.states:
-        raise StartupError("--draft-model: models whose layers keep recurrent states are not supported yet")
+    if not model.position_axes:
+        raise StartupError("--draft-model: models that read no positions are not supported")
     sizes = draft_sizes(checkpoint.config, model)
     with torch.device("meta"):
-        head = DraftHead(sizes)
+        head = Eagle3Head(sizes)
     own = read_weights(checkpoint, _EMBEDDING, model.dtype, model.device, {})
     exact = {"d2t": torch.int64}
     weights = read_weights(checkpoint, "", model.dtype, model.device, {}, exact, _named)
     if sizes.vocab == model.vocab_size:
         weights.setdefault("d2t", torch.zeros(sizes.vocab, dtype=torch.int64, device=model.device))
+    for joined, names in JOINED.items():
+        parts = [weights.get(name, torch.empty(())) for name in names]
+        if len({each.shape[1:] for each in parts}) == 1 and parts[0].ndim == 2:
+            weights[joined] = torch.cat([weights.pop(name) for name in names])
     try:
         fill(head, weights, "")
     except StartupError as error:
@@ -73,13 +84,13 @@ def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
             raise StartupError(f"--draft-model: embed_tokens.weight is {list(table.shape)}, which is not the model's")
         if not torch.equal(table[: model.vocab_size], model.embed_tokens.weight[: model.vocab_size]):
             head.embed_tokens = nn.Embedding.from_pretrained(table)
-    head.midlayer.self_attn.prepare(model.device)
-    join_linears(head, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    head.prepare(model.device)
     pack_linears(head)
+    head.read(model.text)
     return head.train(False).requires_grad_(False)
 
 
-def draft_sizes(config: Mapping[str, Any], model: LanguageModel) -> DraftSizes:
+def draft_sizes(config: Mapping[str, Any], model: LanguageModel) -> Eagle3Sizes:
     """Of a head's config. Raises StartupError, with the field, for what is not supported or is not the model's."""
     architecture = str(next(iter(config.get("architectures") or ()), None))
     if architecture not in LAYOUTS:
@@ -95,23 +106,25 @@ def draft_sizes(config: Mapping[str, Any], model: LanguageModel) -> DraftSizes:
         if config.get(name, model.hidden_size) != model.hidden_size:
             raise StartupError(f"--draft-model: {name} is {config[name]}, the model's is {model.hidden_size}")
     text: Any = model.text
-    head_dim, rotary = config.get("head_dim") or hidden // heads, _rotary(config, LAYOUTS[architecture])
+    head_dim, rotary = config.get("head_dim") or hidden // heads, _rotary(config)
     if rotary.sections and 2 * sum(rotary.sections) != head_dim:
         raise StartupError(
             f"--draft-model: mrope_section {list(rotary.sections)} does not add up to half of {head_dim}"
         )
-    return DraftSizes(
-        hidden=hidden,
-        intermediate=field_of(config, "intermediate_size"),
+    return Eagle3Sizes(
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
+        layers=_layers(config.get(_LAYER_IDS) or eagle.get(_LAYER_IDS), LAYOUTS[architecture], len(text.layers)),
+        before_levels=LAYOUTS[architecture],
+        ahead=LAYOUTS[architecture],
+        axes=3 if rotary.sections else 1,
+        hidden=hidden,
+        intermediate=field_of(config, "intermediate_size"),
         vocab=config.get("draft_vocab_size") or model.vocab_size,
         eps=config.get("rms_norm_eps", 1e-6),
         activation=config.get("hidden_act", "silu"),
         rotary=rotary,
-        layers=_layers(config.get(_LAYER_IDS) or eagle.get(_LAYER_IDS), LAYOUTS[architecture], len(text.layers)),
-        before_levels=LAYOUTS[architecture],
     )
 
 
@@ -125,14 +138,14 @@ def _layers(ids: Any, of_outputs: bool, layers: int) -> tuple[int, ...]:
     return found
 
 
-def _rotary(config: Mapping[str, Any], ahead: bool) -> Rotary:
+def _rotary(config: Mapping[str, Any]) -> Rotary:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in _ROPE_TYPES:
         raise StartupError(f"--draft-model: rope_scaling.rope_type {kind!r} is not supported")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     sections, interleaved = tuple(rope.get("mrope_section") or ()), bool(rope.get("mrope_interleaved"))
-    return Rotary(float(theta), sections, interleaved, ahead)
+    return Rotary(float(theta), sections, interleaved)
 
 
 def _named(name: str) -> str | None:

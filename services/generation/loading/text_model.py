@@ -140,14 +140,11 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
         text.config._experts_implementation = EXPERTS
     states = number_layers(text)
     attention = attention_layers(text)
-    fuse_norms(text)
-    fuse_layers(text)
-    if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
-        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), RECURRENT_INPUTS)
-        pack_linears(text)
+    make_ready(text, ranks)
+    if ranks == 1:
         lm_head = packed(lm_head)
     return LanguageModel(
-        text=text.train(False).requires_grad_(False),
+        text=text,
         embed_tokens=text.embed_tokens,
         lm_head=lm_head.requires_grad_(False),
         layers=len(attention),
@@ -158,6 +155,16 @@ def assemble(config: Any, text: Any, lm_head: Any, embed_levels: int, ranks: int
         embed_levels=embed_levels,
         states=states,
     )
+
+
+def make_ready(text: Any, ranks: int = 1) -> None:
+    """Gives numbered layers with weights the fastest forms for their device."""
+    fuse_norms(text)
+    fuse_layers(text)
+    if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
+        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), RECURRENT_INPUTS)
+        pack_linears(text)
+    text.train(False).requires_grad_(False)
 
 
 def _shard_output_layer(lm_head: nn.Module, style: str, group: Group) -> dict[str, Shard]:

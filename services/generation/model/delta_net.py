@@ -21,12 +21,15 @@ from framesieve.services.compute.kernels import check_result
 from framesieve.services.generation.model.recurrent_layer import RecurrentLayer
 from framesieve.services.generation.model.states import StateBatch, StateSizes
 
+# The rule for a chunk computes whole chunks of 64 tokens: so few tokens, drafts for instance, are computed one by one.
+FEW_TOKENS = 8
+
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """transformers' functions: for a chunk of a sequence, for one token of each of several."""
+    """transformers' functions: for a chunk of a sequence, for one token after the other of each of several."""
 
     chunk: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., tuple[Tensor, Tensor]]
@@ -88,11 +91,12 @@ class GatedDeltaRule:
     ) -> tuple[Tensor, Tensor]:
         """See `Recurrence`."""
         beta, decay = gates
-        out, after = self.kernels.chunk(
+        few = len(convolved) <= FEW_TOKENS
+        out, after = (self.kernels.step if few else self.kernels.chunk)(
             *self._heads(convolved[None]),
             g=decay[None],
             beta=beta[None],
-            initial_state=matrix[None],
+            initial_state=matrix[None].clone() if few else matrix[None],
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )
@@ -115,7 +119,8 @@ class GatedDeltaRule:
         def drawn(*shape: int) -> Tensor:
             return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
 
-        for tokens, installed, exact in ((70, _INSTALLED.chunk, _BY_TORCH.chunk), (1, _INSTALLED.step, _BY_TORCH.step)):
+        step = _INSTALLED.step, _BY_TORCH.step
+        for tokens, installed, exact in ((70, _INSTALLED.chunk, _BY_TORCH.chunk), (1, *step), (FEW_TOKENS, *step)):
             keys, values = (1, tokens, self.key_heads, self.key_dim), (1, tokens, self.value_heads, self.value_dim)
             rows = drawn(*keys), drawn(*keys), drawn(*values)
             state = drawn(1, *self.matrices)

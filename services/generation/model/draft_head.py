@@ -1,75 +1,41 @@
-"""An EAGLE-3 head: one decoder layer that guesses the tokens after the next from what the model computed of the last.
+"""What drafts: a layer that guesses the tokens after the next from what the model computed of the last.
 
-    row i of a sequence:  [ embedding of token i + 1 | hidden states of token i ]     position: that of either token
-                              normalised                 three layers', joined by `fc`, normalised
+    row i of a sequence:  embedding of token i + 1, and hidden states of token i       position: that of either token
     output of row i    ─▶ the draft for token i + 2, and in place of hidden states for a row i + 1 that is only drafted
 
 Its rows have the places of the model's in a paged cache of its own: the keys and values of row i are in the slot of
-token i. Its own vocabulary is a part of the model's: token t of it is token t + d2t[t].
-
-Sources: EAGLE-3, arXiv 2503.01840; checkpoints of SpecForge (`LlamaForCausalLMEagle3`) and AngelSlim
-(`Eagle3LlamaForCausalLM`).
+token i. There are EAGLE-3 heads (`eagle3`), and the multi-token prediction of checkpoints (`mtp`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from framesieve.services.generation.model.attention.cache import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
-    """How a head turns positions into rotations.
-
-    sections: frequencies of each of the three axes of a position; empty of a head that knows one axis: of a model with
-        three, it counts the tokens of the sequence. interleaved: the axes take turns, as in Qwen3-VL, until the last
-        two have their number.
-    ahead: a row has the position of the next token, whose embedding it reads; else that of its own.
-    """
-
-    theta: float
-    sections: tuple[int, ...] = ()
-    interleaved: bool = False
-    ahead: bool = True
-
-    def axes(self, frequencies: int) -> Tensor:
-        """The axis that each frequency rotates by: int64 [frequencies]."""
-        axes = torch.zeros(frequencies, dtype=torch.int64)
-        if not self.sections:
-            return axes
-        if not self.interleaved:
-            return torch.repeat_interleave(torch.arange(len(self.sections)), torch.tensor(self.sections))
-        for axis in (1, 2):
-            axes[axis : 3 * self.sections[axis] : 3] = axis
-        return axes
-
-
-@dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """Of a head. layers: of the model, whose input is read; as many as there are stand for its last output.
+    """What others must know of a head.
 
-    before_levels: their input is read before deepstack was added to it.
+    layers: of the model, whose input is read; as many as there are stand for its last output, one more for that after
+        the norm. before_levels: their input is read before deepstack was added to it.
+    ahead: a row has the position of the next token, whose embedding it reads; else that of its own.
+    axes: of the positions that it knows: 3, or 1.
     """
 
-    hidden: int
-    intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
-    vocab: int
-    eps: float
-    activation: str
-    rotary: Rotary
     layers: tuple[int, ...]
     before_levels: bool
+    ahead: bool
+    axes: int
 
     @property
     def token_values(self) -> int:
@@ -77,132 +43,58 @@ class DraftSizes:
         return 2 * self.kv_heads * self.head_dim
 
 
-class DraftHead(nn.Module):
-    """Under the names of its checkpoint. embed_tokens: its own embedding, or None for the model's."""
+class Turns(NamedTuple):
+    """How each row turns its heads, as the head's layer takes it. cos, sin: [T, frequencies], each twice."""
 
-    d2t: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class DraftHead(nn.Module):
+    """embed_tokens: its own embedding, or None for the model's."""
 
     def __init__(self, sizes: DraftSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.fc = nn.Linear(len(sizes.layers) * sizes.hidden, sizes.hidden, bias=False)
-        self.midlayer = DraftLayer(sizes)
-        self.norm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.lm_head: nn.Module = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
-        self.register_buffer("d2t", torch.zeros(sizes.vocab, dtype=torch.int64))
         self.embed_tokens: nn.Embedding | None = None
+        self._states: dict[int, Tensor] = {}  # by layer, [1, T, D], of the last forward of the model
 
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """One row for each token. embeds, hidden: [T, D], of the next token and of this one. positions: int64 [3, T],
-        by `Rotary.ahead`.
+    def turns(self, positions: Tensor) -> Turns:
+        """Of rows at `positions`, int64 [3, T], by `DraftSizes.ahead`."""
+        raise NotImplementedError
 
-        Returns [T, D], for `draft` and as `hidden` of the row after it.
+    def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:
+        """One row for each token. embeds, hidden: [T, D], of the next token and of this one.
+
+        batch: None: that which this thread runs. Returns [T, D], for `draft` and as `hidden` of the row after it.
         """
-        rows: Tensor = self.midlayer(embeds, hidden, positions, batch)
-        return rows
+        raise NotImplementedError
+
+    def read(self, text: Any) -> None:
+        """Reads from now on what each forward of a text model computes."""
+        places = [*text.layers, text.norm]
+        for layer in self.sizes.layers:
+            if layer and self.sizes.before_levels:  # without deepstack, the output of the layer before
+                places[layer - 1].register_forward_hook(partial(self._read_output, layer))
+            else:
+                places[layer].register_forward_pre_hook(partial(self._read_input, layer))
+
+    def _read_input(self, layer: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._states[layer] = inputs[0]
+
+    def _read_output(self, layer: int, _: nn.Module, __: Any, output: Any) -> None:
+        self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+    def hidden(self) -> Tensor:
+        """What it read of the last forward of the model, once: [T, D]."""
+        joined = self.joined([self._states[layer][0] for layer in self.sizes.layers])
+        self._states.clear()
+        return joined
 
     def joined(self, states: Sequence[Tensor]) -> Tensor:
-        """The hidden states of the model's layers, [T, D] each, as this head reads them: [T, D]."""
-        rows: Tensor = self.fc(torch.cat(list(states), dim=-1))
-        return rows
+        """The hidden states of the model's layers, [.., D] each, as this head reads them: [.., D]."""
+        raise NotImplementedError
 
     def draft(self, rows: Tensor) -> Tensor:
         """The most likely token after each of these outputs, [R, D], in the model's vocabulary: int64 [R]."""
-        best: Tensor = self.lm_head(self.norm(rows)).argmax(dim=-1)
-        return best + self.d2t[best]
-
-
-class DraftLayer(nn.Module):
-    def __init__(self, sizes: DraftSizes) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.hidden_norm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.self_attn = DraftAttention(sizes)
-        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.mlp = DraftMlp(sizes)
-
-    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.self_attn(both, positions, batch)
-        rows: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return rows
-
-
-class DraftAttention(nn.Module):
-    def __init__(self, sizes: DraftSizes) -> None:
-        super().__init__()
-        self._head_dim, self._rotary = sizes.head_dim, sizes.rotary
-        wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.q_proj = nn.Linear(2 * sizes.hidden, wide, bias=False)
-        self.k_proj = nn.Linear(2 * sizes.hidden, narrow, bias=False)
-        self.v_proj = nn.Linear(2 * sizes.hidden, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, sizes.hidden, bias=False)
-
-    def prepare(self, device: torch.device) -> None:
-        """Computes what the checkpoint does not have."""
-        frequencies = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=device) / self._head_dim
-        self.inverse = self._rotary.theta**-frequencies
-        self.axes = self._rotary.axes(len(frequencies)).to(device)
-
-    def forward(self, rows: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """rows: [T, 2 · D]. Returns [T, D]."""
-        query, key, value = (
-            project(rows).unflatten(-1, (-1, self._head_dim)).transpose(0, 1)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        angles = positions[self.axes].T * self.inverse  # [T, head_dim / 2]
-        cos, sin = (each.to(rows.dtype) for each in (angles.cos(), angles.sin()))
-        query, key = (_rotated(each, cos, sin) for each in (query, key))
-        attended = batch.attend(0, query, key, value, self._head_dim**-0.5)
-        output: Tensor = self.o_proj(attended.flatten(1))
-        return output
-
-
-class DraftMlp(nn.Module):
-    def __init__(self, sizes: DraftSizes) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden, sizes.intermediate, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden, sizes.intermediate, bias=False)
-        self.down_proj = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
-        self.activation = ACT2FN[sizes.activation]
-
-    def forward(self, rows: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(self.activation(self.gate_proj(rows)) * self.up_proj(rows))
-        return output
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads: [heads, T, head_dim], whose halves are rotated against each other. cos, sin: [T, head_dim / 2]."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-@contextmanager
-def tapped(text: Any, head: DraftHead | None) -> Iterator[Callable[[], Tensor | None]]:
-    """Reads for a head what a forward of a text model that runs meanwhile computes.
-
-    Gives a function for after the forward: its rows as the head reads them, [T, D]; None without a head.
-    """
-    if head is None:
-        yield lambda: None
-        return
-    found: dict[int, Tensor] = {}
-    places, sizes = [*text.layers, text.norm], head.sizes
-    hooks = [_tap(places, layer, sizes.before_levels, found) for layer in sizes.layers]
-    try:
-        yield lambda: head.joined([found[layer][0] for layer in sizes.layers])
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _tap(places: Sequence[nn.Module], layer: int, before_levels: bool, found: dict[int, Tensor]) -> Any:
-    """Puts the input of a layer into `found`, [1, T, D], whenever it is computed; without deepstack the output of the
-    layer before."""
-
-    def keep(rows: Any) -> None:
-        found[layer] = rows[0] if isinstance(rows, tuple) else rows
-
-    if layer and before_levels:
-        return places[layer - 1].register_forward_hook(lambda _module, _inputs, output: keep(output))
-    return places[layer].register_forward_pre_hook(lambda _module, inputs: keep(inputs))
+        raise NotImplementedError

@@ -18,24 +18,27 @@ that wait at the end of an answer are never computed: drafts may be worse there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from framesieve.services.compute.compiled import compiled_whole, compiles
 from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.model.attention import make_cache
-from framesieve.services.generation.model.attention.cache import CacheSizes
-from framesieve.services.generation.model.draft_head import DraftHead
+from framesieve.services.generation.model.attention.cache import Batch, CacheSizes
+from framesieve.services.generation.model.attention.running import running
+from framesieve.services.generation.model.draft_head import DraftHead, Turns
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.media_embeds import uploaded
 from framesieve.services.generation.request.batch import (
     Chunk,
     Context,
-    Int64Array,
     MediaRows,
     Packed,
     fill,
@@ -93,9 +96,19 @@ class Drafter:
             CacheSizes(1, blocks, block_tokens, sizes.heads, sizes.kv_heads, sizes.head_dim, model.fp8_cache),
             model.embed_tokens.weight,
         )
-        # As heads without sections are served: positions of one axis are those of the model.
-        self._counts_tokens = not sizes.rotary.sections and model.position_axes == 3
+        # As heads of one axis are served.
+        self._counts_tokens = sizes.axes < model.position_axes
         self._reads: WeakKeyDictionary[Request, _Read] = WeakKeyDictionary()
+        self._compiled: Callable[..., Any] | None = None
+
+    @torch.inference_mode()
+    def compile(self, packed: Packed) -> None:
+        """Compiles the head for the CPU, with rows as those of this step. Leaves it eager if that fails."""
+        rows = self._model.embed_tokens.weight.new_zeros(len(packed.ids), self._model.hidden_size)
+        turns, batch = self._head.turns(torch.from_numpy(packed.positions)), self._cache.batch(packed)
+        self._compiled = compiled_whole(self._head)
+        if not compiles(lambda: self._rows(rows, rows.clone(), turns, batch)):
+            self._compiled = None
 
     @torch.inference_mode()
     def extend(self, chunks: Sequence[Chunk], hidden: Tensor, sampled: Mapping[Chunk, Sequence[int]]) -> None:
@@ -116,7 +129,7 @@ class Drafter:
                 continue
             if before is None or before.end != chunk.start:
                 before = _Read(chunk.start)
-            end = chunk.end - chunk.num_draft_tokens + len(ids[1:])
+            end = chunk.known_end + len(ids[1:])
             rows = alone[number] if number in alone else hidden[place : place + end - chunk.start]
             read = self._reads[request] = _Read(before.first, (*before.waiting, rows), before.output)
             if not _is_plain(chunk) or len(read.waiting) >= MAX_WAITING:
@@ -130,15 +143,17 @@ class Drafter:
         A token that the answer's grammar does not allow, and those after it, are left out.
         """
         asked = [chunk for chunk in chunks if chunk.draft_tokens]
-        reads = [(chunk.request, self._reads.get(chunk.request, _Read(-1)), chunk.start) for chunk in asked]
+        reads = [(each.request, self._reads.get(each.request, _Read(-1)), each.known_end - 1) for each in asked]
         self._compute(
             [_Rows(request, read, end, ()) for request, read, end in reads if read.end == end and read.waiting]
         )
-        ready = [chunk for chunk in asked if self._output(chunk) is not None]
+        ready = sorted(
+            (each for each in asked if self._output(each) is not None), key=lambda each: each.num_draft_tokens
+        )
         found: dict[Chunk, Sequence[int]] = dict.fromkeys(asked, ())
-        if ready:
-            ready.sort(key=lambda chunk: -chunk.num_draft_tokens)
-            found |= dict(zip(ready, self._guess(ready), strict=True))
+        for _, group in groupby(ready, key=lambda chunk: chunk.num_draft_tokens):
+            alike = [*group]
+            found |= dict(zip(alike, self._guess(alike), strict=True))
         return [_drafted(chunk, found[chunk]) if chunk in found else chunk for chunk in chunks]
 
     def forget(self, chunks: Sequence[Chunk]) -> None:
@@ -147,34 +162,34 @@ class Drafter:
             self._reads.pop(chunk.request, None)
 
     def _output(self, chunk: Chunk) -> Tensor | None:
-        """That of the last row before a chunk of one token, [D]; None if it is not known."""
+        """That of the last row before the last known token of a chunk, [D]; None if it was not computed."""
         read = self._reads.get(chunk.request)
-        return read.output if read and read.first == chunk.start else None
+        return read.output if read and read.first == chunk.known_end - 1 else None
 
     def _guess(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """The head's tokens for each chunk, as many as it has room for; most first."""
-        device = self._model.device
+        """The head's tokens for each chunk, all of which have room for as many."""
+        count = chunks[0].num_draft_tokens
         rows = torch.stack([output for chunk in chunks if (output := self._output(chunk)) is not None])
-        drafted: list[Tensor] = []
-        for number in range(chunks[0].num_draft_tokens):
+        places = np.array([chunk.known_end - 1 for chunk in chunks])
+        contexts = [
+            Context(place, place + 1, chunk.request.blocks.array)
+            for place, chunk in zip(places.tolist(), chunks, strict=True)
+        ]
+        if not self._counts_tokens:
+            places += [self._head.sizes.ahead + each.request.prompt.delta for each in chunks]
+        places = np.add.outer(np.arange(count - 1), places).reshape(-1)
+        turns = self._head.turns(to_device(np.tile(places, (3, 1)), self._model.device))
+        batch = self._cache.ahead(contexts, count - 1)
+        drafted = [self._head.draft(rows)]
+        for number in range(count - 1):
+            embeds = self._embed(drafted[-1])
+            own = slice(number * len(rows), (number + 1) * len(rows))
+            here = batch or self._batch(contexts, len(contexts))
+            rows = self._rows(embeds, rows, Turns(turns.cos[own], turns.sin[own]), here)
+            contexts = [Context(each.end, each.end + 1, each.blocks) for each in contexts]
             drafted.append(self._head.draft(rows))
-            active = [chunk for chunk in chunks if chunk.num_draft_tokens > number + 1]
-            if not active:
-                break
-            places = np.array([chunk.start + number for chunk in active])
-            contexts = [
-                Context(place, place + 1, chunk.request.blocks.array)
-                for place, chunk in zip(places.tolist(), active, strict=True)
-            ]
-            deltas = np.array([chunk.request.prompt.delta for chunk in active])
-            packed = self._packed(
-                contexts, len(active), np.tile(places + self._head.sizes.rotary.ahead + deltas, (3, 1))
-            )
-            embeds = self._embed(drafted[-1][: len(active)])
-            positions = to_device(packed.positions, device)
-            rows = self._head(embeds, rows[: len(active)], positions, self._cache.batch(packed))
-        columns = [each.tolist() for each in drafted]
-        return [[column[row] for column in columns[: chunk.num_draft_tokens]] for row, chunk in enumerate(chunks)]
+        tokens: list[list[int]] = torch.stack(drafted, dim=1).tolist()
+        return tokens
 
     def _compute(self, due: Sequence[_Rows]) -> None:
         """Computes rows that wait."""
@@ -186,7 +201,7 @@ class Drafter:
         contexts, media, hidden, at = list[Context](), list[MediaRows](), list[Tensor](), 0
         for each, end in zip(rows, ends.tolist(), strict=True):
             fill(each.tokens(1), ids[at:end], positions[:, at:end])
-            if not self._head.sizes.rotary.ahead:
+            if not self._head.sizes.ahead:
                 fill(each.tokens(0), own[at:end], positions[:, at:end])
             media.extend(media_rows(each.tokens(1), at))
             contexts.append(Context(each.read.first, each.end, each.request.blocks.array))
@@ -195,36 +210,46 @@ class Drafter:
                 hidden[-1] = hidden[-1][: each.end - each.read.end]
             at = end
         device = self._model.device
-        packed = self._packed(contexts, sum(each.count == 1 for each in rows), positions)
+        if self._counts_tokens:
+            positions = np.tile(np.concatenate([np.arange(each.start, each.end) for each in contexts]), (3, 1))
         embeds = self._embed(to_device(ids, device))
         if media:
             places = np.concatenate([np.arange(each.at, each.end) for each in media])
             embeds.index_copy_(0, to_device(places, device), uploaded(self._model, media, 0)[0])
-        batch = self._cache.batch(packed)
-        outputs = self._head(embeds, torch.cat(hidden), to_device(packed.positions, device), batch)
+        batch = self._batch(contexts, sum(each.count == 1 for each in rows))
+        outputs = self._rows(embeds, torch.cat(hidden), self._head.turns(to_device(positions, device)), batch)
         for each, output in zip(rows, outputs[to_device(ends - 1, device)], strict=True):
             rest = each.read.waiting[-1][-1:].clone() if each.end < each.read.end else None
             self._reads[each.request] = _Read(each.end, () if rest is None else (rest,), output)
+
+    def _rows(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch) -> Tensor:
+        """`DraftHead.forward`."""
+        rows: Tensor
+        if self._compiled is None:
+            rows = self._head(embeds, hidden, turns, batch)
+        else:
+            with running(batch, None):
+                rows = self._compiled(embeds=embeds, hidden=hidden, turns=turns)
+        return rows
 
     def _embed(self, ids: Tensor) -> Tensor:
         rows: Tensor = (self._head.embed_tokens or self._model.embed_tokens)(ids)
         return rows
 
-    def _packed(self, contexts: Sequence[Context], num_single: int, positions: Int64Array) -> Packed:
-        """positions: int64 [3, T], of the model."""
+    def _batch(self, contexts: Sequence[Context], num_single: int) -> Batch:
+        """Of rows that are written to the cache, those of one row a sequence first."""
         size = self._cache.sizes.block_tokens
-        if self._counts_tokens:
-            positions = np.tile(np.concatenate([np.arange(each.start, each.end) for each in contexts]), (3, 1))
         none = np.empty(0, np.int64)
-        return Packed(
+        packed = Packed(
             contexts=tuple(each._replace(blocks=each.blocks[: -(-each.end // size)]) for each in contexts),
             num_decodes=num_single,
             ids=none,
-            positions=positions,
+            positions=none,
             slots=np.concatenate([slots_of(each.blocks, each.start, each.end, size) for each in contexts]),
             media_rows=none,
             logit_rows=none,
         )
+        return self._cache.batch(packed)
 
 
 def _is_plain(chunk: Chunk) -> bool:
@@ -237,5 +262,5 @@ def _drafted(chunk: Chunk, tokens: Sequence[int]) -> Chunk:
     document = chunk.request.sampling_state.document
     if document and tokens:
         tokens = tokens[: document.allowed_of(tokens)]
-    start = chunk.start
-    return Chunk(chunk.request, start, start + 1 + len(tokens), samples=True, draft_tokens=tuple(tokens))
+    end = chunk.known_end + len(tokens)
+    return Chunk(chunk.request, chunk.start, end, samples=True, draft_tokens=tuple(tokens))

@@ -50,8 +50,13 @@ class RotaryTable(nn.Module):
 
         position_ids: as transformers' class takes them. rows: of any shape, on the device.
         """
-        cos, sin = self.rotary(rows.new_empty(0, dtype=torch.float32), position_ids)  # [1, T, head_dim], equal halves
-        table = torch.cat([each[0].chunk(2, dim=-1)[0] for each in (cos, sin)], dim=-1)
+        cos, sin = self.rotary(rows.new_empty(0, dtype=torch.float32), position_ids)
+        return self.of(cos[0], sin[0])
+
+    @staticmethod
+    def of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, of cosines and sines, float32 [T, head_dim], with equal halves."""
+        table = torch.cat([each.chunk(2, dim=-1)[0] for each in (cos, sin)], dim=-1)
         return table, torch.arange(len(table), dtype=torch.int32, device=table.device)
 
 
@@ -74,7 +79,7 @@ class FusedMlp(nn.Module):
 
 def fuse_layers(text: Any) -> None:
     """Makes a text model on CUDA use FlashInfer's kernels, if it is installed and they pass a trial."""
-    if hasattr(text, "rotary_emb") and may_work(attention_layers(text)[0].head_dim, text.embed_tokens.weight):
+    if hasattr(text, "rotary_emb") and may_work(attention_layers(text)[0].head_dim, text.norm.weight):
         try:
             _fuse(importlib.import_module("flashinfer"), text)
         except Exception as error:  # it compiles kernels for the card, which may fail in any way
@@ -129,7 +134,7 @@ def _check(
     rotate: Callable[..., tuple[Tensor, Tensor]], multiply: Callable[[Tensor], Tensor] | None, text: Any
 ) -> None:
     """Compares the kernels with transformers' functions in float32, on views of one product as joined layers give."""
-    attention, like, device = attention_layers(text)[0], text.embed_tokens.weight, text.embed_tokens.weight.device
+    attention, like, device = attention_layers(text)[0], text.norm.weight, text.norm.weight.device
     draw = torch.Generator(device).manual_seed(0)
     product = torch.rand((1, 5, 3, attention.head_dim), generator=draw, device=device).mul(2).sub(1).to(like.dtype)
     query, key = product.transpose(1, 2).split((2, 1), dim=1)

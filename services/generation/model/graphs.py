@@ -24,7 +24,6 @@ from torch import Tensor
 from framesieve.services.compute.graphs import Capture, doubling
 from framesieve.services.compute.transfers import pinned_for
 from framesieve.services.generation.model.attention.cache import CapturedCache
-from framesieve.services.generation.model.draft_head import tapped
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.states import PADDING, ZERO, StateCache
 from framesieve.services.generation.request.batch import Context, Packed
@@ -141,15 +140,13 @@ def _decode(
 ) -> Tensor:
     """Raw next-token logits, written into `output`. inputs: int32 [R, FIRST_BLOCK + W]."""
     embeds: Tensor = model.embed_tokens(inputs[:, ID])
-    with tapped(model.text, model.draft) as hidden:
-        last = model.text(
-            inputs_embeds=embeds[None],  # [1, R, D]
-            position_ids=model.position_ids(inputs[:, POSITIONS].long().T),
-            use_cache=False,
-            **({"states": states.decode_batch(*inputs[:, STATES].long().T)} if states else {}),
-            batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
-        ).last_hidden_state[0]
-    rows = hidden()
-    if output.hidden is not None and rows is not None:
-        output.hidden.copy_(rows)
+    last = model.text(
+        inputs_embeds=embeds[None],  # [1, R, D]
+        position_ids=model.position_ids(inputs[:, POSITIONS].long().T),
+        use_cache=False,
+        **({"states": states.decode_batch(*inputs[:, STATES].long().T)} if states else {}),
+        batch=cache.decode_batch(inputs[:, FIRST_BLOCK:].contiguous(), inputs[:, TOKENS].contiguous()),
+    ).last_hidden_state[0]
+    if output.hidden is not None and model.draft:
+        output.hidden.copy_(model.draft.hidden())
     return output.logits.copy_(model.lm_head(last))

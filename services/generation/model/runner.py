@@ -21,7 +21,6 @@ from framesieve.services.compute.transfers import to_device
 from framesieve.services.generation.model.attention import make_cache
 from framesieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
 from framesieve.services.generation.model.attention.running import running
-from framesieve.services.generation.model.draft_head import tapped
 from framesieve.services.generation.model.drafting import Drafter
 from framesieve.services.generation.model.graphs import DecodeGraphs
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -157,9 +156,9 @@ class Runner:
         self._compiled: Callable[..., Any] | None = None
 
     def compile(self) -> bool:
-        """Compiles the text model for the CPU. Returns False, and leaves it eager, if that fails.
+        """Compiles the text model and its head for the CPU. Returns False, and leaves them eager, if that fails.
 
-        Not with adapters, nor with a head that drafts.
+        Not with adapters.
         """
         tokens, block_tokens = COMPILED_WITH_TOKENS, self._cache.sizes.block_tokens
         blocks = range(-(-tokens // block_tokens))
@@ -175,6 +174,8 @@ class Runner:
         self._compiled = compiled_whole(self.model.text)
         if not compiles(lambda: self.compute(packed, None)):
             self._compiled = None
+        elif self.drafter:
+            self.drafter.compile(packed)
         return self._compiled is not None
 
     @property
@@ -263,16 +264,15 @@ class Runner:
         positions = self.model.position_ids(to_device(packed.positions, self.model.device))
         batch, text = self._cache.batch(packed), self.model.text
         states = self._states.batch(packed) if self._states else None
-        with tapped(text, self.model.draft) as hidden:
-            if self._compiled is None or levels:
-                if states:
-                    levels["states"] = states
-                output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
-            else:
-                with running(batch, states):
-                    output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+        if self._compiled is None or levels:
+            if states:
+                levels["states"] = states
+            output = text(inputs_embeds=embeds, position_ids=positions, use_cache=False, batch=batch, **levels)
+        else:
+            with running(batch, states):
+                output = self._compiled(inputs_embeds=embeds, position_ids=positions, use_cache=False)
         logits: Tensor = self.model.lm_head(output.last_hidden_state[0][rows])
-        self._hidden = hidden()
+        self._hidden = self.model.draft.hidden() if self.model.draft else None
         return logits.float()
 
     def _put_media(self, packed: Packed, embeds: Tensor, media_embeds: Tensor) -> dict[str, Any]:

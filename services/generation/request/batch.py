@@ -59,6 +59,11 @@ class Chunk:
     def num_draft_tokens(self) -> int:
         return len(self.draft_tokens)
 
+    @property
+    def known_end(self) -> int:
+        """Of the tokens before its draft tokens."""
+        return self.end - len(self.draft_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class MediaRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
@@ -18,7 +19,9 @@ from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.loading.int4 import int4_format, stored_format
+from framesieve.services.generation.loading.mtp import MTP, load_mtp
 from framesieve.services.generation.loading.quantization_config import is_quantised
+from framesieve.services.generation.model.draft_head import DraftHead
 from framesieve.services.generation.model.experts import rows_without_wait
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import OtherRanks, Runner
@@ -40,7 +43,8 @@ COMPILED_TO_LAYER_WEIGHTS = 2**24
 log = structlog.get_logger()
 
 
-# Of recurrent states: the one that a running sequence has, and the one that its next chunk writes.
+# Of recurrent states: the one that a running sequence has, the one that its next chunk writes, and with draft tokens
+# the one before these.
 SLOTS_PER_SEQUENCE = 2
 # Kept for prefix cache hits by default: as many as fit into SNAPSHOT_BYTES, within these.
 MIN_SNAPSHOTS, MAX_SNAPSHOTS, SNAPSHOT_BYTES = 8, 64, 2**31
@@ -90,9 +94,7 @@ def build(
     model = replace(model, fp8_cache=settings.kv_cache_dtype == "fp8")
     load_adapters(settings.adapters, model, group)
     if settings.draft_model:
-        head = load_draft_head(Checkpoint.find(settings.draft_model, "--draft-model"), model)
-        log.info("drafting", head=str(settings.draft_model), layers=head.sizes.layers, vocab_size=head.sizes.vocab)
-        model = replace(model, draft=head)
+        model = replace(model, draft=_draft_head(settings.draft_model, checkpoint, model))
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
     blocks = -(-_cache_tokens(settings, limits, state_slots, model, group) // BLOCK_TOKENS)
     limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
@@ -102,6 +104,14 @@ def build(
     if model.device.type == "cuda":
         _capture(runner, _decoded_rows(settings, limits), limit_tokens, group)
     return Built(runner, blocks, state_slots, limit_tokens, limits)
+
+
+def _draft_head(named: Path, checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
+    """checkpoint: of the model."""
+    own = str(named) == MTP
+    head = load_mtp(checkpoint, model) if own else load_draft_head(Checkpoint.find(named, "--draft-model"), model)
+    log.info("drafting", head=str(named), layers=head.sizes.layers)
+    return head
 
 
 def step_limits(settings: GenerationSettings, device: torch.device, group: Group | None = None) -> StepLimits:
@@ -133,17 +143,17 @@ def with_states(
     """
     if model.states is None:
         return limits, 0
-    size = model.states.bytes
+    size, each = model.states.bytes, SLOTS_PER_SEQUENCE + bool(settings.max_draft_tokens)
     if memory_bytes and settings.max_num_seqs is None:
-        fitting = max(1, memory_bytes // (4 * SLOTS_PER_SEQUENCE * size))
+        fitting = max(1, memory_bytes // (4 * each * size))
         limits = replace(limits, max_num_seqs=min(limits.max_num_seqs, fitting))
-    least = SLOTS_PER_SEQUENCE * limits.max_num_seqs
+    least = each * limits.max_num_seqs
     slots = settings.state_slots
     if slots is None:
         slots = least + min(MAX_SNAPSHOTS, max(MIN_SNAPSHOTS, SNAPSHOT_BYTES // size))
     if slots < least:
         raise StartupError(
-            f"--state-slots {slots} must be at least {least}: {SLOTS_PER_SEQUENCE} for each running sequence "
+            f"--state-slots {slots} must be at least {least}: {each} for each running sequence "
             f"(--max-num-seqs {limits.max_num_seqs})"
         )
     log.info("recurrent states", slots=slots, state_bytes=size, max_num_seqs=limits.max_num_seqs)
@@ -157,7 +167,7 @@ def _memory_bytes(device: torch.device, group: Group | None) -> int:
 
 
 def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel) -> bool:
-    if model.device.type != "cpu" or settings.adapters or model.draft:
+    if model.device.type != "cpu" or settings.adapters:
         return False
     if is_quantised(checkpoint) and stored_format(checkpoint) is None:
         return False

@@ -71,6 +71,12 @@ class PagedCache(Protocol):
     def batch(self, packed: Packed) -> Batch:
         """For the chunks of a step."""
 
+    def ahead(self, contexts: Sequence[Context], count: int) -> Batch | None:
+        """For `count` forwards after one another of a cache of one layer, of the next row of each sequence each.
+
+        contexts: of the first rows, which are written nowhere but in this batch. None if they must be in the cache.
+        """
+
     @property
     def captures(self) -> bool:
         """Whether its attention reads blocks in place, so that decode batches can be captured in graphs."""

@@ -98,6 +98,9 @@ class FlashInferCache:
         self._turns = cycle([kernels.prefill() for _ in range(TURNS)])
         self._decoders: dict[int, Kernel] = {}
 
+    def ahead(self, contexts: Sequence[Context], count: int) -> None:
+        """Implements `PagedCache.ahead`: it reads blocks in place."""
+
     def batch(self, packed: Packed) -> FlashInferBatch:
         """Implements `PagedCache.batch`."""
         kernel = next(self._turns)

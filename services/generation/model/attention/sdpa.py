@@ -6,6 +6,7 @@
                   the rest of all contexts is gathered into one padded tensor; the two results are merged by their
                   log-sum-exp
     s, otherwise: whole contexts are gathered into the padded tensor
+    short chunks: those of one size, as of draft tokens, are one call over padded contexts, unless these are long
 
       blocks of s:  [ 7  8  9 10 11 ][ 40 ][ 43 ]
                      in place         gathered, padded to the longest
@@ -19,6 +20,7 @@ Source: merging parts of one softmax, FlashAttention, arXiv 2205.14135.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,6 +37,9 @@ from framesieve.services.generation.request.batch import Context, Int64Array, Pa
 
 # Below this many tokens per row, gathering all contexts for one call is cheaper than one call for each.
 IN_PLACE_TOKENS = 512
+
+# Chunks of so many tokens at most are computed together: they are drafts, which many sequences have at once.
+SHORT_TOKENS = 16
 
 # Maximum number of tokens gathered into one padded tensor of keys, and of values, unless a single context is longer.
 MAX_GATHERED_TOKENS = 65536
@@ -61,18 +66,42 @@ class SdpaCache:
 
     def batch(self, packed: Packed) -> SdpaBatch:
         """Implements `PagedCache.batch`."""
-        device = self.keys[0].device
-        views: list[ChunkView] = []
+        views, short = list[ChunkView](), defaultdict[int, list[tuple[int, Context]]](list)
         at = packed.num_decodes
         for each in packed.contexts[packed.num_decodes :]:
-            mask = None
-            if each.start:
-                seen = torch.ones(each.tokens, each.end, dtype=torch.bool, device=device).tril(each.start)
-                mask = _additive(seen, self.dtype)[None, None]
-            views.append(ChunkView(at, at + each.tokens, _slots(self, each), mask))
+            if each.start and each.tokens <= SHORT_TOKENS:
+                short[each.tokens].append((at, each))
+            else:
+                views.append(_view(self, at, each))
             at += each.tokens
-        new_slots = to_device(packed.slots, device)
-        return SdpaBatch(self, new_slots, tuple(_decodes(self, packed.contexts[: packed.num_decodes])), tuple(views))
+        together = list[ShortChunks]()
+        for alike in short.values():
+            ends = [each.end for _, each in alike]
+            if (
+                len(ends) > 1
+                and sum(ends) < len(ends) * IN_PLACE_TOKENS
+                and len(ends) * max(ends) < MAX_GATHERED_TOKENS
+            ):
+                together.append(_short(self, alike))
+            else:
+                views += [_view(self, *each) for each in alike]
+        new_slots, decodes = to_device(packed.slots, self.keys[0].device), packed.contexts[: packed.num_decodes]
+        return SdpaBatch(self, new_slots, tuple(_decodes(self, decodes)), tuple(together), tuple(views))
+
+    def ahead(self, contexts: Sequence[Context], count: int) -> Ahead | None:
+        """Implements `PagedCache.ahead`, unless what it would gather is too large."""
+        lengths = [each.start for each in contexts]
+        longest = max(lengths)
+        if len(lengths) * longest > MAX_GATHERED_TOKENS:
+            return None
+        device, mask = self.keys[0].device, None
+        if min(lengths) < longest:
+            seen = np.arange(longest + count) < np.array(lengths)[:, None]
+            seen[:, longest:] = True
+            mask = _additive(to_device(seen, device), self.dtype)[:, None, None]
+        slots = to_device(_table(self, contexts, lengths), device)
+        keys, values = (_with_room(each[0], slots, count, self.dtype) for each in (self.keys, self.values))
+        return Ahead(keys, values, mask, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +134,40 @@ class Decodes:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortChunks:
+    """Chunks of n tokens each, of S sequences.
+
+    rows: int64 [S · n], of the packed batch. slots: int64 [S, longest], their contexts, padded. mask: [S, 1, n · query
+    heads per KV head, longest], added to the scores.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """query: [heads, S · n, head_dim]; keys, values: those of a layer. Returns [S · n, heads, head_dim]."""
+        sequences, kv_heads = len(self.slots), len(keys)
+        query = query.unflatten(0, (kv_heads, -1)).unflatten(2, (sequences, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(
+            query.flatten(2, 3),  # [S, kv_heads, n · query heads per KV head, head_dim]
+            _read(keys, self.slots, query.dtype),
+            _read(values, self.slots, query.dtype),
+            attn_mask=self.mask,
+            scale=scaling,
+        )
+        apart: Tensor = attended.unflatten(2, query.shape[2:4])
+        return apart.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SdpaBatch:
     """Implements `Batch`. new_slots: int64 [T], where the keys and values of the packed rows are written."""
 
     cache: SdpaCache
     new_slots: Tensor
     decodes: tuple[Decodes, ...]
+    short: tuple[ShortChunks, ...]
     chunks: tuple[ChunkView, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -124,6 +181,8 @@ class SdpaBatch:
             # The query heads that share a KV head become query rows of that head, so no keys are repeated.
             grouped = query[:, decodes.rows].transpose(0, 1).unflatten(1, (kv_heads, -1))
             out[decodes.rows] = _attend_decodes(decodes, grouped, keys, values, scaling).flatten(1, 2)
+        for each in self.short:
+            out[each.rows] = each.attend(query[:, each.rows], keys, values, scaling)
         for view in self.chunks:
             own_keys, own_values = (_read(each, view.slots, query.dtype) for each in (keys, values))
             shared = heads // kv_heads
@@ -141,6 +200,33 @@ class SdpaBatch:
             )
             out[view.first_row : view.end_row] = attended[0].transpose(0, 1)
         return out
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Implements `Batch`, for rows of `PagedCache.ahead`. end: of the tokens and rows so far.
+
+    keys, values: [S, kv_heads, longest context + rows, head_dim], contexts padded. mask: [S, 1, 1, the same], added to
+    the scores; None without padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    end: int
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Implements `Batch.attend`."""
+        self.keys[:, :, self.end], self.values[:, :, self.end] = key.transpose(0, 1), value.transpose(0, 1)
+        self.end += 1
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unflatten(1, (key.shape[0], -1)),
+            self.keys[:, :, : self.end],
+            self.values[:, :, : self.end],
+            attn_mask=None if self.mask is None else self.mask[..., : self.end],
+            scale=scaling,
+        )
+        return attended.flatten(1, 2).contiguous()
 
 
 def _attend_decodes(decodes: Decodes, rows: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -180,6 +266,46 @@ def _read(layer: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
     # index_select is five times as fast as indexing by a tensor.
     rows = stored.index_select(1, slots.view(-1)).view(layer.dtype).to(dtype)
     return rows.view(-1, *slots.shape, layer.shape[2]).transpose(0, 1)
+
+
+def _with_room(layer: Tensor, slots: Tensor, room: int, dtype: torch.dtype) -> Tensor:
+    """As `_read`, with room for more tokens: [sequences, kv_heads, context + room, head_dim]."""
+    sequences, context = slots.shape
+    found = torch.empty((sequences, len(layer), context + room, layer.shape[2]), dtype=dtype, device=layer.device)
+    found[:, :, :context] = _read(layer, slots, dtype)
+    return found
+
+
+def _view(cache: SdpaCache, at: int, context: Context) -> ChunkView:
+    """Of the chunk whose first packed row is `at`."""
+    mask = None
+    if context.start:
+        seen = torch.ones(context.tokens, context.end, dtype=torch.bool, device=cache.keys[0].device)
+        mask = _additive(seen.tril(context.start), cache.dtype)[None, None]
+    return ChunkView(at, at + context.tokens, _slots(cache, context), mask)
+
+
+def _short(cache: SdpaCache, chunks: Sequence[tuple[int, Context]]) -> ShortChunks:
+    """Of chunks of one size, each with its first packed row."""
+    device, shared = cache.keys[0].device, cache.sizes.heads // cache.sizes.kv_heads
+    tokens = np.arange(chunks[0][1].tokens)
+    contexts = [each for _, each in chunks]
+    starts = np.array([each.start for each in contexts])
+    table = _table(cache, contexts, [each.end for each in contexts])
+    seen = np.arange(table.shape[1]) <= np.add.outer(starts, np.repeat(tokens, shared))[..., None]
+    rows = np.add.outer([at for at, _ in chunks], tokens).reshape(-1)
+    mask = _additive(to_device(seen, device), cache.dtype)[:, None]
+    return ShortChunks(to_device(rows, device), to_device(table, device), mask)
+
+
+def _table(cache: SdpaCache, contexts: Sequence[Context], lengths: Sequence[int]) -> Int64Array:
+    """The slots of the first tokens of each sequence, padded with that of its first one: int64 [S, longest]."""
+    size = cache.sizes.block_tokens
+    table = np.empty((len(contexts), max(lengths)), np.int64)
+    for row, each, length in zip(table, contexts, lengths, strict=True):
+        row[:length] = slots_of(each.blocks, 0, length, size)
+        row[length:] = row[0]
+    return table
 
 
 def _decodes(cache: SdpaCache, contexts: Sequence[Context]) -> Iterator[Decodes]:

@@ -1,0 +1,105 @@
+"""The demo model with its EAGLE-3 head beside it without: `python -m benchmarks.drafts`.
+
+Two generation services share an encoder and alternate in every round. They are asked what happens in clips of scenes
+that no training used, whose answers are the longest that the demo model gives. The clips are in the caches, so that the
+figures are about answers; those of one client begin with the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from tempfile import TemporaryDirectory
+
+from benchmarks.clips import FIRST_SEED, scene_clip
+from benchmarks.report import run
+from benchmarks.table import Row, Timings
+from demo.run import DRAFTING
+from demo.scenes import random_scene
+from framesieve import FramesieveClient, Video
+from framesieve.cli.launcher import Endpoint, LocalStack
+from framesieve.client.answer import Answer
+from framesieve.common.checkpoint import DEMO_MODEL
+
+QUESTIONS = ("What happens in the video?", "Describe the video.")
+RATES = (0.0, 0.75)
+CLIPS, CLIENTS = 16, 32
+KINDS = ("without", "with")
+
+
+def answers(rounds: int) -> list[Row]:
+    """Tokens/s of one and of 32 clients, and the share of draft tokens that are accepted."""
+    with LocalStack(DEMO_MODEL) as stack, drafting(stack) as other:
+        return asyncio.run(_measured(rounds, stack.address, other.address))
+
+
+@contextmanager
+def drafting(stack: LocalStack) -> Iterator[LocalStack]:
+    """Another generation service beside those of a stack, whose model has a head that drafts."""
+    with TemporaryDirectory(prefix="framesieve-") as folder:
+        endpoints = {name: Endpoint(address, 0) for name, address in stack.addresses.items()}
+        endpoints["generation"] = Endpoint(f"unix:{folder}/generation.sock", 0)
+        with LocalStack(DEMO_MODEL, services=["generation"], endpoints=endpoints, flags=DRAFTING) as other:
+            yield other
+
+
+async def _measured(rounds: int, *addresses: str) -> list[Row]:
+    taken, drafts = Timings(), Counter[str]()
+    films = [Video(data=clip) for clip in clips()]
+    async with FramesieveClient(addresses[0]) as plain, FramesieveClient(addresses[1]) as drafter:
+        for index in range(rounds + 1):
+            for rate in RATES:
+                said = list[list[str]]()
+                for kind, client in zip(KINDS, (plain, drafter), strict=True):
+                    found = [await _asked(client, film, QUESTIONS[0], rate) for film in films]
+                    said.append([each.text for each in found])
+                    together, seconds = await _together(client, films, rate)
+                    if not index:  # it also fills the caches
+                        continue
+                    tokens = sum(each.usage.completion_tokens - 1 for each in found)
+                    taken.add(f"1 {rate} {kind}", tokens / sum(each.timings.generate_s for each in found))
+                    taken.add(f"32 {rate} {kind}", sum(each.usage.completion_tokens for each in together) / seconds)
+                    if kind == "with":
+                        drafts[f"drafted {rate}"] += sum(each.usage.draft_tokens for each in found)
+                        drafts[f"accepted {rate}"] += sum(each.usage.accepted_draft_tokens for each in found)
+                assert said[0] == said[1], "drafts never change an answer"
+    rows = []
+    for clients, goal in ((1, 1.6), (32, 1.0)):
+        for rate in RATES:
+            theirs, ours = (taken.median(f"{clients} {rate} {kind}") for kind in KINDS)
+            what = f"{clients} client{'s' * (clients > 1)}, rate {rate:g}"
+            rows.append(Row(what, "without the head", ours, theirs, "tokens/s", at_least=goal))
+    unpruned, pruned = (100 * drafts[f"accepted {rate}"] / drafts[f"drafted {rate}"] for rate in RATES)
+    least = 1 - 5 / unpruned
+    return [*rows, Row("accepted draft tokens, rate 0.75", "rate 0", pruned, unpruned, "%", at_least=least)]
+
+
+async def _together(client: FramesieveClient, films: Sequence[Video], rate: float) -> tuple[list[Answer], float]:
+    """The answers of 32 clients that ask at once, and how long they take."""
+    asked = [(film, question) for question in QUESTIONS for film in films]
+    start = time.perf_counter()
+    found = await asyncio.gather(*(_asked(client, film, question, rate) for film, question in asked))
+    return found, time.perf_counter() - start
+
+
+def _asked(client: FramesieveClient, film: Video, question: str, rate: float) -> Awaitable[Answer]:
+    return client.ask(film, question, pruning_rate=rate, temperature=0, max_new_tokens=48)
+
+
+def clips() -> list[bytes]:
+    """Of scenes with two objects and one shot: of those with more the question has no answer."""
+    scenes = (number for number in range(1000) if _tells(number))
+    return [scene_clip(number) for number in islice(scenes, CLIPS)]
+
+
+def _tells(number: int) -> bool:
+    scene = random_scene(FIRST_SEED + number)
+    return len(scene.things) == 2 and scene.cut_s is None
+
+
+if __name__ == "__main__":
+    run("drafts", __doc__, {"answers": answers}, rounds=5, least_rounds=1)

@@ -1,0 +1,52 @@
+"""Loads the multi-token prediction of a checkpoint, its weights `mtp.*`, which transformers leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Qwen3_5MoeTextModel, Qwen3_5TextModel
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.loading.text_model import make_ready
+from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
+from framesieve.services.generation.model.draft_head import DraftSizes
+from framesieve.services.generation.model.fused_layers import RotaryTable
+from framesieve.services.generation.model.language_model import LanguageModel
+from framesieve.services.generation.model.layers import number_layers
+from framesieve.services.generation.model.mtp import MtpHead
+
+# In place of a checkpoint's name.
+MTP = "mtp"
+_PREFIX = "mtp."
+
+
+def load_mtp(checkpoint: Checkpoint, model: LanguageModel) -> MtpHead:
+    """The multi-token prediction of the checkpoint that `model` is of, in its dtype and on its device.
+
+    From now on it reads every forward of the text model.
+
+    Raises StartupError for a model without one, and weights that are missing or unknown: those of several layers, of
+    an own embedding, or quantised.
+    """
+    text: Any = model.text
+    if not isinstance(text, Qwen3_5TextModel | Qwen3_5MoeTextModel):
+        raise StartupError(f"--draft-model {MTP}: only models with the layers of Qwen3.5 have one that is supported")
+    if not has_weights(checkpoint, _PREFIX):
+        raise StartupError(f"--draft-model {MTP}: the checkpoint has no weights {_PREFIX}*")
+    last = len(text.layers) + 1
+    sizes = DraftSizes(model.heads, model.kv_heads, model.head_dim, (last,), before_levels=True, ahead=False, axes=3)
+    with torch.device("meta"):
+        head = MtpHead(sizes, text)
+    try:
+        fill(head, read_weights(checkpoint, _PREFIX, model.dtype, model.device, {}), _PREFIX)
+    except StartupError as error:
+        raise StartupError(f"--draft-model {MTP}: {error}") from error
+    rotary = text.rotary_emb
+    head.rotary_emb = rotary.rotary if isinstance(rotary, RotaryTable) else rotary
+    number_layers(head)
+    make_ready(head)
+    head.lm_head = model.lm_head
+    head.read(text)
+    return head

@@ -1,0 +1,70 @@
+"""Multi-token prediction of Qwen3.5 and its line: a decoder layer of the checkpoint's own that drafts for its model.
+
+    row i:  fc [ norm(embedding of token i + 1) | norm(hidden states of token i) ] ─▶ layer ─▶ norm ─▶ output layer
+
+The hidden states are those that the model's output layer reads, after the model's last norm; of a row that is only
+drafted they are the output of the row before, after `norm`. The layer is one of the model's with full attention and
+has the position of token i. Embedding and output layer are the model's.
+
+It has the attributes of a text model of one layer, so that it can be made ready as one.
+Sources: arXiv 2412.19437, section 2.2, without its second embedding and head; weights `mtp.*` of Qwen/Qwen3.5-9B and
+Qwen/Qwen3.5-35B-A3B; what their hidden states are: `qwen3_5_mtp.py` of vLLM and of SGLang, and llama.cpp's pull request
+24025, which measured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framesieve.services.generation.model.attention.cache import Batch
+from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Turns
+from framesieve.services.generation.model.fused_layers import RotaryTable
+
+
+class MtpHead(DraftHead):
+    """Under the names of its checkpoint, for a text model of transformers."""
+
+    rotary_emb: nn.Module
+    lm_head: nn.Module
+
+    def __init__(self, sizes: DraftSizes, text: Any) -> None:
+        super().__init__(sizes)
+        self.config = config = text.config
+        norm, width = type(text.norm), config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            norm(width, eps=config.rms_norm_eps) for _ in range(3)
+        )
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        alike = config.layer_types.index("full_attention")
+        self.layers = nn.ModuleList([type(text.layers[alike])(config, alike)])
+
+    def turns(self, positions: Tensor) -> Turns:
+        """See `DraftHead`. float32."""
+        rotary = self.rotary_emb.rotary if isinstance(self.rotary_emb, RotaryTable) else self.rotary_emb
+        cos, sin = rotary(torch.empty(0, device=positions.device), positions[:, None])
+        return Turns(cos[0], sin[0])
+
+    def forward(self, embeds: Tensor, hidden: Tensor, turns: Turns, batch: Batch | None = None) -> Tensor:
+        """See `DraftHead`."""
+        both = torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], dim=-1)
+        rows = self.fc(both)[None]
+        if isinstance(self.rotary_emb, RotaryTable):
+            rotations = RotaryTable.of(*turns)
+        else:
+            rotations = turns.cos[None].to(rows.dtype), turns.sin[None].to(rows.dtype)
+        rows = self.layers[0](rows, position_embeddings=rotations, batch=batch)
+        output: Tensor = self.norm(rows)[0]
+        return output
+
+    def joined(self, states: Sequence[Tensor]) -> Tensor:
+        """See `DraftHead`."""
+        return states[0]
+
+    def draft(self, rows: Tensor) -> Tensor:
+        """See `DraftHead`."""
+        best: Tensor = self.lm_head(rows).argmax(dim=-1)
+        return best
