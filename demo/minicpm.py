@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -179,7 +180,7 @@ class Trainer:
         self.model, self.lessons, self.writer, self.rng = model, lessons, writer, Random(seed)
         self.right = 0.0  # share of the answers' tokens of the last step
 
-    def resampler_step(self) -> Tensor:
+    def tower_step(self) -> Tensor:
         """Loss of what is where, of single groups."""
         scenes, clips = self.lessons.draw(24)
         chosen = [self.rng.sample(range(GROUPS), 4) for _ in scenes]
@@ -206,15 +207,19 @@ class Trainer:
         return F.cross_entropy(logits[asked], told[asked]) + (0.3 - 0.25 * progress) * dense
 
 
-def train(model: TinyMiniCPM, trainer: Trainer, schedule: Schedule) -> None:
-    """Trains for `schedule.minutes`, and prints the loss every half minute."""
+def train(model: Any, trainer: Any, schedule: Schedule) -> None:
+    """Trains for `schedule.minutes`, and prints the loss every half minute.
+
+    model: with a `language_model`, which has a learning rate of its own. trainer: with `tower_step`, `answer_step` and
+        `right`.
+    """
     text = list(model.language_model.parameters())
     vision = [value for value in model.parameters() if all(value is not each for each in text)]
     steppers = optimisers(schedule, vision, text)
     started, shown_s, progress, step = time.monotonic(), 0.0, 0.0, 0
     losses: list[float] = []
     while progress < 1:
-        loss = trainer.resampler_step() if progress < schedule.tower_only else trainer.answer_step(progress)
+        loss = trainer.tower_step() if progress < schedule.tower_only else trainer.answer_step(progress)
         model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

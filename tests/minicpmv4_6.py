@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -183,4 +184,22 @@ def features(model: Any, pictures: Sequence[Tensor]) -> list[Tensor]:
     sides = torch.tensor([[each.shape[0] // PATCH_PX, each.shape[1] // PATCH_PX] for each in pictures])
     with torch.no_grad():
         found: list[Tensor] = model.model.get_image_features(packed(pictures), sides).pooler_output
+    return found
+
+
+@torch.no_grad()
+def kept_features(model: Any, picture: Tensor, kept: Sequence[int], side: int) -> Tensor:
+    """Some tokens (k, D) of a picture, uint8 (H, W, 3), which see each other alone: transformers' tower over a picture
+    of these side by side, whose patches have the places that they have in the whole.
+
+    side: patches per side of a token.
+    """
+    vision, (rows, columns) = model.model.vision_tower, (length // PATCH_PX for length in picture.shape[:2])
+    placed = vision.embeddings(packed([picture]), target_sizes=torch.tensor([[rows, columns]]))
+    corners = [divmod(token, columns // side) for token in kept]
+    inner = range(side)
+    chosen = [(side * row + y) * columns + side * column + x for y in inner for row, column in corners for x in inner]
+    with patch.object(vision.embeddings, "forward", return_value=placed[:, chosen]):
+        sides = torch.tensor([[side, side * len(kept)]])
+        (found,) = model.model.get_image_features(packed([picture]), sides).pooler_output
     return found

@@ -16,7 +16,9 @@ from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modalit
 from framesieve.services.encoder.families import load_tower
 from framesieve.services.encoder.tower.graphs import with_graphs
 from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from framesieve.services.encoder.tower.patches import Frames
 from tests import minicpmv4_6 as oracle
+from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import QWEN3_5, write_minicpmv4_6
 from tests.generation.checkpoints import changed
@@ -50,12 +52,27 @@ def test_pictures_become_the_tokens_of_transformers(model_type: str, mode: str, 
 
 
 @pytest.mark.parametrize("mode", ["16x", pytest.param("4x", marks=DEEP)])
+def test_tokens_that_are_chosen_before_the_tower_see_each_other_alone(mode: str, tmp_path: Path) -> None:
+    """Beside others, some of which are whole."""
+    model = oracle.write(tmp_path, 1, QWEN3_5["text"], mode=mode)
+    tower = load_tower(Checkpoint(tmp_path), "float32", CPU)
+    token_px, shown = tower.patches.token_px, pictures(tower.patches.token_px)
+    chosen = [None, [0], [1, 3], [0, 2, 5], [4], list(range(8))]
+    given = [kept_frames(each, kept, token_px) if kept else each for each, kept in zip(shown, chosen, strict=True)]
+    for ours, picture, kept in zip(tower.encode(given), shown, chosen, strict=True):
+        every = range(picture.shape[1] * picture.shape[2] // token_px**2)
+        expected = oracle.kept_features(model, picture[0], kept or every, tower.patches.merge)
+        torch.testing.assert_close(ours[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["16x", pytest.param("4x", marks=DEEP)])
 def test_graphs_replay_what_the_tower_computes(mode: str, tmp_path: Path) -> None:
     write_minicpmv4_6(tmp_path, 1, mode=mode)
     tower, recorder = load_packed(tmp_path), Recorder()
     graphed = with_graphs(tower, 64, recorder)
     recorder.replayed.clear()
-    shown = pictures(tower.patches.token_px)
+    shown: list[Frames] = [*pictures(tower.patches.token_px)]
+    shown.append(kept_frames(pictures(tower.patches.token_px)[0], [1, 3], tower.patches.token_px))
     for ours, theirs in zip(graphed.encode(shown), tower.encode(shown), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
     assert recorder.replayed

@@ -53,7 +53,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     vision, merge = config.vision_config, merged_side(checkpoint.config)
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model = _MiniCPMV(config, windows=merge == _MERGED_TWICE)
+        model = VisionModel(config, windows=merge == _MERGED_TWICE)
     stored = {
         part + name: each
         for part in (_TOWER, _MERGER)
@@ -110,10 +110,10 @@ def _arrange(plan: MediaPlan, patches: PatchShape) -> Arrangement:
     return Arrangement(slice_tokens, first_tokens)
 
 
-class _MiniCPMV(nn.Module):
+class VisionModel(nn.Module):
     """vision_tower, merger: transformers'. windows: whether patches are merged between layers, too."""
 
-    patch_embed: FoldedPatchEmbed
+    patch_embed: FoldedPatchEmbed | nn.Linear
     places: Tensor
 
     def __init__(self, config: Any, windows: bool) -> None:
@@ -127,8 +127,8 @@ class _MiniCPMV(nn.Module):
         elif not 0 <= config.insert_layer_id < layers:
             raise StartupError(f"insert_layer_id {config.insert_layer_id} is none of the tower's {layers} layers")
 
-    def embed_with(self, patch_embed: FoldedPatchEmbed) -> None:
-        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
+    def embed_with(self, patch_embed: FoldedPatchEmbed | nn.Linear) -> None:
+        """Replaces the embedding by one of patches that are rows, once the model has its weights."""
         self.patch_embed = patch_embed
         self.places = self.vision_tower.embeddings.position_embedding.weight
         del self.vision_tower.embeddings
@@ -169,7 +169,7 @@ def _merged(rows: Tensor, merger: MiniCPMV4_6ViTWindowAttentionMerger) -> Tensor
     return merged
 
 
-def _sizes(model: _MiniCPMV) -> TowerSizes:
+def _sizes(model: VisionModel) -> TowerSizes:
     """The layers after the windows, and the linear layers that merge these, apply to four rows of each token."""
 
     layers = model.vision_tower.encoder.layers

@@ -314,9 +314,8 @@ class _Frame:
         self._shape = shape
 
     def only(self, kept: Sequence[int]) -> _Frame:
-        """The layout of the rows before the patches and of these tokens, increasing. Towers with cells have none."""
+        """The layout of the rows before the patches and of these tokens, increasing."""
         shape, tokens = self._shape, np.array(kept, np.int64)
-        assert not shape.cell_side
         frame = copy(self)
         patches = (tokens[:, None] * shape.merge**2 + np.arange(shape.merge**2)).ravel()
         rows = np.concatenate([np.arange(shape.lead), shape.lead + patches])
@@ -331,6 +330,8 @@ class _Frame:
             frame.table_weights = self.table_weights[rows]
         if shape.has_entries:
             frame.indices, frame.weights = self.indices[rows], self.weights[rows]
+        if shape.cell_side:
+            frame.cells = self.cells[rows]
         return frame
 
 
