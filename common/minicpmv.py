@@ -17,7 +17,6 @@ _WHY_NOT_2_0 = "a tower of timm's and a language model that scales embeddings, r
 # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
 PRUNING_METHODS = (NONE,)
 WHY_NOT_ALL = "a resampler's tokens are not places, and no method keeps answers better than dropping at random"
-WHY_NOT_ALL_PLACES = "no method has been measured on this model yet"
 
 # Of 4.6 and 4.7, patches per side of a token: the tower merges 2 × 2 twice, or once.
 _MERGED_SIDES: Mapping[str, int] = {"16x": 4, "4x": 2}

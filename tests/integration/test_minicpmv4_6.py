@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,17 +16,19 @@ from torch import Tensor
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Image, Part, Text, Video
-from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Modality, PromptPlan
+from framesieve.common.contract.retention import EVS, PIXEL_CHANGE, Pruning
 from tests import media
 from tests import minicpmv4_6 as oracle
-from tests.families import QWEN3_5
+from tests.families import FAMILIES, QWEN3_5
 from tests.integration.conftest import running
 from tests.integration.reference import CLEAR_MARGIN, NEW_TOKENS
 from tests.integration.test_minicpmv import QUESTION, plan_and_frames
+from tests.oracle import Expected, expected_logprobs
 
 WIDE, TALL, SMALL = media.picture(300, 130), media.picture(60, 400, seed=1), media.picture(50, 40)
 CLIP = media.clip(24, fps=4, width=96, height=64, seed=3)
+PRUNED = Video(data=CLIP)
 MIXES: tuple[tuple[Part, ...], ...] = (
     (Image(data=SMALL),),
     (Image(data=WIDE), Text("and"), Video(data=CLIP), Image(data=SMALL), Image(data=TALL)),
@@ -50,10 +54,46 @@ async def test_embeddings_and_answers_are_those_of_transformers(model_type: str,
                 for place, (token, logprob) in enumerate(zip(answer.token_ids, answer.logprobs or (), strict=True)):
                     assert token == int(logits[place].argmax()) or best[place, 0] - best[place, 1] < CLEAR_MARGIN
                     assert logprob == pytest.approx(float(found_log[place, token]), abs=1e-4)
-            with pytest.raises(
-                InvalidRequest, match=r"pruning\.method must be one of none for this model, got 'evs': no method"
-            ):
-                await client.ask(Video(data=CLIP), QUESTION, pruning_rate=0.5)
+            for method in (EVS, PIXEL_CHANGE):
+                answer = await client.ask(PRUNED, QUESTION, pruning_rate=0.5, pruning_method=method, **options)
+                (found,) = await encode(stack.addresses["encoder"], PRUNED, Pruning(0.5, method))
+                plan, (pictures,) = await plan_and_frames(stack.addresses["preprocessing"], [PRUNED])
+                embeds = kept_embeds(model, pictures, found.kept.tolist(), alone=method == PIXEL_CHANGE)
+                torch.testing.assert_close(torch.from_numpy(np.array(found.values[0])), embeds, atol=1e-5, rtol=0)
+                logprobs = pruned(model, plan, found.kept.tolist(), embeds, answer.token_ids)
+                assert answer.token_ids == tuple(logprobs.argmax(-1).tolist())
+                assert answer.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=1e-4)
+
+
+def kept_embeds(model: Any, pictures: Sequence[Tensor], kept: Sequence[int], alone: bool) -> Tensor:
+    """The embeddings (K, D) of tokens of a video. alone: the tower sees no others of their frame."""
+    firsts = list(accumulate((len(each) for each in oracle.features(model, pictures)), initial=0))
+    found = list[Tensor]()
+    for picture, (first, end) in zip(pictures, pairwise(firsts), strict=True):
+        own = [token - first for token in kept if first <= token < end]
+        if alone and own:
+            found.append(oracle.kept_features(model, picture, own, FAMILIES["minicpmv4_6"].merge))
+        elif own:
+            found.append(oracle.features(model, [picture])[0][own])
+    return torch.cat(found)
+
+
+def pruned(model: Any, plan: PromptPlan, kept: Sequence[int], embeds: Tensor, answer: Sequence[int]) -> Tensor:
+    """Log-probabilities of an answer: one forward of the text model over the tokens that remain of a plan."""
+    places = np.concatenate([np.arange(run.offset, run.end) for run in plan.media[0].runs])
+    sources = dict(zip(places[list(kept)].tolist(), ((0, row) for row in range(len(kept))), strict=True))
+    rows = [row for row in range(plan.tokens) if row in sources or row not in places]
+    positions = [tuple(plan.positions[:, row].tolist()) for row in rows]
+    expected = Expected(
+        ids=plan.input_ids[rows].tolist(),
+        rows=[sources.get(row) for row in rows],
+        positions=positions,
+        delta=int(plan.positions.max()) + 1 - len(rows),
+    )
+    item: Any = SimpleNamespace(embeds=embeds.numpy(), deepstack=())
+    linear = model.config.model_type == "minicpmv4_6"
+    with torch.no_grad():
+        return expected_logprobs(model.model.language_model, model.lm_head, expected, [item], answer, linear)
 
 
 @torch.no_grad()
