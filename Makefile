@@ -123,8 +123,9 @@ demo-model: setup  ## Train the embedded model (under two hours on two cores)
 demo-draft: setup  ## Train the head that drafts tokens for the embedded model (under an hour on two cores)
 	$(BIN)/python -m demo.draft
 
-demo-minicpm: setup  ## Measure what pruning a resampler's tokens costs: trains a tiny MiniCPM-V (under an hour)
+demo-minicpm: setup  ## Measure what pruning costs a MiniCPM-V 4.5 and a 4.6: trains tiny ones (about two hours)
 	$(BIN)/python -m demo.minicpm
+	$(BIN)/python -m demo.minicpmv4_6
 
 demo-eval: setup  ## Measure the accuracy of the embedded model by pruning rate and method
 	$(BIN)/python -m demo.evaluate --picture docs/pruning.png --time-picture docs/pruning-time.png

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import NONE
+from framesieve.common.contract.retention import METHODS, NONE, VCAST, VIDCOM2
 
 # Tokens of a picture of each version that is supported, where the config does not say.
 _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}
@@ -17,6 +17,9 @@ _WHY_NOT_2_0 = "a tower of timm's and a language model that scales embeddings, r
 # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
 PRUNING_METHODS = (NONE,)
 WHY_NOT_ALL = "a resampler's tokens are not places, and no method keeps answers better than dropping at random"
+# Of 4.6 and 4.7. Measured: benchmarks/RESULTS.md, "Pruning the tokens of merged patches".
+PRUNING_METHODS_OF_PLACES = tuple(method for method in METHODS if method not in (VCAST, VIDCOM2))
+WHY_NOT_ALL_OF_PLACES = f"{VCAST} and {VIDCOM2} keep answers less well than dropping at random"
 
 # Of 4.6 and 4.7, patches per side of a token: the tower merges 2 × 2 twice, or once.
 _MERGED_SIDES: Mapping[str, int] = {"16x": 4, "4x": 2}

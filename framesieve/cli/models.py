@@ -10,10 +10,12 @@ import typer
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.common.contract.plan import Modality
 from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, METHODS, NONE
+from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES
 
 _BOTH = (Modality.IMAGE, Modality.VIDEO)
 _PRUNING = tuple(method for method in METHODS if method != NONE)
 _AFTER_TOWER = tuple(method for method in AFTER_TOWER if method != NONE)
+_OF_MINICPM = tuple(method for method in PRUNING_METHODS_OF_PLACES if method != NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ MODEL_FAMILIES = (
         "one-dimensional",
         "2.5: no videos; no pruning; no float16 tower; quantised checkpoints in 4 bits only",
     ),
-    ModelFamily("minicpmv4_6", "MiniCPM-V 4.6", _BOTH, (), "one-dimensional", "no pruning; no float16 tower"),
-    ModelFamily("minicpmv4_7", "MiniCPM-V 4.7", _BOTH, (), "Canvas M-RoPE", "no pruning; no float16 tower"),
+    ModelFamily("minicpmv4_6", "MiniCPM-V 4.6", _BOTH, _OF_MINICPM, "one-dimensional", "no float16 tower"),
+    ModelFamily("minicpmv4_7", "MiniCPM-V 4.7", _BOTH, _OF_MINICPM, "Canvas M-RoPE", "no float16 tower"),
     ModelFamily(
         "mistral3", "Mistral Small 3.1, 3.2", (Modality.IMAGE,), (), "one-dimensional", "no videos; no float16 tower"
     ),

@@ -117,7 +117,8 @@ def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(w
     assert len(generated) == 15
     own = {name for name in files("framesieve") if not (ROOT / name).is_symlink()}
     linked = {f"framesieve/{name}" for name in files("common", "services")}
-    demo = {f"framesieve/{name.removeprefix('demo/')}" for name in files("demo/framesieve-demo", "demo/clip.mp4")}
+    shipped = files("demo/framesieve-demo", "demo/framesieve-demo-draft", "demo/clip.mp4")
+    demo = {f"framesieve/{name.removeprefix('demo/')}" for name in shipped}
     expected = {*own, *linked, *demo, *generated, "framesieve/v1/__init__.py"}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image, Part, Text, Video
+from framesieve.client.prompt import Image, Part, Pruning, Text, Video
 from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.common.contract.retention import EVS, PIXEL_CHANGE, Pruning
+from framesieve.common.contract.retention import EVS, PIXEL_CHANGE
 from tests import media
 from tests import minicpmv4_6 as oracle
 from tests.families import FAMILIES, QWEN3_5

@@ -28,8 +28,7 @@ from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import (
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.contract.retention import METHODS
-from framesieve.common.minicpmv import merged_side
+from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES, merged_side
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
@@ -91,7 +90,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         dtype=runs_in,
         device=device,
         sizes=sizes,
-        pruning_methods=METHODS,
+        pruning_methods=PRUNING_METHODS_OF_PLACES,
+        why_not_all=WHY_NOT_ALL_OF_PLACES,
         arrange=lambda plan: _arrange(plan, patches),
     )
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding
 
-from framesieve.common.contract.retention import METHODS
+from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES
 from framesieve.services.generation.families.qwen3_vl import TEXT_PREFIX
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
@@ -26,7 +26,8 @@ def _family(config_class: Any, whole_class: Any, position_axes: int) -> TextFami
         lambda _: TextClasses(whole_class, Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding),
         (TEXT_PREFIX,),
         position_axes=position_axes,
-        pruning_methods=METHODS,
+        pruning_methods=PRUNING_METHODS_OF_PLACES,
+        why_not_all=WHY_NOT_ALL_OF_PLACES,
     )
 
 
