@@ -174,9 +174,14 @@ def keep(embeds: Tensor, rule: str, rate: float, seed: int) -> Tensor:
 
 
 class Trainer:
-    """Deterministic in `seed`, but for how many steps fit into the time."""
+    """Draws lessons and computes their losses. The seed decides what each step draws; the machine, how many there are.
 
-    def __init__(self, model: TinyMiniCPM, lessons: Lessons, writer: PromptWriter, seed: int) -> None:
+    grid: the tokens of a clip.
+    """
+
+    grid = GRID
+
+    def __init__(self, model: Any, lessons: Lessons, writer: PromptWriter, seed: int) -> None:
         self.model, self.lessons, self.writer, self.rng = model, lessons, writer, Random(seed)
         self.right = 0.0  # share of the answers' tokens of the last step
 
@@ -187,31 +192,45 @@ class Trainer:
         pairs = [clip.unflatten(0, (GROUPS, GROUP_FRAMES))[groups] for clip, groups in zip(clips, chosen, strict=True)]
         labels = torch.cat([dense_labels(scene, groups) for scene, groups in zip(scenes, chosen, strict=True)])
         features = self.model.features(torch.cat(pairs).flatten(0, 1)).unflatten(0, (len(scenes) * 4, GROUP_FRAMES))
-        return self.model.reader.loss(self.model.tokens(features, torch.tensor(chosen).flatten()), labels)
+        loss: Tensor = self.model.reader.loss(self.model.tokens(features, torch.tensor(chosen).flatten()), labels)
+        return loss
 
     def answer_step(self, progress: float) -> Tensor:
         """Loss of answers at a random rate, and of what is where with decreasing weight."""
         scenes, clips = self.lessons.draw(CLIPS_A_STEP, of_several=CLIPS_A_STEP // 3 if progress < 0.7 else 0)
         rate = round(self.rng.uniform(0, HIGHEST_RATE), 3)
         shown = [still_runs(scene, self.rng) for scene in scenes]
-        groups = self.model.embed(clips, shown)
-        embeds = groups.flatten(1, 2)
+        tokens = self._tokens(clips, shown)
+        embeds = tokens.flatten(1, 2)
         labels = torch.cat([dense_labels(scene, of) for scene, of in zip(scenes, shown, strict=True)])
         prunings = [Pruning(rate, RANDOM, self.rng.randrange(2**31)) for _ in scenes]
-        kept = torch.stack([keep_tokens(clip, GRID, how) for clip, how in zip(embeds, prunings, strict=True)]).long()
-        prompts = [self.lessons.ask(scene, QUESTIONS_A_CLIP) for scene in scenes]
-        logits, told = answer_logits(self.model, embeds, kept, LinearSpan(GRID.tokens), prompts, self.writer.vision_end)
+        kept = torch.stack([keep_tokens(clip, self.grid, each) for clip, each in zip(embeds, prunings, strict=True)])
+        logits, told = self._answers(embeds, kept.long(), scenes)
         asked = told != UNSUPERVISED
         self.right = float((logits.argmax(-1) == told)[asked].float().mean())
-        dense = self.model.reader.loss(groups.flatten(0, 1), labels)
-        return F.cross_entropy(logits[asked], told[asked]) + (0.3 - 0.25 * progress) * dense
+        dense = (0.3 - 0.25 * progress) * self._dense_loss(tokens, labels)
+        return F.cross_entropy(logits[asked], told[asked]) + dense
+
+    def _tokens(self, clips: Tensor, shown: Sequence[Sequence[int]]) -> Tensor:
+        """[B, grid.t, tokens of a slice, D]. shown: for each slice of each clip one that looks as it does."""
+        tokens: Tensor = self.model.embed(clips, shown)
+        return tokens
+
+    def _answers(self, embeds: Tensor, kept: Tensor, scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
+        """Logits and labels of questions about scenes, by the kept tokens of their clips."""
+        prompts = [self.lessons.ask(scene, QUESTIONS_A_CLIP) for scene in scenes]
+        return answer_logits(self.model, embeds, kept, LinearSpan(GRID.tokens), prompts, self.writer.vision_end)
+
+    def _dense_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Of what is where."""
+        loss: Tensor = self.model.reader.loss(tokens.flatten(0, 1), labels)
+        return loss
 
 
-def train(model: Any, trainer: Any, schedule: Schedule) -> None:
+def train(model: Any, trainer: Trainer, schedule: Schedule) -> None:
     """Trains for `schedule.minutes`, and prints the loss every half minute.
 
-    model: with a `language_model`, which has a learning rate of its own. trainer: with `tower_step`, `answer_step` and
-        `right`.
+    model: with a `language_model`, which has a learning rate of its own.
     """
     text = list(model.language_model.parameters())
     vision = [value for value in model.parameters() if all(value is not each for each in text)]

@@ -30,10 +30,11 @@ from demo.clips import SIDE_PX, TRAINING_CLIPS, TRAINING_SEEDS, cached_clips, sc
 from demo.comparison import Answered, Cell
 from demo.drawing import Pixels
 from demo.evaluate import GRID, pruning_at
-from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, still_runs
-from demo.minicpm import EVALUATION_SEEDS, LANGUAGE_MODEL, is_still, table, train
+from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels
+from demo.minicpm import EVALUATION_SEEDS, LANGUAGE_MODEL, QUESTIONS_A_CLIP, RATES, Trainer, is_still, table, train
 from demo.model import UNSUPERVISED, Prompt, PromptWriter
 from demo.questions import questions_about
+from demo.scenes import Scene
 from demo.train import DENSE_SHARES, Schedule
 from framesieve.common.contract.retention import (
     AUTO_THRESHOLD,
@@ -90,13 +91,9 @@ VISION = {
 DECAYS = (-6.0, 1.0)
 # Of the convolutions' taps, and of what tells a patch its place, at the beginning.
 TAPS_STD, PLACES_STD = 0.3, 0.3
-CLIPS_A_STEP = 12
-QUESTIONS_A_CLIP = 8
 CLIPS_AT_ONCE = 6
-HIGHEST_RATE = 0.95
-RATES = (0.5, 0.75, 0.9)
 METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, PIXEL_CHANGE, RANDOM)
-# Of the labels of `dense_labels` those that one frame shows: colour, shape and place.
+# One frame shows colour, shape and place, but no motion: these labels of `dense_labels`.
 SHOWN = (0, 1, 3)
 
 
@@ -127,7 +124,7 @@ class TinyMiniCPM(nn.Module):
 
     @torch.no_grad()
     def _begin_as_demo(self) -> None:
-        """Norms of the text add 1 to their weights, but for the states' own."""
+        """transformers' norms multiply by 1 + weight here, except those inside the recurrent layers."""
         for name, value in self.language_model.named_parameters():
             if "norm" in name and "linear_attn" not in name:
                 value -= 1.0
@@ -277,12 +274,10 @@ def answer_logits(
     return model.lm_head(states), labels
 
 
-class Trainer:
-    """Deterministic in `seed`, but for how many steps fit into the time."""
+class FrameTrainer(Trainer):
+    """Of a model whose tokens are places in single frames."""
 
-    def __init__(self, model: TinyMiniCPM, lessons: Lessons, writer: PromptWriter, seed: int) -> None:
-        self.model, self.lessons, self.writer, self.rng = model, lessons, writer, Random(seed)
-        self.right = 0.0  # share of the answers' tokens of the last step
+    grid = GRID
 
     def tower_step(self) -> Tensor:
         """Loss of what is where, of single frames."""
@@ -290,26 +285,23 @@ class Trainer:
         chosen = [self.rng.sample(range(GRID.t), 4) for _ in scenes]
         frames = torch.cat([clip[::2][shown] for clip, shown in zip(clips, chosen, strict=True)])
         labels = torch.cat([dense_labels(scene, shown) for scene, shown in zip(scenes, chosen, strict=True)])
-        return self.model.dense_loss(self.model.tokens(frames), labels)
+        return self._dense_loss(self.model.tokens(frames), labels)
 
-    def answer_step(self, progress: float) -> Tensor:
-        """Loss of answers at a random rate, and of what is where with decreasing weight."""
-        scenes, clips = self.lessons.draw(CLIPS_A_STEP, of_several=CLIPS_A_STEP // 3 if progress < 0.7 else 0)
-        rate = round(self.rng.uniform(0, HIGHEST_RATE), 3)
-        shown = [still_runs(scene, self.rng) for scene in scenes]
-        embeds = self.model.embed(clips[:, ::2], shown)
-        labels = torch.cat([dense_labels(scene, of) for scene, of in zip(scenes, shown, strict=True)])
-        dense = self.model.dense_loss(embeds, labels)
-        flat = embeds.flatten(1, 2)
-        prunings = [Pruning(rate, RANDOM, self.rng.randrange(2**31)) for _ in scenes]
-        kept = torch.stack([keep_tokens(clip, GRID, how) for clip, how in zip(flat, prunings, strict=True)]).long()
-        media = flat[torch.arange(len(flat))[:, None], kept]
+    def _tokens(self, clips: Tensor, shown: Sequence[Sequence[int]]) -> Tensor:
+        """Of every second frame."""
+        tokens: Tensor = self.model.embed(clips[:, ::2], shown)
+        return tokens
+
+    def _answers(self, embeds: Tensor, kept: Tensor, scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
+        """Without a system prompt, so that all prompts begin alike."""
+        media = embeds[torch.arange(len(embeds))[:, None], kept]
         every = [questions_about(scene, self.rng) for scene in scenes]
         prompts = [self.lessons.prompt(self.rng.sample(each, min(QUESTIONS_A_CLIP, len(each)))) for each in every]
-        logits, told = answer_logits(self.model, media, kept, prompts, self.writer.vision_end)
-        asked = told != UNSUPERVISED
-        self.right = float((logits.argmax(-1) == told)[asked].float().mean())
-        return F.cross_entropy(logits[asked], told[asked]) + (0.3 - 0.25 * progress) * dense
+        return answer_logits(self.model, media, kept, prompts, self.writer.vision_end)
+
+    def _dense_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model.dense_loss(tokens, labels)
+        return loss
 
 
 def changes_of(frames: Tensor) -> np.ndarray:
@@ -386,7 +378,7 @@ def main() -> None:
     else:
         seeds, clips = still_clips(args.cache, TRAINING_SEEDS, args.clips)
         lessons = Lessons([scene_of(seed) for seed in seeds], clips, writer, 0)
-        train(model, Trainer(model, lessons, writer, 0), Schedule(args.minutes, tower_only=0.15))
+        train(model, FrameTrainer(model, lessons, writer, 0), Schedule(args.minutes, tower_only=0.15))
         if args.weights:
             torch.save(model.state_dict(), args.weights)
     seeds, clips = still_clips(args.cache, EVALUATION_SEEDS, args.evaluate)

@@ -23,8 +23,8 @@ from framesieve.services.generation.model.attention.cache import Batch
 class DraftSizes:
     """What others must know of a head.
 
-    layers: of the model, whose input is read; as many as there are stand for its last output, one more for that after
-        the norm. before_levels: their input is read before deepstack was added to it.
+    layers: the numbers of the model's layers whose input is read. With n layers, n is the output of the last one, and
+        n + 1 the same after the norm. before_levels: the input is read before deepstack was added to it.
     ahead: a row has the position of the next token, whose embedding it reads; else that of its own.
     axes: of the positions that it knows: 3, or 1.
     """

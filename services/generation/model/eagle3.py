@@ -60,7 +60,7 @@ class Eagle3Sizes(DraftSizes):
 
 
 class Eagle3Head(DraftHead):
-    """Under the names of its checkpoint, but for joined products."""
+    """Weights have the names of the checkpoint, except those of joined products."""
 
     sizes: Eagle3Sizes
     d2t: Tensor

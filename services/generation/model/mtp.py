@@ -2,9 +2,9 @@
 
     row i:  fc [ norm(embedding of token i + 1) | norm(hidden states of token i) ] ─▶ layer ─▶ norm ─▶ output layer
 
-The hidden states are those that the model's output layer reads, after the model's last norm; of a row that is only
-drafted they are the output of the row before, after `norm`. The layer is one of the model's with full attention and
-has the position of token i. Embedding and output layer are the model's.
+Hidden states are what the model's output layer reads, after the model's last norm. A drafted row, for which the model
+has computed none, takes the output of the row before, after `norm`. The layer is built as one of the model's layers
+with full attention, and has the position of token i. Embedding and output layer are the model's.
 
 It has the attributes of a text model of one layer, so that it can be made ready as one.
 Sources: arXiv 2412.19437, section 2.2, without its second embedding and head; weights `mtp.*` of Qwen/Qwen3.5-9B and
@@ -26,7 +26,7 @@ from framesieve.services.generation.model.fused_layers import RotaryTable
 
 
 class MtpHead(DraftHead):
-    """Under the names of its checkpoint, for a text model of transformers."""
+    """Weights have the names of the checkpoint. text: the text model of transformers that it drafts for."""
 
     rotary_emb: nn.Module
     lm_head: nn.Module
