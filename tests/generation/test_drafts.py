@@ -293,6 +293,20 @@ def test_replayed_steps_are_drafted_for(drafted: Models) -> None:
     assert replayed == seen
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "architecture"), [("qwen3_5", MTP), ("qwen2_5_vl", SPECFORGE)], scope="module")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
+def test_a_compiled_head_drafts_what_an_eager_one_does(drafted: Models) -> None:
+    seen = list[list[tuple[str, int, list[int]]]]()
+    for compiled in (False, True):
+        tiny = TinyEngine(drafted.engine, max_draft_tokens=3)
+        if compiled:
+            assert tiny.runner.compile()
+        seen.append(record(tiny))
+        answer(tiny, several_questions(drafted.family))
+    assert seen[0] == seen[1] != []
+
+
 def test_drafts_that_a_grammar_forbids_are_left_out(both: Models) -> None:
     models = both
     grammar = Grammars(models.folder, models.engine.vocab_size, [1]).compile(ANY_OBJECT)
