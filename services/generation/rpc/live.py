@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable, within
 from framesieve.common.contract.requests import check_prompt
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE, Pruning
 from framesieve.common.contract.wire import completed, grid_message, int32_tensor, pruning_message, pruning_of
@@ -46,7 +46,7 @@ from framesieve.v1.generation_pb2 import LiveRequest, LiveResponse
 
 FPS, MAX_FPS = 2.0, 60.0
 WINDOW_TOKENS, ANSWER_TOKENS, MIN_TOKENS = 4096, 1024, 16
-MAX_WAITING_QUESTIONS = 16
+MAX_WAITING_QUESTIONS, MAX_TRIGGERS = 16, 16
 MAX_ASK_ID_CHARACTERS = 128
 # With how many of its last segments a session begins again. Their pictures stay on the host.
 MAX_REPEATED = 32
@@ -77,6 +77,15 @@ class Ask:
     wanted: SamplingRequest
     transient: bool
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class _Trigger:
+    """A question that is asked by itself. asked_s: the time of the slice after which it was asked last."""
+
+    message: generation_pb2.LiveTrigger
+    asked_s: float = 0.0
+    running: Ask | None = None
 
 
 class LiveSession:
@@ -117,6 +126,7 @@ class LiveSession:
         self._frames = Frames(fps)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._drop(late, generation_pb2.DROP_REASON_LATE))
         self._asked: list[Ask] = []  # questions that are not finished, in order
+        self._triggers = self._checked_triggers(opened.triggers)
         self._came, self._closed = asyncio.Event(), False
         self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
         self._place = np.zeros(3, np.int32)  # of that slice, see `live_cuts.SliceSegment`
@@ -176,6 +186,40 @@ class LiveSession:
         if wanted.n != 1:
             raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
         return Ask(message.ask_id, list(message.parts), wanted, message.transient)
+
+    def _checked_triggers(self, messages: Sequence[generation_pb2.LiveTrigger]) -> list[_Trigger]:
+        if len(messages) > MAX_TRIGGERS:
+            raise InvalidRequest(field="open.triggers", limit=f"at most {MAX_TRIGGERS}", value=len(messages))
+        for index, message in enumerate(messages):
+            name = f"open.triggers[{index}]"
+            with within(name):
+                self._question(message.ask)
+            if not (message.HasField("every_s") or message.HasField("on_change")):
+                raise InvalidRequest("must have every_s or on_change", field=name)
+            if message.HasField("every_s") and not 0 < message.every_s < math.inf:
+                raise InvalidRequest(field=f"{name}.every_s", limit="above 0, and finite", value=message.every_s)
+            if message.HasField("on_change"):
+                if not 0 < message.on_change <= 1:
+                    limit = "above 0, and at most 1"
+                    raise InvalidRequest(field=f"{name}.on_change", limit=limit, value=message.on_change)
+                if self._pruning.method != PIXEL_CHANGE:
+                    text = f"needs the pruning {PIXEL_CHANGE}, which compares pixels"
+                    raise InvalidRequest(text, field=f"{name}.on_change", value=self._pruning.method)
+        return [_Trigger(message) for message in messages]
+
+    def _pull_triggers(self, piece: Slice, changed: float) -> None:
+        """Asks what a slice triggers. changed: the share of its tokens that did."""
+        time_s = piece.last.time_s
+        for trigger in reversed(self._triggers):  # the first one comes before the others
+            message = trigger.message
+            due = message.HasField("every_s") and time_s - trigger.asked_s >= message.every_s
+            moved = message.HasField("on_change") and changed >= message.on_change
+            # Without a place in the queue it is asked after a later slice.
+            free = trigger.running not in self._asked and len(self._asked) <= MAX_WAITING_QUESTIONS
+            if (due or moved) and free:
+                trigger.asked_s, trigger.running = time_s, self._question(message.ask)
+                self._asked.append(trigger.running)
+                self._waiting.ask_now(trigger.running)
 
     async def _work(self) -> None:
         while self._waiting or not self._closed:
@@ -281,6 +325,7 @@ class LiveSession:
             usage=self._used(),
         )
         await self._put(slice=told)
+        self._pull_triggers(piece, 0.0 if whole else cut.kept.size / cut.grid.tokens)
 
     async def _evict(self, rows: int, oldest: int = 0) -> None:
         """Makes room for rows. oldest: segments below this number go in any case."""

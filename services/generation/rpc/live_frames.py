@@ -117,5 +117,9 @@ class Waiting(Generic[T]):
             self._all.append(before)
         self._all.append(question)
 
+    def ask_now(self, question: T) -> None:
+        """Adds a question before everything that waits."""
+        self._all.appendleft(question)
+
     def take(self) -> Slice | T:
         return self._all.popleft()
