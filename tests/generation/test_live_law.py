@@ -21,7 +21,7 @@ from tests.law import LOGPROB_TOLERANCE
 from tests.oracle import LiveRows, Text
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models
 
-LAW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LAW = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 FAMILIES = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], scope="module")
 
 

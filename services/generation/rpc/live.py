@@ -105,9 +105,7 @@ class LiveSession:
         options: Callable[[], dict[str, Any]],
     ) -> None:
         if model.live is None:
-            raise InvalidRequest(
-                "is not for this model: live sessions are served for Qwen2.5-VL and Qwen3-VL", field="Live"
-            )
+            raise InvalidRequest("live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
         self.responses: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self._engine, self._media, self._model, self._inbox, self._options = engine, media, model, inbox, options
         self._live: LiveModel = model.live
