@@ -21,7 +21,7 @@ from tests.law import LOGPROB_TOLERANCE
 from tests.oracle import LiveRows, Text
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models
 
-LAW = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LAW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 FAMILIES = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], scope="module")
 
 
@@ -175,8 +175,8 @@ def test_answers_of_a_session_obey_the_law(models: Models, data: st.DataObject) 
         live_blocks=20,
     )
     watched = Watched(models, engine, window)
-    others = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=2).map(tuple)
-    for each in data.draw(st.lists(added(), min_size=3, max_size=14)):
+    others = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=3).map(tuple)
+    for each in data.draw(st.lists(added(), min_size=6, max_size=11)):
         watched.add(each, data.draw(others))
     engine.drain()
     event(f"evicted: {watched.evicted > 0}, preempted: {engine.engine.stats().totals.preemptions > 0}")
