@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -215,3 +216,46 @@ def _deepstack(
         for level in range(levels)
     ]
     return {"visual_pos_masks": mask, "deepstack_visual_embeds": features}
+
+
+@dataclass
+class LiveRows:
+    """All rows that a live session ever computed: ids, embeddings of media rows (with their levels), positions, and the
+    first row that was not evicted when each was computed.
+
+    pinned: how many of the first rows are never evicted, rounded up to a block.
+    """
+
+    pinned: int = 0
+    ids: list[int] = field(default_factory=list)
+    embeds: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # by row, [1 + levels, D]
+    positions: list[tuple[int, int, int]] = field(default_factory=list)
+    oldest: list[int] = field(default_factory=list)
+
+    @torch.no_grad()
+    def logprobs(self, text_model: nn.Module, lm_head: nn.Module) -> Tensor:
+        """Of the token after each row, float32 [n, V]: one forward, in which a row sees those that the cache held."""
+        embeds = text_model.get_input_embeddings()(torch.tensor(self.ids))  # type: ignore[operator]
+        for row, own in self.embeds.items():
+            embeds[row] = torch.from_numpy(own[0])
+        seen = [
+            [other <= row and (other < self.pinned or other >= oldest) for other in range(len(self.ids))]
+            for row, oldest in enumerate(self.oldest)
+        ]
+        mask = torch.zeros(len(seen), len(seen)).masked_fill(~torch.tensor(seen), -math.inf)
+        levels = [] if not self.embeds else list(next(iter(self.embeds.values())))[1:]
+        deepstack: dict[str, Any] = {}
+        if levels:
+            rows = sorted(self.embeds)
+            media = torch.zeros(1, len(seen), dtype=torch.bool)
+            media[0, rows] = True
+            added = [torch.from_numpy(np.stack([self.embeds[row][1 + n] for row in rows])) for n in range(len(levels))]
+            deepstack = {"visual_pos_masks": media, "deepstack_visual_embeds": added}
+        hidden = text_model(
+            inputs_embeds=embeds[None],
+            attention_mask=mask[None, None],
+            position_ids=torch.tensor(self.positions).T[:, None],
+            use_cache=False,
+            **deepstack,
+        ).last_hidden_state[0]
+        return lm_head(hidden).log_softmax(dim=-1)

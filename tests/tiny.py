@@ -155,6 +155,7 @@ class TinyEngine:
     overlap: bool = False
     payoff: Payoff | None = None
     snapshots: int = 16  # slots of recurrent states beside those of running sequences
+    live_blocks: int = 0
     runner: RecordingRunner = field(init=False)
     engine: Engine = field(init=False)
 
@@ -174,6 +175,7 @@ class TinyEngine:
             self.overlap,
             StateSlots(slots, RESERVED) if slots else None,
             self.payoff,
+            self.live_blocks,
         )
 
     def ask(

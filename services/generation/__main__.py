@@ -35,7 +35,7 @@ from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.model.states import RESERVED
 from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.rpc.metrics import count_step, watch
-from framesieve.services.generation.rpc.served_model import ServedModel
+from framesieve.services.generation.rpc.served_model import LiveModel, ServedModel
 from framesieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
 from framesieve.services.generation.sampling.defaults import sampling_defaults
 from framesieve.services.generation.sampling.detokenizer import load_tokenizer
@@ -67,8 +67,21 @@ async def main() -> ExitStatus:
         built = build(settings, checkpoint, workers.group if workers else None, workers)
         model = built.runner.model
         names = served_names(checkpoint, settings.served_model_name)
-        methods = checkpoint.pick(FAMILIES).pruning_methods
-        served = ServedModel.of(checkpoint, names, tokenizer, defaults, model, built.limit_tokens, pruning, methods)
+        family = checkpoint.pick(FAMILIES)
+        live = None
+        if family.live:
+            live = LiveModel(built.live_blocks * BLOCK_TOKENS, BLOCK_TOKENS, model.context_tokens)
+        served = ServedModel.of(
+            checkpoint,
+            names,
+            tokenizer,
+            defaults,
+            model,
+            built.limit_tokens,
+            pruning,
+            family.pruning_methods,
+            live,
+        )
         engine = Engine(
             built.runner,
             BlockAllocator(built.blocks, BLOCK_TOKENS),
@@ -81,10 +94,12 @@ async def main() -> ExitStatus:
             overlap=model.device.type != "cpu",
             states=StateSlots(built.state_slots, RESERVED) if built.state_slots else None,
             payoff=Payoff() if model.draft else None,
+            live_blocks=built.live_blocks,
         )
         media_buffer = ByteSemaphore(settings.media_buffer_bytes)
         begin("generation", "Generate", checkpoint, settings.served_model_name, name_of(model.dtype), str(model.device))
         begin_method("ListModels")
+        begin_method("Live")
         watch(engine, media_buffer, built.limits.max_num_seqs, settings.max_waiting_requests)
         if model.device.type == "cpu":
             # Otherwise it decodes the first answers one by one while the encoder, on the same cores, still encodes the

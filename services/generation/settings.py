@@ -70,6 +70,13 @@ class GenerationSettings(UpstreamSettings):
         description="maximum number of tokens of one sequence: the prompt after pruning and its answer; "
         "unset: the smaller of the model's context length and the KV cache",
     )
+    live_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="tokens of the KV cache that live sessions may hold together, each what it asked for, from its "
+        "opening to its end; other requests cannot count on them; 0: no live sessions; unset: a quarter of the cache, "
+        "as far as the longest sequence (--max-model-len) leaves it; 0 for models that are not served live",
+    )
     pruning_rate: float | None = Field(
         None,
         ge=0,

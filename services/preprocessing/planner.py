@@ -233,10 +233,16 @@ class Planner:
         sampling = request.sampling
         if not sampling.chooses_frames:
             sampling = replace(sampling, frame_indices=tuple(range(len(request.frames.ends))))
-        return self._video(source, index, FrameTimes.of_seconds(request.frames.timestamps_s), sampling)
+        times = FrameTimes.of_seconds(request.frames.timestamps_s)
+        return self._video(source, index, times, sampling, by_time=request.frames.by_time)
 
     def _video(
-        self, source: Source, index: PacketIndex | PictureIndex, times: FrameTimes, sampling: FrameSampling
+        self,
+        source: Source,
+        index: PacketIndex | PictureIndex,
+        times: FrameTimes,
+        sampling: FrameSampling,
+        by_time: bool = False,
     ) -> _Item:
         bounds, dtype = self._family.frame_bounds, self._family.frame_dtype
         sampled = sample(times, bounds, sampling, self._family.sample_indices)
@@ -249,6 +255,9 @@ class Planner:
             slice_frames * frame_s, sampled.timestamps_s, slice_frames, of_first=self._family.timed_by_first
         )
         base = replace(base, frames_s=sampled.timestamps_s[: sampled.frames], source_fps=sampled.source_fps)
+        if by_time:
+            firsts = sampled.places[::slice_frames]
+            base = replace(base, starts_s=tuple(times.ticks[place] * times.time_base for place in firsts))
         places = struct.pack(f"<{frames}q", *sampled.places)
         # Of a group each frame's own time becomes part of its tokens.
         in_groups = struct.pack(f"<q{frames}d", group, *sampled.timestamps_s) if group else b""
@@ -389,4 +398,5 @@ def _packed(base: TimeBase | None) -> bytes:
     """A time base as bytes, different for different time bases."""
     if base is None:
         return b""
-    return str(base.seconds_per_grid).encode() + struct.pack(f"<{len(base.slices_s)}d", *base.slices_s)
+    starts = str(base.starts_s).encode() if base.starts_s else b""
+    return str(base.seconds_per_grid).encode() + struct.pack(f"<{len(base.slices_s)}d", *base.slices_s) + starts

@@ -28,7 +28,7 @@ from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.v1 import generation_pb2, prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.v1.generation_pb2 import GenerateRequest, LiveRequest, Sampling
 from tests.families import load_reference
 from tests.generation.generation_peers import embeds_messages, eventually, prompt_message
 from tests.generation.generation_service import (
@@ -276,3 +276,17 @@ async def test_usage_reports_a_rate_that_keeps_only_the_first_slice(tmp_path: Pa
         for method, expected in (("evs", True), ("vidcom2", False), ("vcast", False)):
             responses = await answers(service.ask(pruning=prompt_pb2.Pruning(rate=0.75, method=method)))
             assert [each.first_slice_only for each in responses[0].accepted.usage.media] == [expected]
+
+
+async def test_live_sessions_are_refused_where_the_model_is_not_served_live(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    async with service_of(tmp_path, tiny_checkpoint) as service:
+        for first, expected in (
+            (LiveRequest(open={}), "live sessions are served for Qwen2.5-VL and Qwen3-VL"),
+            (LiveRequest(close={}), "the first request of a live session must open it"),
+        ):
+            call = service.stub.Live(iter([first]))
+            code, _, text = await refused(call)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert expected in text

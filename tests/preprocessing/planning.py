@@ -30,9 +30,9 @@ def video(location: bytes | str, **wish: Any) -> MediaRequest:
     return MediaRequest("video", Modality.VIDEO, location, FrameSampling(**wish))
 
 
-def pictures(files: Sequence[bytes], times_s: Sequence[float], **wish: Any) -> MediaRequest:
+def pictures(files: Sequence[bytes], times_s: Sequence[float], by_time: bool = False, **wish: Any) -> MediaRequest:
     """A video of pictures."""
-    frames = PictureFrames(tuple(accumulate(map(len, files))), tuple(times_s))
+    frames = PictureFrames(tuple(accumulate(map(len, files))), tuple(times_s), by_time)
     return MediaRequest("video", Modality.VIDEO, b"".join(files), FrameSampling(**wish), frames)
 
 

@@ -254,3 +254,20 @@ async def test_what_is_refused_is_named(stub: Any, part: prompt_pb2.Part, reason
     assert (code, found) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     kind = "image" if part is FOUR_IN_AN_IMAGE else "video"
     assert message.startswith(f"prompt.messages[0].parts[0].{kind}.{named}")
+
+
+def test_by_time_slices_are_placed_by_the_times_of_their_first_frames(tiny_checkpoint: Path) -> None:
+    """A session's slices, two at a time, are where they would be all at once. At 2 positions a second."""
+    times_s = (0.0, 0.5, 1.02, 1.5, 1.98, 2.4, 7.51, 8.0)
+    files = tuple(media.picture(56, 56, seed) for seed in range(8))
+
+    def places(first: int, end: int, **frames: Any) -> list[int]:
+        made = planning.planned(tiny_checkpoint, planning.pictures(files[first:end], times_s[first:end], **frames))
+        (item,) = made.plan.media
+        time = made.plan.positions[0, item.runs[0].offset : item.runs[0].end].reshape(item.grid.t, -1)
+        assert (time == time[:, :1]).all()
+        return [int(place) for place in time[:, 0] - time[0, 0]]
+
+    assert places(0, 8, by_time=True) == [0, 2, 3, 15]
+    assert [places(first, first + 4, by_time=True)[1] for first in (0, 2, 4)] == [2, 1, 12]
+    assert places(0, 8) != [0, 2, 3, 15]

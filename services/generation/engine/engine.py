@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count, takewhile
 from queue import SimpleQueue
 
@@ -29,6 +30,7 @@ from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.model.runner import OutOfStep, Runner
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request, Status
+from framesieve.services.generation.request.session import Session
 
 log = structlog.get_logger()
 
@@ -45,6 +47,7 @@ class Engine:
     overlap: whether a forward is launched before the step before it is read; for devices that compute beside the host.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
     payoff: decides which requests the head drafts for; None: for all.
+    live_blocks: the most that live sessions may own; other requests never count on them.
     on_step: called in the engine's thread after each step.
     on_end: called in the engine's thread if it ends without `stop`.
     """
@@ -62,11 +65,14 @@ class Engine:
         overlap: bool = False,
         states: StateSlots | None = None,
         payoff: Payoff | None = None,
+        live_blocks: int = 0,
     ) -> None:
         self._model = runner.model
         drafts = HeadDrafts(payoff) if runner.drafter else None
-        self._scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens, states, drafts)
-        self._capacity_tokens = allocator.total * allocator.block_tokens
+        self._scheduler = Scheduler(
+            allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens, states, drafts, live_blocks
+        )
+        self._capacity_tokens = (allocator.total - live_blocks) * allocator.block_tokens
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
@@ -110,9 +116,10 @@ class Engine:
         """Queues a request and its siblings. Afterwards `request.wanted_media` lists the items to deliver.
 
         Raises PromptTooLong if it can never fit, InvalidRequest if it has too many siblings to ever be accepted,
-        Overloaded if the queue is full, and Unavailable if the engine has ended.
+        Overloaded if the queue is full, and Unavailable if the engine has ended. The request of a live session that is
+        open and has no other is always accepted.
         """
-        if request.max_tokens > self._capacity_tokens:
+        if not request.session and request.max_tokens > self._capacity_tokens:
             raise PromptTooLong(
                 f"a prompt of {request.prompt.tokens} tokens and an answer of {request.sampling.max_new_tokens} need "
                 f"room for {request.max_tokens} tokens, the cache holds {self._capacity_tokens}",
@@ -127,8 +134,8 @@ class Engine:
                 which = "the number of answers that may run and wait (--max-num-seqs, --max-waiting-requests)"
                 limit = f"at most {self._max_requests}, {which}"
                 raise InvalidRequest(field="sampling.n", limit=limit, value=len(answers))
-            in_flight = sum(1 for _ in self._scheduler.requests())
-            if in_flight + len(answers) > self._max_requests:
+            in_flight = sum(1 for each in self._scheduler.requests() if not each.session)
+            if not request.session and in_flight + len(answers) > self._max_requests:
                 raise Overloaded(
                     f"{in_flight} answers are running or waiting, {len(answers)} more would exceed the limit of "
                     f"{self._max_requests}"
@@ -149,6 +156,18 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Frees the request's blocks before the next step. It gets no events after that."""
         self._commands.put((request, lambda: self._stepper.forget(request)))
+
+    def open(self, session: Session) -> Future[None]:
+        """Gives a live session its blocks. The result raises Overloaded if there are none left, and Unavailable."""
+        return self._between_steps(lambda: self._scheduler.open(session))
+
+    def interrupt(self, session: Session) -> Future[None]:
+        """Ends the request of a live session, if it has one, without an event. Afterwards the session rests."""
+        return self._between_steps(lambda: self._interrupt(session))
+
+    def close(self, session: Session) -> None:
+        """Frees the blocks of a live session before the next step. Its request gets no events after that."""
+        self._commands.put((None, lambda: self._close(session)))
 
     def stats(self) -> EngineStats:
         """The current state. May wait for scheduling, never for the model. Not for the engine's own thread."""
@@ -203,6 +222,34 @@ class Engine:
                 log.exception("command failed", request_id=request and request.id)
                 if request:
                     self._stepper.fail([request], error)
+
+    def _between_steps(self, command: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                command()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._lock:
+            if self._stopping:
+                done.set_exception(Unavailable("the engine of generation has ended", "generation"))
+            else:
+                self._commands.put((None, run))
+        return done
+
+    def _interrupt(self, session: Session) -> None:
+        if request := self._scheduler.request_of(session):
+            self._stepper.forget(request)
+
+    def _close(self, session: Session) -> None:
+        self._interrupt(session)
+        self._scheduler.close(session)
 
     def _deliver(self, request: Request, item: MediaItem) -> None:
         if request.status is not Status.AWAITING_MEDIA:  # finished, failed or cancelled meanwhile

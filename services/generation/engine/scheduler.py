@@ -20,6 +20,9 @@ requests that do not run, as blocks are. There are two for each running request,
 A chunk with draft tokens writes a third one, if it is free, with the state before them: if any is rejected, the next
 chunk computes the accepted ones again, together with new draft tokens.
 
+Live sessions own all their blocks from their opening to their end, at most `live_blocks` together. The request of a
+session borrows them: it needs no others, has nothing of the prefix cache, and is never preempted.
+
 A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
 preemption. The scheduler knows neither the model nor torch.
 Sources: continuous batching, Orca (OSDI 2022); chunked prefill, Sarathi-Serve, arXiv 2403.02310.
@@ -30,8 +33,10 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
+from framesieve.common.contract.errors import Overloaded
 from framesieve.services.generation.engine.speculation import Drafts, PromptLookup
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.kv_cache.prefixes import PrefixCache
@@ -39,6 +44,7 @@ from framesieve.services.generation.kv_cache.state_slots import StateSlots
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import EncodedMedia
 from framesieve.services.generation.request.request import NO_STATE, BlockTable, Request, Status
+from framesieve.services.generation.request.session import Session
 
 BY_ARRIVAL = attrgetter("arrival")
 
@@ -49,6 +55,7 @@ class Scheduler:
     max_num_batched_tokens: tokens of one step. max_num_seqs: running requests. max_draft_tokens: per request and step.
     states: slots of recurrent states, at least 2 · max_num_seqs; None for models without any.
     drafts: where draft tokens come from; None: the prompt and the answer.
+    live_blocks: the most that live sessions may own.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class Scheduler:
         max_draft_tokens: int = 0,
         states: StateSlots | None = None,
         drafts: Drafts | None = None,
+        live_blocks: int = 0,
     ) -> None:
         assert states is None or states.total >= 2 * max_num_seqs
         self.allocator = allocator
@@ -73,7 +81,9 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.awaiting_media: list[Request] = []
         self.awaiting_sibling: list[Request] = []
+        self.sessions: list[Session] = []
         self.preemptions = 0
+        self._live_blocks = live_blocks
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -86,7 +96,13 @@ class Scheduler:
 
         The request's `max_tokens` must fit into the whole cache. encoded_media: what is known of its first media items.
         """
-        assert self.allocator.blocks_for(request.max_tokens) <= self.allocator.total, f"{request} can never fit"
+        if request.session:
+            assert request.max_tokens <= len(request.session.blocks) * self.allocator.block_tokens
+            request.blocks = BlockTable(request.session.blocks)
+            request.num_computed_tokens = request.session.held
+            self._enter(request, Status.WAITING)
+            return
+        assert self.allocator.blocks_for(request.max_tokens) <= self._shared_blocks, f"{request} can never fit"
         items, found = self._prefix_cache.lookup_media(request, encoded_media) if encoded_media else (0, [])
         blocks = [each.block for each in found]
         state = self.states.snapshot(found[-1].serial) if self.states and found else NO_STATE
@@ -99,6 +115,34 @@ class Scheduler:
         self._enter(request, Status.WAITING if request.prompt.complete else Status.AWAITING_MEDIA)
         for sibling in request.siblings:
             self._enter(sibling, Status.AWAITING_SIBLING)
+
+    def open(self, session: Session) -> None:
+        """Gives a live session its blocks, which other requests may lose. Raises Overloaded if it may not have them."""
+        owned = sum(len(each.blocks) for each in self.sessions)
+        if owned + session.num_blocks > self._live_blocks:
+            size = self.allocator.block_tokens
+            raise Overloaded(
+                f"{len(self.sessions)} live sessions have {owned * size} tokens of the KV cache, "
+                f"{session.num_blocks * size} more would exceed --live-tokens {self._live_blocks * size}"
+            )
+        while self.allocator.free < session.num_blocks:
+            if victim := self._reclaimable():
+                self._reclaim(victim)
+            else:
+                self._preempt(self._newest())
+        session.blocks = self.allocator.allocate(session.num_blocks)
+        self.sessions.append(session)
+
+    def close(self, session: Session) -> None:
+        """Takes the blocks of a live session that has no request."""
+        if session in self.sessions:
+            self.sessions.remove(session)
+            self.allocator.decref(session.blocks)
+            session.blocks = []
+
+    def request_of(self, session: Session) -> Request | None:
+        """The request that computes a segment of a live session."""
+        return next((request for request in self.requests() if request.session is session), None)
 
     def start_siblings(self, request: Request) -> None:
         """Queues the siblings of a request that has prefilled their prompt and still has its blocks."""
@@ -139,11 +183,17 @@ class Scheduler:
         """With recurrent states, only tokens after which the chunk wrote the state count: others are computed again."""
         if self.states is None or self._take_states(chunk, tokens):
             chunk.request.num_computed_tokens = tokens
-            self._prefix_cache.cache_full_blocks(chunk.request)
+            if not chunk.request.session:
+                self._prefix_cache.cache_full_blocks(chunk.request)
 
     def remove(self, request: Request) -> None:
         """Removes a request, finished or not, and frees its blocks."""
         self._queues[request.status].remove(request)
+        if request.session:
+            request.session.end(request.num_computed_tokens, request.output_ids)
+            request.blocks = BlockTable()
+            request.move_to(Status.DONE)
+            return
         self._pins -= Counter(request.blocks[: request.num_pinned_blocks])
         request.num_pinned_blocks = 0
         pinned, request.pinned_state = request.pinned_state, NO_STATE
@@ -159,8 +209,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or miscounted, and that each request has the blocks it needs and no more."""
-        self.allocator.check_integrity(request.blocks for request in self.requests())
-        for request in self.requests():
+        alone = [request for request in self.requests() if not request.session]
+        self.allocator.check_integrity(chain((each.blocks for each in alone), (each.blocks for each in self.sessions)))
+        for request in alone:
             needed = self.allocator.blocks_for(request.num_computed_tokens)
             assert len(request.blocks) >= needed, f"{request} lacks blocks"
             most = self.allocator.blocks_for(request.tokens + self._max_draft_tokens)
@@ -236,9 +287,10 @@ class Scheduler:
         request = self.waiting[0]
         if request.num_unread:  # preempted while its token is computed, which may be its last
             return None
-        self._prefix_cache.reuse(request)
+        if not request.session:
+            self._prefix_cache.reuse(request)
         promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
-        not_running = (*self.waiting[1:], *self.awaiting_media)
+        not_running = [each for each in (*self.waiting[1:], *self.awaiting_media) if not each.session]
         reclaimable = sum(self.allocator.exclusive(other.blocks[other.num_pinned_blocks :]) for other in not_running)
         # One block for each running request to grow into: otherwise its next token would preempt the new request.
         available = self.allocator.free + reclaimable - promised - len(self.running)
@@ -304,7 +356,7 @@ class Scheduler:
             if victim:
                 self._reclaim(victim)
                 continue
-            victim = self.running[-1]
+            victim = self._newest()
             self._preempt(victim)
             if victim is request:
                 return False
@@ -314,9 +366,13 @@ class Scheduler:
         """The newest request that has blocks without running; requests awaiting media before waiting ones."""
         for queue in (self.awaiting_media, self.waiting):
             for request in reversed(queue):
-                if len(request.blocks) > request.num_pinned_blocks:
+                if not request.session and len(request.blocks) > request.num_pinned_blocks:
                     return request
         return None
+
+    def _newest(self) -> Request:
+        """The newest running request with blocks of its own."""
+        return next(request for request in reversed(self.running) if not request.session)
 
     # --- assigning states --------------------------------------------------------------------------------------
 
@@ -414,8 +470,9 @@ class Scheduler:
             return False
         pinned = len(self._pins.keys() | set(blocks))
         return all(
-            pinned + self.allocator.blocks_for(other.max_tokens) <= self.allocator.total
+            pinned + self.allocator.blocks_for(other.max_tokens) <= self._shared_blocks
             for other in (request, *self.requests())
+            if not other.session
         )
 
     def _pin(self, request: Request, blocks: Sequence[int], state: int) -> None:
@@ -427,6 +484,11 @@ class Scheduler:
         request.cached_tokens = len(blocks) * self.allocator.block_tokens
         self._pins.update(blocks)
         self._release(request)  # sets its counters to the pinned blocks
+
+    @property
+    def _shared_blocks(self) -> int:
+        """Those that live sessions leave in any case."""
+        return self.allocator.total - self._live_blocks
 
     def _whole_blocks(self, tokens: int) -> int:
         return tokens - tokens % self.allocator.block_tokens

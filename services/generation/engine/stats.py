@@ -70,6 +70,7 @@ class EngineStats:
 
     states_used, snapshots, states_total: slots of recurrent states that requests hold, that are kept for prefix cache
     hits, and all; 0 for models without any.
+    sessions: live sessions that are open.
 
     *_since_ns: since when the longest-standing request of a queue has its status, on the monotonic clock.
     """
@@ -87,6 +88,7 @@ class EngineStats:
     states_used: int
     snapshots: int
     states_total: int
+    sessions: int
     totals: Totals
 
     @classmethod
@@ -106,6 +108,7 @@ class EngineStats:
             states_used=states.used if states else 0,
             snapshots=states.snapshots if states else 0,
             states_total=states.total if states else 0,
+            sessions=len(scheduler.sessions),
             totals=totals,
         )
 

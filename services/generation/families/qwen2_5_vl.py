@@ -19,4 +19,5 @@ FAMILY = TextFamily(
     lambda _: _CLASSES,
     TEXT_PREFIXES,
     pruning_methods=METHODS,
+    live=True,
 )

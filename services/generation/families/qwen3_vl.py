@@ -67,6 +67,7 @@ def _family(config_class: Any, classes: TextClasses) -> TextFamily:
         plan=Qwen3Config.base_model_tp_plan,
         change=transpose_experts,
         pruning_methods=METHODS,
+        live=True,
     )
 
 

@@ -48,6 +48,7 @@ class TextFamily:
     named: for a config, maps a stored name after the prefix to the text model's.
     change: changes the weights that were read to those that the text model takes.
     pruning_methods, why_not_all: those that the encoder takes for videos of the family, and why no others.
+    live: whether its videos can be served in live sessions: slices of two frames, each with a grid of its own.
     """
 
     config: Callable[[Checkpoint], Any]
@@ -61,6 +62,7 @@ class TextFamily:
     change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
     pruning_methods: Sequence[str] = AFTER_TOWER
     why_not_all: str = WHY_NOT_BEFORE
+    live: bool = False
 
 
 def load(

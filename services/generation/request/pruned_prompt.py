@@ -126,7 +126,7 @@ class PrunedPrompt:
         added = kept[begun:]
         if not first < end <= item.grid.tokens or (added.size and (added[0] < first or added[-1] >= end)):
             raise PeerContract(f"a part of media item {media_index} keeps tokens outside of [{first}, {end})")
-        at = _full_indices(item)
+        at = full_indices(item)
         self._mask[at[first:end]] = False
         self._mask[at[added]] = True
         self._kept[media_index], self._arrived[media_index] = kept, end
@@ -192,5 +192,6 @@ def _place(item: MediaPlan, token: int) -> int:
     raise AssertionError("the grid has more tokens than the item's runs")
 
 
-def _full_indices(item: MediaPlan) -> NDArray[np.intp]:
+def full_indices(item: MediaPlan) -> NDArray[np.intp]:
+    """Where the tokens of an item are in the full layout, in grid order: [t · h · w]."""
     return np.concatenate([np.arange(run.offset, run.end) for run in item.runs])

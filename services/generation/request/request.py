@@ -20,6 +20,7 @@ from framesieve.common.contract.errors import FramesieveError
 from framesieve.common.contract.plan import Int32Array
 from framesieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
+from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
@@ -168,6 +169,7 @@ class Request:
     detokenizer: finds stop strings; None without any: then the reader of the events makes text of tokens, many at once
         and not in the engine's thread.
     adapter: None to compute with the model alone.
+    session: whose rows the prompt begins with, and whose blocks it borrows; None: it has blocks of its own.
     """
 
     def __init__(
@@ -179,8 +181,10 @@ class Request:
         detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
         adapter: Adapter | None = None,
+        session: Session | None = None,
     ) -> None:
         self.id = id
+        self.session = session
         self.adapter = adapter
         self.prompt = prompt
         self.media_keys = tuple(media_keys)

@@ -50,7 +50,8 @@ QUEUE_OLDEST_SECONDS = Gauge(
     f"{_PREFIX}engine_oldest_seconds", "Longest time that an answer has been in this state; 0 if none is", ["state"]
 )
 QUEUE_LIMIT = Gauge(f"{_PREFIX}engine_requests_limit", "--max-num-seqs and --max-waiting-requests", ["state"])
-BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "KV cache blocks held by requests")
+BLOCKS_USED = Gauge(f"{_PREFIX}kv_blocks_used", "KV cache blocks held by requests and live sessions")
+LIVE_SESSIONS = Gauge(f"{_PREFIX}live_sessions", "Live sessions that are open")
 BLOCKS_IDLE = Gauge(f"{_PREFIX}kv_blocks_idle", "KV cache blocks held by no request, kept for prefix cache hits")
 BLOCKS = Gauge(f"{_PREFIX}kv_blocks", "KV cache blocks in total")
 STATES_USED = Gauge(f"{_PREFIX}states_used", "Slots of recurrent states held by requests")
@@ -106,6 +107,7 @@ def watch(engine: Engine, media_buffer: ByteSemaphore, max_running: int, max_wai
         lambda: age_seconds(engine.stats().awaiting_media_since_ns)
     )
     BLOCKS_USED.set_function(lambda: engine.stats().blocks_used)
+    LIVE_SESSIONS.set_function(lambda: engine.stats().sessions)
     BLOCKS_IDLE.set_function(lambda: engine.stats().blocks_idle)
     BLOCKS.set_function(lambda: engine.stats().blocks_total)
     STATES_USED.set_function(lambda: engine.stats().states_used)

@@ -22,6 +22,16 @@ from framesieve.services.generation.upstream.arriving_item import ModelInput
 
 
 @dataclass(frozen=True, slots=True)
+class LiveModel:
+    """What live sessions need to know. tokens: of the KV cache, those that all of them may hold together, in blocks of
+    `block_tokens`. positions: that the model was trained on."""
+
+    tokens: int
+    block_tokens: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """The served model.
 
@@ -33,6 +43,7 @@ class ServedModel:
     adapters: those that requests may name.
     reads_calls: whether it writes tool calls in the form that `CallReader` reads.
     pruning: of videos for which a request names none. pruning_methods: those that a request may name.
+    live: None of families that are not served in live sessions.
     """
 
     names: Sequence[str]
@@ -45,6 +56,7 @@ class ServedModel:
     reads_calls: bool
     pruning: Pruning
     pruning_methods: Sequence[str]
+    live: LiveModel | None = None
 
     @classmethod
     def of(
@@ -57,6 +69,7 @@ class ServedModel:
         limit_tokens: int,
         pruning: Pruning,
         pruning_methods: Sequence[str],
+        live: LiveModel | None = None,
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
         context_tokens = model.context_tokens if model.position_axes == 1 else None
@@ -78,6 +91,7 @@ class ServedModel:
             writes_calls(chat_templates(checkpoint)),
             pruning,
             pruning_methods,
+            live,
         )
 
     def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:

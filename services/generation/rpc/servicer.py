@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -23,6 +25,7 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
+from framesieve.services.generation.rpc.live import LiveSession
 from framesieve.services.generation.rpc.messages import (
     accepted_response,
     method_message,
@@ -42,7 +45,7 @@ from framesieve.services.generation.sampling.tool_calls import CallReader, ToolU
 from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from framesieve.services.generation.upstream.media import MediaClient, MediaSession
 from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, LiveRequest, LiveResponse
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -130,6 +133,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 receiving.cancel()
                 await asyncio.wait([receiving])
 
+    async def Live(
+        self, requests: AsyncIterator[LiveRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[LiveResponse]:
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("open"):
+            raise InvalidRequest("the first request of a live session must open it")
+        request_id = _request_id(first.open.request_id)
+        call = partial(passed_on, context, self._credentials)
+        session = LiveSession(first.open, request_id, self._engine, self._media, self._model, self._inbox, call)
+        task = asyncio.create_task(session.run(requests))
+        # Notices a disconnected caller even while a response is being written.
+        context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
+        async with aclosing(session.responses.until_done(task)) as made:
+            async for response in made:
+                yield response
+
     def _check_tools(self, prompt: prompt_pb2.Prompt, use: ToolUse | None) -> None:
         """Leaves out tools that must not be called. Raises InvalidRequest for those whose calls cannot be read."""
         if use is None:
@@ -178,6 +197,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:
     return {} if use is None else {index: CallReader(use.single) for index in range(answers)}
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def _request_id(given: str) -> str:

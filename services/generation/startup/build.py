@@ -16,7 +16,7 @@ from framesieve.services.compute.device import device_of, multiplies_bfloat16
 from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
-from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.families import FAMILIES, load_language_model
 from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.loading.int4 import int4_format, stored_format
 from framesieve.services.generation.loading.mtp import MTP, load_mtp
@@ -66,10 +66,11 @@ LARGE_FROM_BYTES = 40 * 10**9
 @dataclass(frozen=True, slots=True)
 class Built:
     """blocks: size of the KV cache; limit_tokens: maximum length of a prompt with its answer; state_slots: of recurrent
-    states, 0 for models without any."""
+    states, 0 for models without any; live_blocks: those of the cache that live sessions may own."""
 
     runner: Runner
     blocks: int
+    live_blocks: int
     state_slots: int
     limit_tokens: int
     limits: StepLimits
@@ -97,13 +98,14 @@ def build(
         model = replace(model, draft=_draft_head(settings.draft_model, checkpoint, model))
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
     blocks = -(-_cache_tokens(settings, limits, state_slots, model, group) // BLOCK_TOKENS)
-    limit_tokens = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
+    live_blocks = _live_blocks(settings, checkpoint, model, blocks)
+    limit_tokens = _limit_tokens(settings, model, (blocks - live_blocks) * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, workers, state_slots)
     if group is None and _compiles(settings, checkpoint, model):
         runner.compile()
     if model.device.type == "cuda":
         _capture(runner, _decoded_rows(settings, limits), limit_tokens, group)
-    return Built(runner, blocks, state_slots, limit_tokens, limits)
+    return Built(runner, blocks, live_blocks, state_slots, limit_tokens, limits)
 
 
 def _draft_head(named: Path, checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
@@ -259,6 +261,20 @@ def _capture(runner: Runner, max_rows: int, max_tokens: int, group: Group | None
 def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
     """The most rows of a step of decodes: a token of each sequence, and its draft tokens."""
     return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.max_draft_tokens))
+
+
+def _live_blocks(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel, blocks: int) -> int:
+    """The most that live sessions may own. Raises StartupError if the setting leaves nothing, or cannot be served."""
+    served, wanted = checkpoint.pick(FAMILIES).live, settings.live_tokens
+    if wanted is None:
+        longest = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
+        return min(blocks // 4, blocks - -(-longest // BLOCK_TOKENS)) if served else 0
+    if wanted and not served:
+        raise StartupError("--live-tokens: live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
+    live_blocks = -(-wanted // BLOCK_TOKENS)
+    if live_blocks >= blocks:
+        raise StartupError(f"--live-tokens {wanted} leaves nothing of a KV cache of {blocks * BLOCK_TOKENS} tokens")
+    return live_blocks
 
 
 def _limit_tokens(settings: GenerationSettings, model: LanguageModel, cache_tokens: int) -> int:

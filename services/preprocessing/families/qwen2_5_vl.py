@@ -5,6 +5,7 @@ Source: `Qwen2_5_VLProcessor` of transformers 5.24; the time base of Qwen2.5-VL,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
@@ -32,5 +33,9 @@ class Qwen25VL(Qwen2VL):
         return cls.read(checkpoint, DEFAULTS, tokens_per_second=Fraction(str(per_second)))
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
-        """One grid. Its time step is tokens_per_second · seconds_per_grid, 0 for an image."""
+        """One grid. Its time step is tokens_per_second · seconds_per_grid, 0 for an image; by time, each slice is at
+        ⌊tokens_per_second · its first frame's time⌋, from the first one."""
+        if base and base.starts_s:
+            places = [math.floor(self.tokens_per_second * start_s) for start_s in base.starts_s]
+            return (GridSpan(grid, Fraction(0), tuple(place - places[0] for place in places)),)
         return (GridSpan(grid, self.tokens_per_second * base.seconds_per_grid if base else Fraction(0)),)

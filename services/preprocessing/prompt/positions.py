@@ -30,10 +30,14 @@ class TextSpan:
 
 @dataclass(frozen=True, slots=True)
 class GridSpan:
-    """A grid of media tokens whose temporal slices are `time_step` positions apart (an image: 0)."""
+    """A grid of media tokens whose temporal slices are `time_step` positions apart (an image: 0).
+
+    times: the position of each slice from the span's start, in place of a step; not decreasing, the first is 0.
+    """
 
     grid: Grid
     time_step: Fraction
+    times: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -54,7 +58,8 @@ def positions_of(spans: Sequence[TextSpan | MediaSpan]) -> Int32Array:
     """Positions of a prompt laid out as `spans`: int32 [3, N], the axes time, height, width.
 
     A span that starts at p = (maximum over all axes so far) + 1 puts token (i, j, k) of a grid at
-    (p + ⌊i · time_step⌋, p + j, p + k), and token n of another span at p + n on every axis.
+    (p + ⌊i · time_step⌋, p + j, p + k), or (p + times[i], p + j, p + k), and token n of another span at p + n on every
+    axis.
     Raises PromptTooLong where videos last so long that a position would pass MAX_POSITION.
     """
     parts: list[Int32Array] = []
@@ -79,6 +84,7 @@ def _grid(span: GridSpan) -> Int64Array:
     t, h, w = span.grid.t, span.grid.h, span.grid.w
     step = span.time_step
     # Integer arithmetic: in floating point some products land just below an integer and floor one lower.
-    time = np.array([i * step.numerator // step.denominator for i in range(t)], np.int64)
+    steps = span.times or [i * step.numerator // step.denominator for i in range(t)]
+    time = np.array(steps, np.int64)
     axes = np.meshgrid(time, np.arange(h), np.arange(w), indexing="ij")
     return np.stack([axis.reshape(-1) for axis in axes])

@@ -167,7 +167,7 @@ def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequ
         raise InvalidRequest("must hold pictures or sizes_bytes, it holds both", field=f"{name}.frames")
     ends = tuple(accumulate(sizes or map(len, pictures)))
     with within(name):
-        frames = PictureFrames(ends, tuple(media.frames.timestamps_s))
+        frames = PictureFrames(ends, tuple(media.frames.timestamps_s), media.frames.by_time)
     location = MediaFile(ends[-1]) if sizes else b"".join(pictures)
     return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), frames)
 

@@ -55,12 +55,14 @@ class Picture:
 class PictureFrames:
     """The frames of a video that are pictures, all in one file.
 
-    ends: where each picture ends in the file, in bytes. timestamps_s: when each is shown.
+    ends: where each picture ends in the file, in bytes. timestamps_s: when each is shown. by_time: positions of slices
+    follow their own times.
     Raises InvalidRequest for an empty picture, too many, or times that are out of range or not increasing.
     """
 
     ends: tuple[int, ...]
     timestamps_s: tuple[float, ...]
+    by_time: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.ends) <= MAX_FRAMES:

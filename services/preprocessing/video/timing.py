@@ -22,13 +22,15 @@ class TimeBase:
     """seconds_per_grid: from one slice to the next, above 0. slices_s: time of each slice from the video's start.
 
     frames_s: of each frame that was sampled; empty where only slices are known. source_fps: frames a second of the
-        video itself, if every frame keeps to it; None where the rate varies or is not known.
+        video itself, if every frame keeps to it; None where the rate varies or is not known. starts_s: exact times of
+        the first frames of slices, where positions follow them; else empty.
     """
 
     seconds_per_grid: Fraction
     slices_s: tuple[float, ...]
     frames_s: tuple[float, ...] = ()
     source_fps: Fraction | None = None
+    starts_s: tuple[Fraction, ...] = ()
 
     @classmethod
     def of_frames(

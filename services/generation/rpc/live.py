@@ -1,0 +1,524 @@
+"""One live session: its frames become slices and its questions answers, in the order in which they came.
+
+    read    frame frame │ frame frame │ ask │ frame …          never waits, so that the newest frame is known
+    work    encode and compute a slice │ the next one │ answer the question │ …
+
+It owns the session while that has no request, the order of responses, and what is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+
+from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable, within
+from framesieve.common.contract.requests import check_prompt
+from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE, Pruning
+from framesieve.common.contract.wire import completed, grid_message, int32_tensor, pruning_message, pruning_of
+from framesieve.common.response_queue import ResponseQueue
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.request import live_cuts
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.live_cuts import SliceSegment
+from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from framesieve.services.generation.request.session import Segment, Session
+from framesieve.services.generation.rpc import live_prompts
+from framesieve.services.generation.rpc.events import Events, Inbox
+from framesieve.services.generation.rpc.live_frames import Frames, Slice, Waiting
+from framesieve.services.generation.rpc.messages import sampling_request
+from framesieve.services.generation.rpc.responses import Responses
+from framesieve.services.generation.rpc.served_model import LiveModel, ServedModel
+from framesieve.services.generation.sampling.banned import spellings
+from framesieve.services.generation.sampling.detokenizer import Detokenizer
+from framesieve.services.generation.sampling.params import SamplingRequest
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.services.generation.upstream.media import MediaClient
+from framesieve.v1 import generation_pb2, prompt_pb2
+from framesieve.v1.generation_pb2 import LiveRequest, LiveResponse
+
+FPS, MAX_FPS = 2.0, 60.0
+WINDOW_TOKENS, ANSWER_TOKENS, MIN_TOKENS = 4096, 1024, 16
+MAX_WAITING_QUESTIONS, MAX_TRIGGERS = 16, 16
+MAX_ASK_ID_CHARACTERS = 128
+# With how many of its last segments a session begins again. Their pictures stay on the host.
+MAX_REPEATED = 32
+_NOTHING_PRUNED = Pruning(method=NONE)
+_CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A question that was answered."""
+
+    parts: Sequence[prompt_pb2.Part]
+    answer: str
+
+
+class _PositionsEnded(PromptTooLong):
+    """A segment would pass the positions that the model was trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question. wanted: how its answer is sampled. cancelled: set once it is to end."""
+
+    id: str
+    parts: Sequence[prompt_pb2.Part]
+    wanted: SamplingRequest
+    transient: bool
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class _Trigger:
+    """A question that is asked by itself. asked_s: the time of the slice after which it was asked last."""
+
+    message: generation_pb2.LiveTrigger
+    asked_s: float = 0.0
+    running: Ask | None = None
+
+
+class LiveSession:
+    """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
+
+    options: of upstream calls that begin now.
+    """
+
+    def __init__(
+        self,
+        opened: generation_pb2.LiveOpen,
+        request_id: str,
+        engine: Engine,
+        media: MediaClient,
+        model: ServedModel,
+        inbox: Inbox,
+        options: Callable[[], dict[str, Any]],
+    ) -> None:
+        if model.live is None:
+            raise InvalidRequest("live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
+        self.responses: ResponseQueue[LiveResponse] = ResponseQueue(None)
+        self._engine, self._media, self._model, self._inbox, self._options = engine, media, model, inbox, options
+        self._live: LiveModel = model.live
+        self._adapter: Adapter | None = model.adapters.find(opened.adapter) if opened.HasField("adapter") else None
+        self._messages = tuple(opened.messages)
+        _check_messages(self._messages)
+        self._pruning = _pruning(opened.pruning, model.pruning_methods)
+        self._max_pixels = opened.max_pixels if opened.HasField("max_pixels") else None
+        self._window_s = opened.window_s if opened.HasField("window_s") else math.inf
+        if not self._window_s > 0:
+            raise InvalidRequest(field="open.window_s", limit="above 0", value=self._window_s)
+        fps = opened.fps if opened.HasField("fps") else FPS
+        if not 0 < fps <= MAX_FPS:
+            raise InvalidRequest(field="open.fps", limit=f"above 0 and at most {MAX_FPS:g}", value=fps)
+        self._session = self._new_session(opened, request_id)
+        self._frames = Frames(fps)
+        self._waiting: Waiting[Ask] = Waiting(lambda late: self._drop(late, generation_pb2.DROP_REASON_LATE))
+        self._asked: list[Ask] = []  # questions that are not finished, in order
+        self._triggers = self._checked_triggers(opened.triggers)
+        self._came, self._closed = asyncio.Event(), False
+        self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
+        self._place = np.zeros(3, np.int32)  # of that slice, see `live_cuts.SliceSegment`
+        self._whole = 0  # the last segment whose slice was taken whole
+        self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
+        self._window: deque[tuple[int, Slice | _Told]] = deque(maxlen=MAX_REPEATED)  # the last segments, by number
+        self._dropped: Counter[generation_pb2.DropReason] = Counter()  # frames, not yet told
+        self._usage = generation_pb2.LiveUsage()
+
+    async def run(self, requests: AsyncIterator[LiveRequest]) -> None:
+        """Serves the session until it is closed and everything that was asked is answered; then its blocks are free."""
+        session = self._session
+        try:
+            await asyncio.wrap_future(self._engine.open(session))
+            reserved = len(session.blocks) * session.block_tokens
+            await self._put(accepted=generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved))
+            async with asyncio.TaskGroup() as group:
+                for step in (self._read(requests), self._work()):
+                    group.create_task(step)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self._engine.close(session)
+
+    # --- what came ---------------------------------------------------------------------------------------------
+
+    async def _read(self, requests: AsyncIterator[LiveRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("request"):
+                case "frame":
+                    if piece := self._frames.add(request.frame.picture, request.frame.time_s):
+                        self._waiting.add(piece)
+                case "ask":
+                    self._asked.append(self._question(request.ask))
+                    self._waiting.ask(self._asked[-1], self._frames.flush())
+                case "cancel":
+                    for asked in self._asked:
+                        asked.cancelled.set()
+                case "close":
+                    break
+                case other:
+                    raise InvalidRequest(f"a live session takes no {other or 'empty request'} after it was opened")
+            self._came.set()
+        self._closed = True
+        self._came.set()
+
+    def _question(self, message: generation_pb2.LiveAsk) -> Ask:
+        if len(message.ask_id) > MAX_ASK_ID_CHARACTERS:
+            limit = f"at most {MAX_ASK_ID_CHARACTERS} characters"
+            raise InvalidRequest(field="ask.ask_id", limit=limit, value=f"{len(message.ask_id)} characters")
+        if len(self._asked) > MAX_WAITING_QUESTIONS:
+            raise Overloaded(f"{MAX_WAITING_QUESTIONS} questions wait, and no more may", field="ask")
+        _check_text(message.parts, "ask.parts")
+        prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=message.parts)])
+        check_prompt(prompt)
+        wanted = sampling_request(generation_pb2.GenerateRequest(prompt=prompt, sampling=message.sampling))
+        if wanted.n != 1:
+            raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
+        return Ask(message.ask_id, list(message.parts), wanted, message.transient)
+
+    def _checked_triggers(self, messages: Sequence[generation_pb2.LiveTrigger]) -> list[_Trigger]:
+        if len(messages) > MAX_TRIGGERS:
+            raise InvalidRequest(field="open.triggers", limit=f"at most {MAX_TRIGGERS}", value=len(messages))
+        for index, message in enumerate(messages):
+            name = f"open.triggers[{index}]"
+            with within(name):
+                self._question(message.ask)
+            if not (message.HasField("every_s") or message.HasField("on_change")):
+                raise InvalidRequest("must have every_s or on_change", field=name)
+            if message.HasField("every_s") and not 0 < message.every_s < math.inf:
+                raise InvalidRequest(field=f"{name}.every_s", limit="above 0, and finite", value=message.every_s)
+            if message.HasField("on_change"):
+                if not 0 < message.on_change <= 1:
+                    limit = "above 0, and at most 1"
+                    raise InvalidRequest(field=f"{name}.on_change", limit=limit, value=message.on_change)
+                if self._pruning.method != PIXEL_CHANGE:
+                    text = f"needs the pruning {PIXEL_CHANGE}, which compares pixels"
+                    raise InvalidRequest(text, field=f"{name}.on_change", value=self._pruning.method)
+        return [_Trigger(message) for message in messages]
+
+    def _pull_triggers(self, piece: Slice, changed: float) -> None:
+        """Asks what a slice triggers. changed: the share of its tokens that did."""
+        time_s = piece.last.time_s
+        for trigger in reversed(self._triggers):  # the first one comes before the others
+            message = trigger.message
+            due = message.HasField("every_s") and time_s - trigger.asked_s >= message.every_s
+            moved = message.HasField("on_change") and changed >= message.on_change
+            # Without a place in the queue it is asked after a later slice.
+            free = trigger.running not in self._asked and len(self._asked) <= MAX_WAITING_QUESTIONS
+            if (due or moved) and free:
+                trigger.asked_s, trigger.running = time_s, self._question(message.ask)
+                self._asked.append(trigger.running)
+                self._waiting.ask_now(trigger.running)
+
+    async def _work(self) -> None:
+        while self._waiting or not self._closed:
+            if not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+                continue
+            piece = self._waiting.take()
+            try:
+                await self._serve(piece)
+            except _PositionsEnded:
+                await self._begin_again(piece)
+            if isinstance(piece, Ask):
+                self._asked.remove(piece)
+        await self._tell_dropped()
+
+    async def _serve(self, piece: Slice | Ask) -> None:
+        await (self._watch(piece) if isinstance(piece, Slice) else self._answer(piece))
+
+    async def _begin_again(self, piece: Slice | Ask) -> None:
+        """Computes the segments of the window again, from position 0 on, and then a piece.
+
+        If that is too far from them, it begins with the piece alone.
+        """
+        first = self._session.first
+        repeated = [each for number, each in self._window if number >= first or first == 1]
+        try:
+            await self._repeat(repeated)
+            await self._serve(piece)
+        except _PositionsEnded:
+            await self._repeat(())
+            await self._serve(piece)
+
+    async def _repeat(self, repeated: Sequence[Slice | _Told]) -> None:
+        self._session.forget()
+        self._shown, self._whole = None, 0
+        self._times.clear()
+        self._window.clear()
+        await self._put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
+        for piece in repeated:
+            if isinstance(piece, Slice):
+                await self._watch(piece, again=True)
+            else:
+                await self._tell(piece)
+
+    # --- slices ------------------------------------------------------------------------------------------------
+
+    async def _watch(self, piece: Slice, again: bool = False) -> None:
+        """Adds a slice. If a service upstream cannot be reached, it is dropped, and the session goes on.
+
+        again: it was added before, and is not counted.
+        """
+        stale = self._session.first > max(self._whole, 1)
+        if self._shown is None:
+            prompt = live_prompts.first_slice(self._before(), piece, self._max_pixels)
+        else:
+            prompt = live_prompts.next_slice(self._shown, piece, self._max_pixels)
+        pruning = pruning_message(_NOTHING_PRUNED if stale else self._pruning)
+        clock = StageClock()
+        try:
+            async with self._media.open(prompt, pruning, clock, self._of_media, **self._options()) as upstream:
+                async for received in upstream.receive((0,), clock):
+                    if isinstance(received, MediaItem) and received.complete:
+                        item = received
+                if self._shown is None:
+                    cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
+                else:
+                    cut = live_cuts.next_slice(upstream.plan, item, self._session, self._place)
+                await self._add(piece, cut, whole=stale or self._shown is None, again=again)
+        except (Unavailable, Overloaded) as error:
+            if isinstance(error, Unavailable) and error.stage == "generation":
+                raise
+            log.warning("frames of a live session were lost", error=str(error))
+            if not again:
+                self._drop(piece, generation_pb2.DROP_REASON_UNAVAILABLE)
+                await self._tell_dropped()
+
+    async def _add(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
+        session, segment = self._session, cut.segment
+        oldest = 0
+        while self._times and self._times[0][1] < piece.last.time_s - self._window_s:
+            oldest = self._times.popleft()[0] + 1
+        await self._evict(segment.ids.size, oldest)
+        if segment.ids.size:
+            number = session.count
+            await self._compute(segment)
+            self._whole = number if whole else self._whole
+            self._times.append((number, piece.last.time_s))
+            self._window.append((number, piece))
+        else:  # nothing changed, and no text stands between slices
+            session.next_position = segment.next_position
+        self._shown, self._place = piece, cut.place
+        if again:
+            return
+        self._usage.used_frames += piece.used
+        self._usage.media_tokens_full += cut.grid.tokens
+        self._usage.media_tokens += cut.kept.size
+        told = generation_pb2.LiveSlice(
+            first_time_s=piece.first.given_s,
+            last_time_s=piece.last.given_s,
+            grid=grid_message(cut.grid),
+            kept=int32_tensor(cut.kept),
+            usage=self._used(),
+        )
+        await self._put(slice=told)
+        self._pull_triggers(piece, 0.0 if whole else cut.kept.size / cut.grid.tokens)
+
+    async def _evict(self, rows: int, oldest: int = 0) -> None:
+        """Makes room for rows. oldest: segments below this number go in any case."""
+        before = self._session.first
+        gone = self._session.evict(rows, oldest)
+        self._usage.evicted_tokens += gone
+        if segments := self._session.first - before:
+            await self._put(evicted=generation_pb2.LiveEvicted(segments=segments, tokens=gone))
+
+    async def _compute(self, segment: Segment) -> None:
+        """Computes a segment that has no answer: the token after it is sampled, and of no use."""
+        events = Events(self._inbox, 1)
+        self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
+        while True:
+            for _, _, event in await events.next():
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Finished):
+                    return
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    async def _answer(self, ask: Ask) -> None:
+        clock, model, session = StageClock(), self._model, self._session
+        wanted, grammar = ask.wanted, None
+        if wanted.is_constrained:
+            grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
+        bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
+        prompt = live_prompts.question(self._before(), self._shown, ask.parts, self._max_pixels)
+        pruning = pruning_message(_NOTHING_PRUNED)
+        async with self._media.open(prompt, pruning, clock, self._of_media, **self._options()) as upstream:
+            segment = live_cuts.question(upstream.plan, session, model.defaults.eos_ids, ask.transient)
+        clock.skip(Stage.TRANSFER)
+        if ask.cancelled.is_set():
+            await self._finish(ask, generation_pb2.Finished(reason=_CANCELLED))
+            return
+        left = session.answer_tokens - segment.ids.size + 1
+        if left < (wanted.max_new_tokens or 1):
+            raise PromptTooLong(
+                f"a question of {segment.ids.size} tokens and an answer of {wanted.max_new_tokens or 1} exceed "
+                f"answer_tokens {session.answer_tokens}",
+                value=segment.ids.size + (wanted.max_new_tokens or 1) - 1,
+                limit=session.answer_tokens,
+            )
+        (params,) = wanted.resolve(model.defaults, left, grammar, bad_words)
+        await self._evict(0)
+        number, held = session.count, session.held
+        events = Events(self._inbox, 1)
+        detokenizer = Detokenizer(model.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
+        question = self._request(segment, params, detokenizer, events.listener(0))
+        question.cached_tokens = held
+        tokens = question.prompt.tokens
+        usage = generation_pb2.Usage(prompt_tokens_full=tokens, prompt_tokens=tokens, cached_prompt_tokens=held)
+        self._engine.submit(question)
+        answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
+        if finished is None:
+            await asyncio.wrap_future(self._engine.interrupt(session))
+            usage.completion_tokens = len(question.output_ids)
+            finished = generation_pb2.Finished(reason=_CANCELLED, usage=usage)
+        if session.count > number:
+            self._shown = None
+            self._window.append((number, _Told(ask.parts, answer)))
+        self._usage.completion_tokens += len(question.output_ids)
+        await self._finish(ask, finished)
+
+    async def _say(self, ask: Ask, responses: Responses, events: Events) -> tuple[str, generation_pb2.Finished | None]:
+        """Sends the parts of an answer until it is finished, and returns its text; None if it is cancelled before."""
+        text = ""
+        stop = asyncio.create_task(ask.cancelled.wait())
+        arrives = asyncio.create_task(events.next())
+        try:
+            while True:
+                await asyncio.wait((stop, arrives), return_when=asyncio.FIRST_COMPLETED)
+                if not arrives.done():
+                    return text, None
+                for response in responses.of(arrives.result()):
+                    if response.HasField("finished"):
+                        return text, response.finished
+                    text += response.delta.text
+                    await self._put(delta=generation_pb2.LiveDelta(ask_id=ask.id, delta=response.delta))
+                arrives = asyncio.create_task(events.next())
+        finally:
+            stop.cancel()
+            arrives.cancel()
+
+    async def _tell(self, told: _Told) -> None:
+        """Adds a question with its answer."""
+        prompt = live_prompts.told(self._before(), self._shown, told.parts, told.answer or " ", self._max_pixels)
+        options, pruning = self._options(), pruning_message(_NOTHING_PRUNED)
+        async with self._media.open(prompt, pruning, StageClock(), self._of_media, **options) as upstream:
+            segment = live_cuts.told(upstream.plan, self._session, self._model.defaults.eos_ids)
+        await self._evict(0)
+        self._window.append((self._session.count, told))
+        await self._compute(segment)
+        self._shown = None
+
+    async def _finish(self, ask: Ask, finished: generation_pb2.Finished) -> None:
+        await self._put(finished=generation_pb2.LiveFinished(ask_id=ask.id, finished=finished, usage=self._used()))
+
+    # --- both --------------------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        segment: Segment,
+        params: SamplingParams,
+        detokenizer: Detokenizer | None,
+        on_event: Callable[[Event], None],
+    ) -> Request:
+        """The request that computes a segment. Raises _PositionsEnded beyond those of the model."""
+        session, last = self._session, segment.next_position + params.max_new_tokens
+        if last > self._live.positions:
+            raise _PositionsEnded(
+                f"a window of the session needs position {last}, the model was trained on {self._live.positions}",
+                value=last,
+                limit=self._live.positions,
+                remedy="lower `window_tokens`",
+            )
+        prompt = session.begin(segment, self._model.input.embed_levels)
+        keys = (b"",) * len(prompt.plan.media)
+        number = f"{session.id}/{session.count}"
+        request = Request(number, prompt, keys, params, detokenizer, on_event, self._adapter, session)
+        request.embeds = [segment.embeds] * len(keys)
+        return request
+
+    def _before(self) -> Sequence[prompt_pb2.Message] | None:
+        """The conversation before a turn; None: one that ends with an answer."""
+        return None if self._session.held else self._messages
+
+    @property
+    def _of_media(self) -> Adapter | None:
+        return self._adapter if self._adapter and self._adapter.in_tower else None
+
+    def _new_session(self, opened: generation_pb2.LiveOpen, request_id: str) -> Session:
+        window = opened.window_tokens if opened.HasField("window_tokens") else WINDOW_TOKENS
+        answer = opened.answer_tokens if opened.HasField("answer_tokens") else ANSWER_TOKENS
+        for name, value in (("window_tokens", window), ("answer_tokens", answer)):
+            if value < MIN_TOKENS:
+                raise InvalidRequest(field=f"open.{name}", limit=f"at least {MIN_TOKENS}", value=value)
+        if window + answer > min(self._live.tokens, self._model.limit.tokens):
+            raise InvalidRequest(
+                f"and answer_tokens together must be at most {self._live.tokens}, what live sessions may hold together "
+                f"(--live-tokens), and {self._model.limit.tokens} (--max-model-len), got {window + answer}",
+                field="open.window_tokens",
+            )
+        return Session(request_id, window, answer, self._live.block_tokens)
+
+    def _drop(self, late: Slice, reason: generation_pb2.DropReason) -> None:
+        self._dropped[reason] += late.used
+        self._usage.dropped_frames += late.used
+
+    async def _tell_dropped(self) -> None:
+        told, self._dropped = self._dropped, Counter()
+        for reason, frames in told.items():
+            await self.responses.put(LiveResponse(dropped=generation_pb2.LiveDropped(frames=frames, reason=reason)))
+
+    async def _put(self, **response: Any) -> None:
+        await self._tell_dropped()
+        await self.responses.put(LiveResponse(**response))
+
+    def _used(self) -> generation_pb2.LiveUsage:
+        """The session so far, in a message of its own."""
+        self._usage.frames, self._usage.held_tokens = self._frames.came, self._session.held
+        used = generation_pb2.LiveUsage()
+        used.CopyFrom(self._usage)
+        return used
+
+
+def _check_messages(messages: Sequence[prompt_pb2.Message]) -> None:
+    for index, message in enumerate(messages):
+        _check_text(message.parts, f"open.messages[{index}].parts")
+    if messages and messages[-1].role not in (prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_ASSISTANT):
+        raise InvalidRequest(
+            "must not end with a turn of the user, which begins with the first frame", field="open.messages"
+        )
+
+
+def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:
+    """Raises InvalidRequest for parts other than text, and for none."""
+    if not parts:
+        raise InvalidRequest("must hold at least one part", field=name)
+    for index, part in enumerate(parts):
+        if part.WhichOneof("content") != "text":
+            raise InvalidRequest("must be text: what a live session sees are its frames", field=f"{name}[{index}]")
+
+
+def _pruning(message: prompt_pb2.Pruning, methods: Sequence[str]) -> Pruning:
+    """How slices are pruned. Raises InvalidRequest for what compares more than a slice and the one before it."""
+    default = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD) if PIXEL_CHANGE in methods else _NOTHING_PRUNED
+    wanted = pruning_of(completed(message, pruning_message(default)))
+    by_change = wanted.method == PIXEL_CHANGE and wanted.threshold is not None and not wanted.rate
+    if not (wanted.method in (EVS_CAUSAL, NONE) or by_change):
+        raise InvalidRequest(
+            f"must compare a slice with the one before it alone: {EVS_CAUSAL} with a rate, {PIXEL_CHANGE} with a "
+            f"threshold and no rate, or {NONE}",
+            field="open.pruning",
+            value=wanted.method,
+        )
+    return wanted

@@ -1,0 +1,125 @@
+"""The frames of a live session on their way to slices: sampled by time, paired, and what waits for its turn.
+
+    came      |a  b |c  d |e  f |g  h |       an interval is 1 / fps
+    used      |a    |c    |e    |g    |
+    slices    (a     c)    (e     g)          the newest one takes the place of one that waits
+
+It knows neither grpc nor the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from framesieve.common.contract.errors import InvalidRequest
+
+MAX_PICTURE_BYTES = 16 * 2**20
+MAX_LENGTH_S = 7 * 24 * 3600
+# Frames of a slice, as in videos of these families.
+SLICE_FRAMES = 2
+_TICKS_PER_S = 1_000_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """picture: the file. time_s: since the session's first frame, to the microsecond. given_s: as the caller said."""
+
+    picture: bytes
+    time_s: float
+    given_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Two frames, which may show the same picture. used: how many that came are in it."""
+
+    first: Frame
+    last: Frame
+    used: int = SLICE_FRAMES
+
+
+class Frames:
+    """Makes slices of the frames that are used. `came`: how many came so far."""
+
+    def __init__(self, fps: float) -> None:
+        self._fps = fps
+        self._origin_s: float | None = None
+        self._given_s = -math.inf
+        self._interval = -1
+        self._lone: Frame | None = None
+        self.came = 0
+
+    def add(self, picture: bytes, time_s: float) -> Slice | None:
+        """The slice that a frame completes. Raises InvalidRequest for its time, and for no or too large a picture."""
+        if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
+            limit = f"1 to {MAX_PICTURE_BYTES} bytes"
+            raise InvalidRequest(field="frame.picture", limit=limit, value=f"{len(picture)} bytes")
+        if not (math.isfinite(time_s) and time_s >= self._given_s):
+            limit = "finite" if math.isinf(self._given_s) else f"finite, and at least that before it, {self._given_s:g}"
+            raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
+        if self._origin_s is None:
+            self._origin_s = time_s
+        since = round((time_s - self._origin_s) * _TICKS_PER_S) / _TICKS_PER_S
+        if since > MAX_LENGTH_S:
+            limit = f"within {MAX_LENGTH_S} s of the first frame's, {self._origin_s:g}"
+            raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
+        self.came += 1
+        self._given_s = time_s
+        # The tick after it: 0.3 · 10 is below 3.
+        interval = math.floor((since + 1 / _TICKS_PER_S) * self._fps)
+        if interval <= self._interval:
+            return None
+        self._interval = interval
+        frame = Frame(picture, since, time_s)
+        if self._lone is None:
+            self._lone = frame
+            return None
+        whole, self._lone = Slice(self._lone, frame), None
+        return whole
+
+    def flush(self) -> Slice | None:
+        """A slice of the frame that waits for another one, if there is one: it is shown twice."""
+        lone, self._lone = self._lone, None
+        if lone is None:
+            return None
+        return Slice(lone, Frame(lone.picture, lone.time_s + 1 / _TICKS_PER_S, lone.given_s), used=1)
+
+
+class Waiting(Generic[T]):
+    """Slices and questions that wait, in order. Between two questions at most one slice waits: the newest.
+
+    drop: called with each slice whose place a newer one took.
+    """
+
+    def __init__(self, drop: Callable[[Slice], None]) -> None:
+        self._drop = drop
+        self._all: deque[Slice | T] = deque()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, piece: Slice) -> None:
+        if self._all and isinstance(newest := self._all[-1], Slice):
+            self._drop(newest)
+            self._all[-1] = piece
+        else:
+            self._all.append(piece)
+
+    def ask(self, question: T, before: Slice | None) -> None:
+        """Adds a question, and before it a slice that is not to replace another."""
+        if before:
+            self._all.append(before)
+        self._all.append(question)
+
+    def ask_now(self, question: T) -> None:
+        """Adds a question before everything that waits."""
+        self._all.appendleft(question)
+
+    def take(self) -> Slice | T:
+        return self._all.popleft()

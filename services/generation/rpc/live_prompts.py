@@ -1,0 +1,76 @@
+"""The short conversations whose plans a live session's segments are cut from (`request/live_cuts.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from framesieve.services.generation.rpc.live_frames import Frame, Slice
+from framesieve.v1 import prompt_pb2
+
+# Words of turns of which only their end is taken.
+_A_TURN, _ITS_ANSWER = "Hello.", "Hello."
+# Between two frames of a slice that is shown again, after the slice.
+_LATER_S = 0.001
+
+
+def first_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
+    """A turn that begins with a slice. before: the conversation so far; None: one that ends with an answer.
+
+    The slice is shown again, because the size of frames may depend on their number.
+    """
+    again = [
+        Frame(frame.picture, piece.last.time_s + number * _LATER_S, frame.given_s)
+        for number, frame in enumerate((piece.first, piece.last), 1)
+    ]
+    return _prompt(_answered() if before is None else before, _video([piece.first, piece.last, *again], max_pixels))
+
+
+def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
+    """A slice after another one of its turn."""
+    return _prompt((), _video([shown.first, shown.last, piece.first, piece.last], max_pixels))
+
+
+def question(
+    before: Sequence[prompt_pb2.Message] | None,
+    shown: Slice | None,
+    parts: Sequence[prompt_pb2.Part],
+    max_pixels: int | None,
+) -> prompt_pb2.Prompt:
+    """A question, after a slice of its turn; or without one (None), after the conversation `before`; None: one that
+    ends with an answer."""
+    if shown:
+        return _prompt((), _video([shown.first, shown.last], max_pixels), *parts)
+    return _prompt(_answered() if before is None else before, *parts)
+
+
+def told(
+    before: Sequence[prompt_pb2.Message] | None,
+    shown: Slice | None,
+    parts: Sequence[prompt_pb2.Part],
+    answer: str,
+    max_pixels: int | None,
+) -> prompt_pb2.Prompt:
+    """As `question`, with its answer and one more turn."""
+    prompt = question(before, shown, parts, max_pixels)
+    for role, text in ((prompt_pb2.ROLE_ASSISTANT, answer), (prompt_pb2.ROLE_USER, _A_TURN)):
+        prompt.messages.add(role=role, parts=[prompt_pb2.Part(text=text)])
+    return prompt
+
+
+def _prompt(before: Sequence[prompt_pb2.Message], *parts: prompt_pb2.Part) -> prompt_pb2.Prompt:
+    return prompt_pb2.Prompt(messages=[*before, prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=parts)])
+
+
+def _answered() -> list[prompt_pb2.Message]:
+    turns = ((prompt_pb2.ROLE_USER, _A_TURN), (prompt_pb2.ROLE_ASSISTANT, _ITS_ANSWER))
+    return [prompt_pb2.Message(role=role, parts=[prompt_pb2.Part(text=text)]) for role, text in turns]
+
+
+def _video(frames: Sequence[Frame], max_pixels: int | None) -> prompt_pb2.Part:
+    pictures = prompt_pb2.PictureFrames(
+        pictures=[frame.picture for frame in frames],
+        timestamps_s=[frame.time_s for frame in frames],
+        by_time=True,
+    )
+    sampling = prompt_pb2.FrameSampling(max_pixels=max_pixels)
+    return prompt_pb2.Part(video=prompt_pb2.Media(frames=pictures, frame_sampling=sampling))

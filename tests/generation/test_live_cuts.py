@@ -1,0 +1,120 @@
+"""The segments of a live session, cut from plans of short conversations, are together the plan of the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.services.generation.request import live_cuts
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.session import Segment, Session
+from framesieve.services.generation.rpc import live_prompts
+from framesieve.services.generation.rpc.live_frames import Frame, Slice
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.rpc.messages import conversation_of
+from framesieve.v1 import prompt_pb2
+from tests import media
+
+MAX_PIXELS = 112 * 112
+PICTURES = tuple(media.picture(112, 112, seed) for seed in range(10))
+
+
+def message(role: prompt_pb2.Role, *parts: prompt_pb2.Part | str) -> prompt_pb2.Message:
+    texts = [prompt_pb2.Part(text=part) if isinstance(part, str) else part for part in parts]
+    return prompt_pb2.Message(role=role, parts=texts)
+
+
+def slices(times_s: Sequence[float]) -> list[Slice]:
+    frames = [Frame(PICTURES[number], time_s, time_s) for number, time_s in enumerate(times_s)]
+    return [Slice(*pair) for pair in list(pairwise(frames))[::2]]
+
+
+class Watched:
+    """Adds segments to a session as a call does, and computes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.planner = Planner(Checkpoint(folder), None)
+        self.ends = {Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")}
+        self.session = Session("watched", 2048, 256, 16)
+        self.place = np.zeros(3, np.int32)
+
+    def plan(self, prompt: prompt_pb2.Prompt) -> PromptPlan:
+        made = self.planner.plan(conversation_of(prompt))
+        made.files.close()
+        return made.plan
+
+    def watch(self, before: Any, shown: Slice | None, piece: Slice) -> None:
+        if shown is None:
+            plan = self.plan(live_prompts.first_slice(before, piece, MAX_PIXELS))
+            cut = live_cuts.first_slice(plan, item(plan), self.session, self.ends)
+        else:
+            plan = self.plan(live_prompts.next_slice(shown, piece, MAX_PIXELS))
+            cut = live_cuts.next_slice(plan, item(plan), self.session, self.place)
+        self.place = cut.place
+        assert cut.kept.tolist() == list(range(cut.grid.tokens))
+        self.add(cut.segment)
+
+    def ask(self, before: Any, shown: Slice | None, text: str, said: Sequence[int]) -> None:
+        plan = self.plan(live_prompts.question(before, shown, [prompt_pb2.Part(text=text)], MAX_PIXELS))
+        self.add(live_cuts.question(plan, self.session, self.ends, transient=False), said)
+
+    def add(self, segment: Segment, said: Sequence[int] = ()) -> None:
+        prompt = self.session.begin(segment, 0)
+        assert sum(run.length for run in segment.runs) == (0 if segment.embeds is None else segment.embeds.shape[1])
+        self.session.end(prompt.tokens + max(0, len(said) - 1), said)
+
+
+def item(plan: PromptPlan) -> MediaItem:
+    return MediaItem(0, None, torch.zeros(1, plan.media[0].grid.tokens, 1), 0, bytes(32))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], scope="module")
+def test_a_session_is_laid_out_like_one_conversation(family_checkpoint: Path) -> None:
+    """A slice after a pause, a question, one more after its answer, which ends at its limit, and another slice."""
+    times_s = (0.0, 0.5, 1.0, 1.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5)
+    watched, shown = Watched(family_checkpoint), None
+    opening = [message(prompt_pb2.ROLE_SYSTEM, "Be brief.")]
+    first, second, third, fourth, fifth = slices(times_s)
+    for piece in (first, second, third):
+        watched.watch(opening, shown, piece)
+        shown = piece
+    tokenizer = Tokenizer.from_file(str(family_checkpoint / "tokenizer.json"))
+    answers = [tokenizer.encode(text).ids for text in ("Red.", "a")]
+    watched.ask(None, shown, "What moves?", [*answers[0], *watched.ends])
+    watched.ask(None, None, "Which one?", answers[1])
+    for shown, piece in ((None, fourth), (fourth, fifth)):
+        watched.watch(None, shown, piece)
+    watched.ask(None, fifth, "And now?", answers[0])
+
+    def video(*pieces: Slice) -> prompt_pb2.Part:
+        frames = [frame for piece in pieces for frame in (piece.first, piece.last)]
+        pictures = prompt_pb2.PictureFrames(
+            pictures=[frame.picture for frame in frames],
+            timestamps_s=[frame.time_s for frame in frames],
+            by_time=True,
+        )
+        sampling = prompt_pb2.FrameSampling(max_pixels=MAX_PIXELS)
+        return prompt_pb2.Part(video=prompt_pb2.Media(frames=pictures, frame_sampling=sampling))
+
+    user, model = prompt_pb2.ROLE_USER, prompt_pb2.ROLE_ASSISTANT
+    turns = [
+        *opening,
+        message(user, video(first, second, third), "What moves?"),
+        message(model, "Red."),
+        message(user, "Which one?"),
+        message(model, "a"),
+        message(user, video(fourth, fifth), "And now?"),
+    ]
+    whole, tokens = watched.plan(prompt_pb2.Prompt(messages=turns)), len(answers[0]) - 1
+    assert watched.session.ids[: len(watched.session.ids) - tokens].tolist() == whole.input_ids.tolist()
+    assert np.array_equal(watched.session.positions[:, : whole.tokens], whole.positions)
+    assert watched.session.next_position == whole.positions.max() + 1 + tokens

@@ -1,0 +1,56 @@
+"""Frames of a live session: which are used, how they are paired, and which wait."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.generation.rpc.live_frames import Frames, Slice, Waiting
+
+
+def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:
+    """The times of the frames of each slice, as they came."""
+    frames = Frames(fps)
+    made = [frames.add(b"picture", time_s) for time_s in times_s]
+    return [(each.first.given_s, each.last.given_s) for each in made if each]
+
+
+def test_the_first_frame_of_each_interval_is_used() -> None:
+    # A camera of 10 frames a second: 0.3 · 10 is 2.9999999999999996 in floating point.
+    assert slices(10, [round(0.1 * number, 1) for number in range(6)]) == [(0, 0.1), (0.2, 0.3), (0.4, 0.5)]
+    assert slices(2, [7 + 0.1 * number for number in range(11)]) == [(7, 7.5)]
+    assert slices(2, [0, 0.4, 3.3, 3.4, 3.5, 3.9, 4.0]) == [(0, 3.3), (3.5, 4.0)]
+
+
+def test_a_lone_frame_is_shown_twice_before_a_question() -> None:
+    frames = Frames(2)
+    assert frames.add(b"a", 5.0) is None
+    lone = frames.flush()
+    assert lone is not None
+    assert (lone.first.picture, lone.last.picture, lone.used) == (b"a", b"a", 1)
+    assert (lone.first.time_s, lone.last.time_s) == (0.0, 1e-6)
+    assert frames.flush() is None
+
+
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, 4.9, 5 + 8 * 24 * 3600.0])
+def test_frames_out_of_time_are_refused(time_s: float) -> None:
+    frames = Frames(2)
+    frames.add(b"a", 5.0)
+    with pytest.raises(InvalidRequest, match=r"frame\.time_s"):
+        frames.add(b"b", time_s)
+
+
+def test_the_newest_slice_takes_the_place_of_one_that_waits() -> None:
+    frames, dropped = Frames(2), list[Slice]()
+    made = [frames.add(bytes([number]), number / 2) for number in range(8)]
+    first, second, third, fourth = [each for each in made if each]
+    waiting: Waiting[str] = Waiting(dropped.append)
+    waiting.add(first)
+    waiting.add(second)
+    waiting.ask("what?", before=None)
+    waiting.add(third)
+    waiting.add(fourth)
+    assert [waiting.take() for _ in range(len(waiting))] == [second, "what?", fourth]
+    assert dropped == [first, third]

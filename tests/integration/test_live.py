@@ -1,0 +1,249 @@
+"""Live sessions through three real processes: answers are those of one question about all that was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Frames, Message, Pruning, Text, Video
+from framesieve.common.channels import open_channel
+from framesieve.common.security.credentials import NO_CREDENTIALS
+from framesieve.v1 import generation_pb2, prompt_pb2
+from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests import media
+from tests.integration.fleet import Stack, running
+
+QUESTION, SECOND = "What moves?", "And now?"
+WHOLE = prompt_pb2.Pruning(method="none")
+MAX_PIXELS = 112 * 112
+PICTURES = tuple(media.picture(112, 112, seed) for seed in range(16))
+GREEDY: Any = {"max_new_tokens": 6, "temperature": 0, "logprobs": True, "timeout_s": 60}
+OWN = Sampling(max_new_tokens=6, temperature=0, logprobs=True)
+
+
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    stack: Stack
+
+    @property
+    def address(self) -> str:
+        return self.stack.address
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> Iterator[Served]:
+    folder = checkpoints(request.param)
+    with running(folder, flags={"generation": ("--kv-cache-tokens", "4096", "--live-tokens", "2048")}) as stack:
+        yield Served(folder, stack)
+
+
+@dataclass
+class Watching:
+    """A Live call: what it answered so far."""
+
+    call: Any
+    seen: list[LiveResponse] = field(default_factory=list)
+
+    async def send(self, **request: Any) -> None:
+        await self.call.write(LiveRequest(**request))
+
+    async def until(self, kind: str) -> Any:
+        """Reads up to the next response of this kind."""
+        while (response := await self.call.read()) is not grpc.aio.EOF:
+            self.seen.append(response)
+            if response.HasField(kind):
+                return getattr(response, kind)
+        raise AssertionError(f"the session ended before {kind}")
+
+    async def show(self, pictures: Sequence[bytes], times_s: Sequence[float]) -> None:
+        """Sends frames, a slice at a time, and waits for each."""
+        for place, (picture, time_s) in enumerate(zip(pictures, times_s, strict=True)):
+            await self.send(frame=LiveFrame(picture=picture, time_s=time_s))
+            if place % 2:
+                await self.until("slice")
+
+    async def ask(self, text: str, sampling: Sampling = OWN, **ask: Any) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of the answer."""
+        await self.send(ask=LiveAsk(parts=[prompt_pb2.Part(text=text)], sampling=sampling, **ask))
+        first = len(self.seen)
+        await self.until("finished")
+        deltas = [each.delta.delta for each in self.seen[first:] if each.HasField("delta")]
+        return [one for each in deltas for one in each.token_ids], [one for each in deltas for one in each.logprobs]
+
+
+@asynccontextmanager
+async def watching(address: str, **opened: Any) -> AsyncIterator[Watching]:
+    own = {"pruning": WHOLE, "max_pixels": MAX_PIXELS, "window_tokens": 512, "answer_tokens": 128}
+    async with open_channel(address, NO_CREDENTIALS) as channel:
+        live = Watching(GenerationServiceStub(channel).Live())
+        await live.send(open=LiveOpen(**{**own, **opened}))
+        await live.until("accepted")
+        yield live
+        live.call.cancel()
+
+
+def video(first: int, end: int, times_s: Sequence[float]) -> Video:
+    return Video(
+        frames=Frames(PICTURES[first:end], tuple(times_s)), max_pixels=MAX_PIXELS, pruning=Pruning(method="none")
+    )
+
+
+async def test_answers_are_those_of_one_question_about_all_that_was_seen(served: Served) -> None:
+    """A question that leaves no trace, one that stays, and one about frames after it."""
+    system = Message("system", (Text("Be brief."),))
+    opening = [prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text="Be brief.")])]
+    word = Tokenizer.from_file(str(served.folder / "tokenizer.json")).encode("a").ids[0]
+    one_word = Sampling(max_new_tokens=1, temperature=0, logprobs=True, logit_bias={word: 100})
+    times_s = [0.5 * number for number in range(12)]
+    async with FramesieveClient(served.address) as client, watching(served.address, messages=opening) as live:
+        await live.show(PICTURES[:8], [30 + time_s for time_s in times_s[:8]])
+        tokens, logprobs = await live.ask(QUESTION, transient=True)
+        seen = video(0, 8, times_s[:8])
+        expected = await client.ask(seen, QUESTION, history=[system], **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert await live.ask(QUESTION, one_word) == ([word], pytest.approx(logprobs[:1], abs=100))
+        await live.show(PICTURES[8:12], [30 + time_s for time_s in times_s[8:]])
+        tokens, logprobs = await live.ask(SECOND)
+        turns = [system, Message("user", (seen, Text(QUESTION))), Message("assistant", (Text("a"),))]
+        expected = await client.ask(video(8, 12, times_s[8:]), SECOND, history=turns, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        usage = live.seen[-1].finished
+        assert usage.finished.usage.prompt_tokens == expected.usage.prompt_tokens
+        assert (usage.usage.frames, usage.usage.used_frames, usage.usage.dropped_frames) == (12, 12, 0)
+
+
+async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -> None:
+    """A scene that stands still costs hardly anything; cuts fill the window, and the oldest slices leave it."""
+    pruning = prompt_pb2.Pruning()  # by what changes
+    async with watching(served.address, pruning=pruning, window_tokens=128) as live:
+        times_s = [0.5 * number for number in range(80)]
+        still = PICTURES[:1] * 8
+        await live.show(still, times_s[:8])
+        slices = [each.slice for each in live.seen if each.HasField("slice")]
+        grid = slices[0].grid
+        assert [each.kept.shape[0] for each in slices] == [grid.h * grid.w, 0, 0, 0]
+        await live.show([PICTURES[number % 12] for number in range(72)], times_s[8:])
+        slices = [each.slice for each in live.seen if each.HasField("slice")]
+        assert len(slices) == 40
+        assert max(each.usage.held_tokens for each in slices) <= 128
+        assert slices[-1].usage.evicted_tokens == sum(each.evicted.tokens for each in live.seen) > 400
+        assert (await live.ask(QUESTION))[0]
+
+
+async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -> None:
+    async with watching(served.address) as live:
+        await live.show(PICTURES[:2], (0, 0.5))
+        long = Sampling(max_new_tokens=100, temperature=0, ignore_eos=True)
+        for name in ("first", "second"):
+            await live.send(ask=LiveAsk(ask_id=name, parts=[prompt_pb2.Part(text=QUESTION)], sampling=long))
+        await live.until("delta")
+        await live.send(cancel={})
+        for name in ("first", "second"):
+            finished = await live.until("finished")
+            assert (finished.ask_id, finished.finished.reason) == (name, generation_pb2.FINISH_REASON_CANCELLED)
+        await live.show(PICTURES[2:4], (1, 1.5))
+        assert (await live.ask(SECOND))[0]
+        await live.send(close={})
+        assert await live.call.read() is grpc.aio.EOF
+
+
+async def test_a_caller_that_vanishes_frees_its_blocks_within_a_second(served: Served) -> None:
+    generation = served.stack.services["generation"]
+    async with watching(served.address) as live:
+        await live.show(PICTURES[:2], (0, 0.5))
+        long = Sampling(max_new_tokens=100, temperature=0, ignore_eos=True)
+        await live.send(ask=LiveAsk(parts=[prompt_pb2.Part(text=QUESTION)], sampling=long))
+        await live.until("delta")
+        held = await asyncio.to_thread(generation.metric, "framesieve_generation_kv_blocks_used")
+        assert held == (512 + 128) / 16
+    began = time.monotonic()
+    while await asyncio.to_thread(generation.in_use):
+        assert time.monotonic() - began < 1
+        await asyncio.sleep(0.05)
+
+
+async def test_sessions_are_refused_where_no_room_is_left(served: Served) -> None:
+    async with watching(served.address, window_tokens=1024, answer_tokens=512):
+        with pytest.raises(grpc.aio.AioRpcError, match="live sessions have 1536 tokens") as refused:
+            async with watching(served.address):
+                pass
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for wrong, opened in (
+        ("evs_causal with a rate", {"pruning": prompt_pb2.Pruning(method="evs", rate=0.5)}),
+        ("be at most 2048", {"window_tokens": 2000}),
+        ("must not end with a turn of the user", {"messages": [{"role": "ROLE_USER", "parts": [{"text": "Hi"}]}]}),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=wrong):
+            async with watching(served.address, **opened):
+                pass
+
+
+async def test_beyond_the_trained_positions_a_session_begins_again_from_its_window(served: Served) -> None:
+    """Slices so far from each other that the eighth is beyond them."""
+    config = json.loads((served.folder / "config.json").read_text())
+    if config["model_type"] != "qwen2_5_vl":
+        pytest.skip("positions follow the number of slices")
+    trained = config["text_config"]["max_position_embeddings"]
+    step_s = trained * 3 // 80
+    times_s = [step_s * number for number in range(16)]  # two positions a second, two frames a slice
+    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=80) as live:
+        await live.show(PICTURES[:16], times_s)
+        [repeated] = [each.restarted.segments for each in live.seen if each.HasField("restarted")]
+        assert 1 <= repeated <= 3
+        tokens, logprobs = await live.ask(QUESTION)
+        first = 14 - 2 * repeated
+        expected = await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+async def test_a_session_asks_by_itself_in_time_and_when_the_scene_changes(served: Served) -> None:
+    def trigger(name: str, **condition: float) -> generation_pb2.LiveTrigger:
+        short = Sampling(max_new_tokens=2, temperature=0)
+        asked = LiveAsk(ask_id=name, parts=[prompt_pb2.Part(text=QUESTION)], sampling=short, transient=True)
+        return generation_pb2.LiveTrigger(ask=asked, **condition)
+
+    triggers = [trigger("time", every_s=3), trigger("change", on_change=0.5)]
+    async with watching(served.address, pruning=prompt_pb2.Pruning(), triggers=triggers) as live:
+        shown = [*PICTURES[:1] * 6, *PICTURES[1:2] * 4, *PICTURES[2:3] * 4]
+        await live.show(shown, [0.5 * number for number in range(len(shown))])
+        await live.send(close={})
+        while (response := await live.call.read()) is not grpc.aio.EOF:
+            live.seen.append(response)
+    told = [each.slice.last_time_s if each.HasField("slice") else each.finished.ask_id for each in live.seen]
+    told = [each for each in told if each]
+    assert told == [0.5, 1.5, 2.5, 3.5, "time", "change", 4.5, 5.5, "change", 6.5, "time"]
+    assert live.seen[-1].finished.usage.completion_tokens == 8
+
+
+async def test_frames_are_lost_while_the_encoder_is_away_and_the_session_goes_on(served: Served) -> None:
+    encoder = served.stack.services["encoder"]
+    async with watching(served.address) as live:
+        await live.show(PICTURES[:2], (0, 0.5))
+        await asyncio.to_thread(encoder.kill)
+        for number in (2, 3):
+            await live.send(frame=LiveFrame(picture=PICTURES[number], time_s=number / 2))
+        dropped = await live.until("dropped")
+        assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_UNAVAILABLE)
+        await asyncio.to_thread(encoder.start)
+        await asyncio.to_thread(encoder.ready)
+        for number in range(4, 80):  # the channel connects again within seconds
+            await live.send(frame=LiveFrame(picture=PICTURES[number % 16], time_s=number / 2))
+            await asyncio.sleep(0.1)
+        assert (await live.ask(QUESTION))[0]
+        assert live.seen[-1].finished.usage.used_frames > 2
