@@ -17,8 +17,8 @@ from framesieve.common.contract.plan import PromptPlan
 from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.session import Segment, Session
-from framesieve.services.generation.rpc import live_prompts
-from framesieve.services.generation.rpc.live_frames import Frame, Slice
+from framesieve.services.generation.rpc.live import prompts
+from framesieve.services.generation.rpc.live.frames import Frame, Slice
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.rpc.messages import conversation_of
 from framesieve.v1 import prompt_pb2
@@ -54,17 +54,17 @@ class Watched:
 
     def watch(self, before: Any, shown: Slice | None, piece: Slice) -> None:
         if shown is None:
-            plan = self.plan(live_prompts.first_slice(before, piece, MAX_PIXELS))
+            plan = self.plan(prompts.first_slice(before, piece, MAX_PIXELS))
             cut = live_cuts.first_slice(plan, item(plan), self.session, self.ends)
         else:
-            plan = self.plan(live_prompts.next_slice(shown, piece, MAX_PIXELS))
+            plan = self.plan(prompts.next_slice(shown, piece, MAX_PIXELS))
             cut = live_cuts.next_slice(plan, item(plan), self.session, self.place)
         self.place = cut.place
         assert cut.kept.tolist() == list(range(cut.grid.tokens))
         self.add(cut.segment)
 
     def ask(self, before: Any, shown: Slice | None, text: str, said: Sequence[int]) -> None:
-        plan = self.plan(live_prompts.question(before, shown, [prompt_pb2.Part(text=text)], MAX_PIXELS))
+        plan = self.plan(prompts.question(before, shown, [prompt_pb2.Part(text=text)], MAX_PIXELS))
         self.add(live_cuts.question(plan, self.session, self.ends, transient=False), said)
 
     def add(self, segment: Segment, said: Sequence[int] = ()) -> None:

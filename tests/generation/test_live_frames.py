@@ -7,7 +7,7 @@ import math
 import pytest
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.generation.rpc.live_frames import Frames, Slice, Waiting
+from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
 
 
 def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:

@@ -25,7 +25,7 @@ from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.live import LiveSession
+from framesieve.services.generation.rpc.live.call import LiveCall
 from framesieve.services.generation.rpc.messages import (
     accepted_response,
     method_message,
@@ -141,7 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest("the first request of a live session must open it")
         request_id = _request_id(first.open.request_id)
         call = partial(passed_on, context, self._credentials)
-        session = LiveSession(first.open, request_id, self._engine, self._media, self._model, self._inbox, call)
+        session = LiveCall(first.open, request_id, self._engine, self._media, self._model, self._inbox, call)
         task = asyncio.create_task(session.run(requests))
         # Notices a disconnected caller even while a response is being written.
         context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol

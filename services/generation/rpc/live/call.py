@@ -9,48 +9,41 @@ It owns the session while that has no request, the order of responses, and what 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable, within
-from framesieve.common.contract.requests import check_prompt
-from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE, Pruning
-from framesieve.common.contract.wire import completed, grid_message, int32_tensor, pruning_message, pruning_of
+from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.common.response_queue import ResponseQueue
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.live_cuts import SliceSegment
 from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
-from framesieve.services.generation.request.session import Segment, Session
-from framesieve.services.generation.rpc import live_prompts
+from framesieve.services.generation.request.session import Segment
 from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.live_frames import Frames, Slice, Waiting
-from framesieve.services.generation.rpc.messages import sampling_request
+from framesieve.services.generation.rpc.live import prompts
+from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
+from framesieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
+from framesieve.services.generation.rpc.live.triggers import Triggers
 from framesieve.services.generation.rpc.responses import Responses
-from framesieve.services.generation.rpc.served_model import LiveModel, ServedModel
+from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.sampling.banned import spellings
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
-from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from framesieve.services.generation.stage_clock import Stage, StageClock
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import LiveRequest, LiveResponse
 
-FPS, MAX_FPS = 2.0, 60.0
-WINDOW_TOKENS, ANSWER_TOKENS, MIN_TOKENS = 4096, 1024, 16
-MAX_WAITING_QUESTIONS, MAX_TRIGGERS = 16, 16
-MAX_ASK_ID_CHARACTERS = 128
+MAX_WAITING_QUESTIONS = 16
 # With how many of its last segments a session begins again. Their pictures stay on the host.
 MAX_REPEATED = 32
-_NOTHING_PRUNED = Pruning(method=NONE)
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 log = structlog.get_logger()
@@ -68,27 +61,7 @@ class _PositionsEnded(PromptTooLong):
     """A segment would pass the positions that the model was trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A question. wanted: how its answer is sampled. cancelled: set once it is to end."""
-
-    id: str
-    parts: Sequence[prompt_pb2.Part]
-    wanted: SamplingRequest
-    transient: bool
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(slots=True)
-class _Trigger:
-    """A question that is asked by itself. asked_s: the time of the slice after which it was asked last."""
-
-    message: generation_pb2.LiveTrigger
-    asked_s: float = 0.0
-    running: Ask | None = None
-
-
-class LiveSession:
+class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
 
     options: of upstream calls that begin now.
@@ -104,27 +77,14 @@ class LiveSession:
         inbox: Inbox,
         options: Callable[[], dict[str, Any]],
     ) -> None:
-        if model.live is None:
-            raise InvalidRequest("live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
         self.responses: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self._engine, self._media, self._model, self._inbox, self._options = engine, media, model, inbox, options
-        self._live: LiveModel = model.live
-        self._adapter: Adapter | None = model.adapters.find(opened.adapter) if opened.HasField("adapter") else None
-        self._messages = tuple(opened.messages)
-        _check_messages(self._messages)
-        self._pruning = _pruning(opened.pruning, model.pruning_methods)
-        self._max_pixels = opened.max_pixels if opened.HasField("max_pixels") else None
-        self._window_s = opened.window_s if opened.HasField("window_s") else math.inf
-        if not self._window_s > 0:
-            raise InvalidRequest(field="open.window_s", limit="above 0", value=self._window_s)
-        fps = opened.fps if opened.HasField("fps") else FPS
-        if not 0 < fps <= MAX_FPS:
-            raise InvalidRequest(field="open.fps", limit=f"above 0 and at most {MAX_FPS:g}", value=fps)
-        self._session = self._new_session(opened, request_id)
-        self._frames = Frames(fps)
+        self._wanted = Options.of(opened, model)
+        self._session = self._wanted.session(request_id)
+        self._frames = Frames(self._wanted.fps)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._drop(late, generation_pb2.DROP_REASON_LATE))
         self._asked: list[Ask] = []  # questions that are not finished, in order
-        self._triggers = self._checked_triggers(opened.triggers)
+        self._triggers = Triggers(self._wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
         self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
         self._place = np.zeros(3, np.int32)  # of that slice, see `live_cuts.SliceSegment`
@@ -172,52 +132,9 @@ class LiveSession:
         self._came.set()
 
     def _question(self, message: generation_pb2.LiveAsk) -> Ask:
-        if len(message.ask_id) > MAX_ASK_ID_CHARACTERS:
-            limit = f"at most {MAX_ASK_ID_CHARACTERS} characters"
-            raise InvalidRequest(field="ask.ask_id", limit=limit, value=f"{len(message.ask_id)} characters")
         if len(self._asked) > MAX_WAITING_QUESTIONS:
             raise Overloaded(f"{MAX_WAITING_QUESTIONS} questions wait, and no more may", field="ask")
-        _check_text(message.parts, "ask.parts")
-        prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=message.parts)])
-        check_prompt(prompt)
-        wanted = sampling_request(generation_pb2.GenerateRequest(prompt=prompt, sampling=message.sampling))
-        if wanted.n != 1:
-            raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
-        return Ask(message.ask_id, list(message.parts), wanted, message.transient)
-
-    def _checked_triggers(self, messages: Sequence[generation_pb2.LiveTrigger]) -> list[_Trigger]:
-        if len(messages) > MAX_TRIGGERS:
-            raise InvalidRequest(field="open.triggers", limit=f"at most {MAX_TRIGGERS}", value=len(messages))
-        for index, message in enumerate(messages):
-            name = f"open.triggers[{index}]"
-            with within(name):
-                self._question(message.ask)
-            if not (message.HasField("every_s") or message.HasField("on_change")):
-                raise InvalidRequest("must have every_s or on_change", field=name)
-            if message.HasField("every_s") and not 0 < message.every_s < math.inf:
-                raise InvalidRequest(field=f"{name}.every_s", limit="above 0, and finite", value=message.every_s)
-            if message.HasField("on_change"):
-                if not 0 < message.on_change <= 1:
-                    limit = "above 0, and at most 1"
-                    raise InvalidRequest(field=f"{name}.on_change", limit=limit, value=message.on_change)
-                if self._pruning.method != PIXEL_CHANGE:
-                    text = f"needs the pruning {PIXEL_CHANGE}, which compares pixels"
-                    raise InvalidRequest(text, field=f"{name}.on_change", value=self._pruning.method)
-        return [_Trigger(message) for message in messages]
-
-    def _pull_triggers(self, piece: Slice, changed: float) -> None:
-        """Asks what a slice triggers. changed: the share of its tokens that did."""
-        time_s = piece.last.time_s
-        for trigger in reversed(self._triggers):  # the first one comes before the others
-            message = trigger.message
-            due = message.HasField("every_s") and time_s - trigger.asked_s >= message.every_s
-            moved = message.HasField("on_change") and changed >= message.on_change
-            # Without a place in the queue it is asked after a later slice.
-            free = trigger.running not in self._asked and len(self._asked) <= MAX_WAITING_QUESTIONS
-            if (due or moved) and free:
-                trigger.asked_s, trigger.running = time_s, self._question(message.ask)
-                self._asked.append(trigger.running)
-                self._waiting.ask_now(trigger.running)
+        return Ask.of(message)
 
     async def _work(self) -> None:
         while self._waiting or not self._closed:
@@ -272,10 +189,10 @@ class LiveSession:
         """
         stale = self._session.first > max(self._whole, 1)
         if self._shown is None:
-            prompt = live_prompts.first_slice(self._before(), piece, self._max_pixels)
+            prompt = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
         else:
-            prompt = live_prompts.next_slice(self._shown, piece, self._max_pixels)
-        pruning = pruning_message(_NOTHING_PRUNED if stale else self._pruning)
+            prompt = prompts.next_slice(self._shown, piece, self._wanted.max_pixels)
+        pruning = pruning_message(NOTHING_PRUNED if stale else self._wanted.pruning)
         clock = StageClock()
         try:
             async with self._media.open(prompt, pruning, clock, self._of_media, **self._options()) as upstream:
@@ -298,7 +215,7 @@ class LiveSession:
     async def _add(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
         oldest = 0
-        while self._times and self._times[0][1] < piece.last.time_s - self._window_s:
+        while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
             oldest = self._times.popleft()[0] + 1
         await self._evict(segment.ids.size, oldest)
         if segment.ids.size:
@@ -323,7 +240,11 @@ class LiveSession:
             usage=self._used(),
         )
         await self._put(slice=told)
-        self._pull_triggers(piece, 0.0 if whole else cut.kept.size / cut.grid.tokens)
+        changed = 0.0 if whole else cut.kept.size / cut.grid.tokens
+        room = MAX_WAITING_QUESTIONS + 1 - len(self._asked)
+        for ask in self._triggers.pulled(piece.last.time_s, changed, tuple(self._asked), room):
+            self._asked.append(ask)
+            self._waiting.ask_now(ask)
 
     async def _evict(self, rows: int, oldest: int = 0) -> None:
         """Makes room for rows. oldest: segments below this number go in any case."""
@@ -352,8 +273,8 @@ class LiveSession:
         if wanted.is_constrained:
             grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
-        prompt = live_prompts.question(self._before(), self._shown, ask.parts, self._max_pixels)
-        pruning = pruning_message(_NOTHING_PRUNED)
+        prompt = prompts.question(self._before(), self._shown, ask.parts, self._wanted.max_pixels)
+        pruning = pruning_message(NOTHING_PRUNED)
         async with self._media.open(prompt, pruning, clock, self._of_media, **self._options()) as upstream:
             segment = live_cuts.question(upstream.plan, session, model.defaults.eos_ids, ask.transient)
         clock.skip(Stage.TRANSFER)
@@ -411,8 +332,8 @@ class LiveSession:
 
     async def _tell(self, told: _Told) -> None:
         """Adds a question with its answer."""
-        prompt = live_prompts.told(self._before(), self._shown, told.parts, told.answer or " ", self._max_pixels)
-        options, pruning = self._options(), pruning_message(_NOTHING_PRUNED)
+        prompt = prompts.told(self._before(), self._shown, told.parts, told.answer or " ", self._wanted.max_pixels)
+        options, pruning = self._options(), pruning_message(NOTHING_PRUNED)
         async with self._media.open(prompt, pruning, StageClock(), self._of_media, **options) as upstream:
             segment = live_cuts.told(upstream.plan, self._session, self._model.defaults.eos_ids)
         await self._evict(0)
@@ -434,41 +355,28 @@ class LiveSession:
     ) -> Request:
         """The request that computes a segment. Raises _PositionsEnded beyond those of the model."""
         session, last = self._session, segment.next_position + params.max_new_tokens
-        if last > self._live.positions:
+        if last > self._wanted.live.positions:
             raise _PositionsEnded(
-                f"a window of the session needs position {last}, the model was trained on {self._live.positions}",
+                f"a window of the session needs position {last}, the model was trained on {self._wanted.live.positions}",
                 value=last,
-                limit=self._live.positions,
+                limit=self._wanted.live.positions,
                 remedy="lower `window_tokens`",
             )
         prompt = session.begin(segment, self._model.input.embed_levels)
         keys = (b"",) * len(prompt.plan.media)
         number = f"{session.id}/{session.count}"
-        request = Request(number, prompt, keys, params, detokenizer, on_event, self._adapter, session)
+        request = Request(number, prompt, keys, params, detokenizer, on_event, self._wanted.adapter, session)
         request.embeds = [segment.embeds] * len(keys)
         return request
 
     def _before(self) -> Sequence[prompt_pb2.Message] | None:
         """The conversation before a turn; None: one that ends with an answer."""
-        return None if self._session.held else self._messages
+        return None if self._session.held else self._wanted.messages
 
     @property
     def _of_media(self) -> Adapter | None:
-        return self._adapter if self._adapter and self._adapter.in_tower else None
-
-    def _new_session(self, opened: generation_pb2.LiveOpen, request_id: str) -> Session:
-        window = opened.window_tokens if opened.HasField("window_tokens") else WINDOW_TOKENS
-        answer = opened.answer_tokens if opened.HasField("answer_tokens") else ANSWER_TOKENS
-        for name, value in (("window_tokens", window), ("answer_tokens", answer)):
-            if value < MIN_TOKENS:
-                raise InvalidRequest(field=f"open.{name}", limit=f"at least {MIN_TOKENS}", value=value)
-        if window + answer > min(self._live.tokens, self._model.limit.tokens):
-            raise InvalidRequest(
-                f"and answer_tokens together must be at most {self._live.tokens}, what live sessions may hold together "
-                f"(--live-tokens), and {self._model.limit.tokens} (--max-model-len), got {window + answer}",
-                field="open.window_tokens",
-            )
-        return Session(request_id, window, answer, self._live.block_tokens)
+        adapter = self._wanted.adapter
+        return adapter if adapter and adapter.in_tower else None
 
     def _drop(self, late: Slice, reason: generation_pb2.DropReason) -> None:
         self._dropped[reason] += late.used
@@ -489,36 +397,3 @@ class LiveSession:
         used = generation_pb2.LiveUsage()
         used.CopyFrom(self._usage)
         return used
-
-
-def _check_messages(messages: Sequence[prompt_pb2.Message]) -> None:
-    for index, message in enumerate(messages):
-        _check_text(message.parts, f"open.messages[{index}].parts")
-    if messages and messages[-1].role not in (prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_ASSISTANT):
-        raise InvalidRequest(
-            "must not end with a turn of the user, which begins with the first frame", field="open.messages"
-        )
-
-
-def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:
-    """Raises InvalidRequest for parts other than text, and for none."""
-    if not parts:
-        raise InvalidRequest("must hold at least one part", field=name)
-    for index, part in enumerate(parts):
-        if part.WhichOneof("content") != "text":
-            raise InvalidRequest("must be text: what a live session sees are its frames", field=f"{name}[{index}]")
-
-
-def _pruning(message: prompt_pb2.Pruning, methods: Sequence[str]) -> Pruning:
-    """How slices are pruned. Raises InvalidRequest for what compares more than a slice and the one before it."""
-    default = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD) if PIXEL_CHANGE in methods else _NOTHING_PRUNED
-    wanted = pruning_of(completed(message, pruning_message(default)))
-    by_change = wanted.method == PIXEL_CHANGE and wanted.threshold is not None and not wanted.rate
-    if not (wanted.method in (EVS_CAUSAL, NONE) or by_change):
-        raise InvalidRequest(
-            f"must compare a slice with the one before it alone: {EVS_CAUSAL} with a rate, {PIXEL_CHANGE} with a "
-            f"threshold and no rate, or {NONE}",
-            field="open.pruning",
-            value=wanted.method,
-        )
-    return wanted

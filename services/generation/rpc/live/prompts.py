@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from framesieve.services.generation.rpc.live_frames import Frame, Slice
+from framesieve.services.generation.rpc.live.frames import Frame, Slice
 from framesieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.

@@ -1,0 +1,163 @@
+"""What a live session's `open` and its questions ask for, checked."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from framesieve.common.contract.errors import InvalidRequest, within
+from framesieve.common.contract.requests import check_prompt
+from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE, Pruning
+from framesieve.common.contract.wire import completed, pruning_message, pruning_of
+from framesieve.services.generation.request.request import Adapter
+from framesieve.services.generation.request.session import Session
+from framesieve.services.generation.rpc.messages import sampling_request
+from framesieve.services.generation.rpc.served_model import LiveModel, ServedModel
+from framesieve.services.generation.sampling.params import SamplingRequest
+from framesieve.v1 import generation_pb2, prompt_pb2
+
+FPS, MAX_FPS = 2.0, 60.0
+WINDOW_TOKENS, ANSWER_TOKENS, MIN_TOKENS = 4096, 1024, 16
+MAX_TRIGGERS = 16
+MAX_ASK_ID_CHARACTERS = 128
+NOTHING_PRUNED = Pruning(method=NONE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """A question. wanted: how its answer is sampled. cancelled: set once it is to end."""
+
+    id: str
+    parts: Sequence[prompt_pb2.Part]
+    wanted: SamplingRequest
+    transient: bool
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of(cls, message: generation_pb2.LiveAsk) -> Self:
+        """Raises InvalidRequest, with the field's name within the message."""
+        if len(message.ask_id) > MAX_ASK_ID_CHARACTERS:
+            limit = f"at most {MAX_ASK_ID_CHARACTERS} characters"
+            raise InvalidRequest(field="ask.ask_id", limit=limit, value=f"{len(message.ask_id)} characters")
+        _check_text(message.parts, "ask.parts")
+        prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=message.parts)])
+        check_prompt(prompt)
+        wanted = sampling_request(generation_pb2.GenerateRequest(prompt=prompt, sampling=message.sampling))
+        if wanted.n != 1:
+            raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
+        return cls(message.ask_id, list(message.parts), wanted, message.transient)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """messages: the conversation before the first frame. window_s: infinite without a limit. max_pixels: of a frame;
+    None: the checkpoint's own."""
+
+    messages: Sequence[prompt_pb2.Message]
+    pruning: Pruning
+    fps: float
+    max_pixels: int | None
+    window_tokens: int
+    answer_tokens: int
+    window_s: float
+    adapter: Adapter | None
+    triggers: Sequence[generation_pb2.LiveTrigger]
+    live: LiveModel
+
+    @classmethod
+    def of(cls, message: generation_pb2.LiveOpen, model: ServedModel) -> Self:
+        """Raises InvalidRequest."""
+        if model.live is None:
+            raise InvalidRequest("live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
+        _check_messages(message.messages)
+        fps = message.fps if message.HasField("fps") else FPS
+        if not 0 < fps <= MAX_FPS:
+            raise InvalidRequest(field="open.fps", limit=f"above 0 and at most {MAX_FPS:g}", value=fps)
+        window_s = message.window_s if message.HasField("window_s") else math.inf
+        if not window_s > 0:
+            raise InvalidRequest(field="open.window_s", limit="above 0", value=window_s)
+        window = message.window_tokens if message.HasField("window_tokens") else WINDOW_TOKENS
+        answer = message.answer_tokens if message.HasField("answer_tokens") else ANSWER_TOKENS
+        for name, value in (("window_tokens", window), ("answer_tokens", answer)):
+            if value < MIN_TOKENS:
+                raise InvalidRequest(field=f"open.{name}", limit=f"at least {MIN_TOKENS}", value=value)
+        if window + answer > min(model.live.tokens, model.limit.tokens):
+            raise InvalidRequest(
+                f"and answer_tokens together must be at most {model.live.tokens}, what live sessions may hold together "
+                f"(--live-tokens), and {model.limit.tokens} (--max-model-len), got {window + answer}",
+                field="open.window_tokens",
+            )
+        pruning = _pruning(message.pruning, model.pruning_methods)
+        _check_triggers(message.triggers, pruning)
+        return cls(
+            messages=tuple(message.messages),
+            pruning=pruning,
+            fps=fps,
+            max_pixels=message.max_pixels if message.HasField("max_pixels") else None,
+            window_tokens=window,
+            answer_tokens=answer,
+            window_s=window_s,
+            adapter=model.adapters.find(message.adapter) if message.HasField("adapter") else None,
+            triggers=message.triggers,
+            live=model.live,
+        )
+
+    def session(self, request_id: str) -> Session:
+        """A session that has no blocks yet."""
+        return Session(request_id, self.window_tokens, self.answer_tokens, self.live.block_tokens)
+
+
+def _check_triggers(messages: Sequence[generation_pb2.LiveTrigger], pruning: Pruning) -> None:
+    if len(messages) > MAX_TRIGGERS:
+        raise InvalidRequest(field="open.triggers", limit=f"at most {MAX_TRIGGERS}", value=len(messages))
+    for index, message in enumerate(messages):
+        name = f"open.triggers[{index}]"
+        with within(name):
+            Ask.of(message.ask)
+        if not (message.HasField("every_s") or message.HasField("on_change")):
+            raise InvalidRequest("must have every_s or on_change", field=name)
+        if message.HasField("every_s") and not 0 < message.every_s < math.inf:
+            raise InvalidRequest(field=f"{name}.every_s", limit="above 0, and finite", value=message.every_s)
+        if message.HasField("on_change"):
+            if not 0 < message.on_change <= 1:
+                limit = "above 0, and at most 1"
+                raise InvalidRequest(field=f"{name}.on_change", limit=limit, value=message.on_change)
+            if pruning.method != PIXEL_CHANGE:
+                text = f"needs the pruning {PIXEL_CHANGE}, which compares pixels"
+                raise InvalidRequest(text, field=f"{name}.on_change", value=pruning.method)
+
+
+def _check_messages(messages: Sequence[prompt_pb2.Message]) -> None:
+    for index, message in enumerate(messages):
+        _check_text(message.parts, f"open.messages[{index}].parts")
+    if messages and messages[-1].role not in (prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_ASSISTANT):
+        raise InvalidRequest(
+            "must not end with a turn of the user, which begins with the first frame", field="open.messages"
+        )
+
+
+def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:
+    """Raises InvalidRequest for parts other than text, and for none."""
+    if not parts:
+        raise InvalidRequest("must hold at least one part", field=name)
+    for index, part in enumerate(parts):
+        if part.WhichOneof("content") != "text":
+            raise InvalidRequest("must be text: what a live session sees are its frames", field=f"{name}[{index}]")
+
+
+def _pruning(message: prompt_pb2.Pruning, methods: Sequence[str]) -> Pruning:
+    """How slices are pruned. Raises InvalidRequest for what compares more than a slice and the one before it."""
+    default = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD) if PIXEL_CHANGE in methods else NOTHING_PRUNED
+    wanted = pruning_of(completed(message, pruning_message(default)))
+    by_change = wanted.method == PIXEL_CHANGE and wanted.threshold is not None and not wanted.rate
+    if not (wanted.method in (EVS_CAUSAL, NONE) or by_change):
+        raise InvalidRequest(
+            f"must compare a slice with the one before it alone: {EVS_CAUSAL} with a rate, {PIXEL_CHANGE} with a "
+            f"threshold and no rate, or {NONE}",
+            field="open.pruning",
+            value=wanted.method,
+        )
+    return wanted
