@@ -355,11 +355,11 @@ class LiveCall:
     ) -> Request:
         """The request that computes a segment. Raises _PositionsEnded beyond those of the model."""
         session, last = self._session, segment.next_position + params.max_new_tokens
-        if last > self._wanted.live.positions:
+        if last > (trained := self._wanted.live.positions):
             raise _PositionsEnded(
-                f"a window of the session needs position {last}, the model was trained on {self._wanted.live.positions}",
+                f"a window of the session needs position {last}, the model was trained on {trained}",
                 value=last,
-                limit=self._wanted.live.positions,
+                limit=trained,
                 remedy="lower `window_tokens`",
             )
         prompt = session.begin(segment, self._model.input.embed_levels)
