@@ -188,9 +188,7 @@ def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Rando
 
 def _live_session(number: int, random_: random.Random) -> Iterator[LiveRequest]:
     """All requests of a valid session, with pictures of its own."""
-    opened = LiveOpen(
-        fps=2, max_pixels=3136, window_tokens=96, answer_tokens=80, window_s=20, request_id=f"live {number}"
-    )
+    opened = LiveOpen(fps=2, max_pixels=3136, window_tokens=96, answer_tokens=80, window_s=20)
     opened.messages.add(role=prompt_pb2.ROLE_SYSTEM).parts.add(text="Answer.")
     opened.pruning.CopyFrom(random_.choice(_LIVE_PRUNINGS))
     if opened.pruning.method == "pixel_change":
