@@ -11,6 +11,11 @@ from framesieve.v1 import prompt_pb2
 _A_TURN, _ITS_ANSWER = "Hello.", "Hello."
 # Between two frames of a slice that is shown again, after the slice.
 _LATER_S = 0.001
+_A_SLICE = prompt_pb2.Media(
+    embeds=prompt_pb2.MediaEmbeds(
+        grid=prompt_pb2.Grid(t=1, h=1, w=1), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=1)
+    )
+)
 
 
 def first_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
@@ -31,27 +36,23 @@ def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2
 
 
 def question(
-    before: Sequence[prompt_pb2.Message] | None,
-    shown: Slice | None,
-    parts: Sequence[prompt_pb2.Part],
-    max_pixels: int | None,
+    before: Sequence[prompt_pb2.Message] | None, after_slice: bool, parts: Sequence[prompt_pb2.Part]
 ) -> prompt_pb2.Prompt:
-    """A question, after a slice of its turn; or without one (None), after the conversation `before`; None: one that
-    ends with an answer."""
-    if shown:
-        return _prompt((), _video([shown.first, shown.last], max_pixels), *parts)
+    """A question, after a slice of its turn; or without one, after the conversation `before`; None: one that ends with
+    an answer.
+
+    Of the slice nothing but its end counts, so another video is in its place, which nobody needs to read.
+    """
+    if after_slice:
+        return _prompt((), prompt_pb2.Part(video=_A_SLICE), *parts)
     return _prompt(_answered() if before is None else before, *parts)
 
 
 def told(
-    before: Sequence[prompt_pb2.Message] | None,
-    shown: Slice | None,
-    parts: Sequence[prompt_pb2.Part],
-    answer: str,
-    max_pixels: int | None,
+    before: Sequence[prompt_pb2.Message] | None, after_slice: bool, parts: Sequence[prompt_pb2.Part], answer: str
 ) -> prompt_pb2.Prompt:
     """As `question`, with its answer and one more turn."""
-    prompt = question(before, shown, parts, max_pixels)
+    prompt = question(before, after_slice, parts)
     for role, text in ((prompt_pb2.ROLE_ASSISTANT, answer), (prompt_pb2.ROLE_USER, _A_TURN)):
         prompt.messages.add(role=role, parts=[prompt_pb2.Part(text=text)])
     return prompt
