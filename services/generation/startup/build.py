@@ -16,7 +16,7 @@ from framesieve.services.compute.device import device_of, multiplies_bfloat16
 from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
-from framesieve.services.generation.families import FAMILIES, load_language_model
+from framesieve.services.generation.families import FAMILIES, NOT_LIVE, load_language_model
 from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.loading.int4 import int4_format, stored_format
 from framesieve.services.generation.loading.mtp import MTP, load_mtp
@@ -270,7 +270,7 @@ def _live_blocks(settings: GenerationSettings, checkpoint: Checkpoint, model: La
         longest = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
         return min(blocks // 4, blocks - -(-longest // BLOCK_TOKENS)) if served else 0
     if wanted and not served:
-        raise StartupError("--live-tokens: live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
+        raise StartupError(f"--live-tokens: {NOT_LIVE}")
     live_blocks = -(-wanted // BLOCK_TOKENS)
     if live_blocks >= blocks:
         raise StartupError(f"--live-tokens {wanted} leaves nothing of a KV cache of {blocks * BLOCK_TOKENS} tokens")
