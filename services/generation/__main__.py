@@ -70,7 +70,8 @@ async def main() -> ExitStatus:
         family = checkpoint.pick(FAMILIES)
         live = None
         if family.live:
-            live = LiveModel(built.live_blocks * BLOCK_TOKENS, BLOCK_TOKENS, model.context_tokens)
+            recurrent = model.states is not None
+            live = LiveModel(built.live_blocks * BLOCK_TOKENS, BLOCK_TOKENS, model.context_tokens, recurrent)
         served = ServedModel.of(
             checkpoint,
             names,

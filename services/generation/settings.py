@@ -54,8 +54,8 @@ class GenerationSettings(UpstreamSettings):
         None,
         ge=2,
         description="slots of recurrent states, for models whose layers keep one, such as Qwen3.5: two for each of "
-        "--max-num-seqs, three with draft tokens, the others keep states for prefix cache hits; unset: up to 64 "
-        "others, as many as fit into 2 GiB",
+        "--max-num-seqs, three with draft tokens, the others keep states of live sessions, one each, and for prefix "
+        "cache hits; unset: up to 64 others, as many as fit into 2 GiB",
     )
     gpu_memory_fraction: float = Field(
         0.9,

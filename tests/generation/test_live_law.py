@@ -1,5 +1,6 @@
 """The law of live sessions: an answer equals one forward over all rows of the session, ever, in which each row sees
-those that the cache held when it was computed. Evictions, chunks and neighbours change nothing else."""
+those that the cache held when it was computed. Evictions, chunks and neighbours change nothing else. With a recurrent
+state nothing is evicted: a session begins again, and the law holds from there on."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from framesieve.common.contract.errors import Overloaded
 from framesieve.common.contract.plan import Run
-from framesieve.services.generation.request.request import Event, Finished, Request
+from framesieve.services.generation.request.request import Event, Failed, Finished, Request
 from framesieve.services.generation.request.session import Segment, Session
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import text_and_head
@@ -22,7 +24,7 @@ from tests.oracle import LiveRows, Text
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models
 
 LAW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-FAMILIES = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], scope="module")
+FAMILIES = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ class Watched:
     )  # rows before, logits from there on
     first: int = 1
     evicted: int = 0
+    gone: int = 0  # rows that were evicted, or there when the session began again
     next_position: int = 0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
 
@@ -64,9 +67,15 @@ class Watched:
         self.session = Session("watched", self.window, self.answer, BLOCK_TOKENS)
         finished(self.engine, self.engine.engine.open(self.session))
 
-    def add(self, added: Added, neighbours: tuple[tuple[int, int], ...] = ()) -> None:
-        """Adds a segment, and computes it beside other requests, of so many tokens and new tokens each."""
+    def add(self, added: Added, neighbours: tuple[tuple[int, int], ...] = (), steps: int = 5000) -> None:
+        """Adds a segment, and computes it beside other requests, of so many tokens and new tokens each.
+
+        steps: after which it is cancelled, without being computed as a whole or with a part of its answer.
+        """
         number, session = len(self.computed), self.session
+        needed = session.held + (0 if added.new_tokens else len(session.unsaid) + added.text + added.media)
+        if self.models.engine.states and needed > self.window:
+            self._begin_again()
         ids = [*session.unsaid, *self.random.integers(10, 300, added.text).tolist(), *[PAD_ID] * added.media]
         text = len(ids) - added.media
         levels = 1 + self.models.engine.embed_levels
@@ -96,11 +105,15 @@ class Watched:
         for place, (tokens, new_tokens) in enumerate(neighbours):
             other = (Text(tuple(self.random.integers(10, 300, tokens).tolist())),)
             self.engine.ask(f"other {number}, {place}", other, SamplingParams(new_tokens))
-        for _ in range(5000):
+        for _ in range(steps):
             self.engine.engine.step()
             self.engine.engine.check_integrity()
-            if any(isinstance(each, Finished) for each in events):
+            if any(isinstance(each, Finished | Failed) for each in events):
                 break
+        else:
+            finished(self.engine, self.engine.engine.interrupt(session))
+        if not request.output_ids:
+            return
         rows, said = self._rows(), request.output_ids
         for row, token in enumerate([*ids, *said[:-1]]):
             if row >= text and row < len(ids):
@@ -135,7 +148,14 @@ class Watched:
         self.engine.engine.close(self.session)
         self.engine.drain()
         self.engine.engine.check_integrity()
-        assert self.engine.engine.stats().blocks_used == 0
+        stats = self.engine.engine.stats()
+        assert (stats.blocks_used, stats.states_used) == (0, 0)
+
+    def _begin_again(self) -> None:
+        self.session.forget()
+        self.gone += sum(self.lengths)
+        self.expected, self.lengths = LiveRows(), []
+        self.first, self.evicted, self.next_position = 1, 0, 0
 
     def _rows(self) -> LiveRows:
         kept = self.expected
@@ -146,7 +166,9 @@ class Watched:
         total, pinned = sum(self.lengths), self.expected.pinned
         while total - self.evicted + rows > self.window and self.first < len(self.lengths):
             self.first += 1
-            self.evicted = max(0, sum(self.lengths[: self.first]) - pinned) // BLOCK_TOKENS * BLOCK_TOKENS
+            before, self.evicted = self.evicted, max(0, sum(self.lengths[: self.first]) - pinned)
+            self.evicted -= self.evicted % BLOCK_TOKENS
+            self.gone += self.evicted - before
 
 
 def finished(engine: TinyEngine, future: Future[None]) -> None:
@@ -179,7 +201,7 @@ def test_answers_of_a_session_obey_the_law(models: Models, data: st.DataObject) 
     for each in data.draw(st.lists(added(), min_size=6, max_size=11)):
         watched.add(each, data.draw(others))
     engine.drain()
-    event(f"evicted: {watched.evicted > 0}, preempted: {engine.engine.stats().totals.preemptions > 0}")
+    event(f"evicted: {watched.gone > 0}, preempted: {engine.engine.stats().totals.preemptions > 0}")
     watched.check()
     watched.close()
 
@@ -194,7 +216,47 @@ def test_a_long_session_keeps_its_first_segment_and_its_blocks(models: Models) -
             watched.add(Added(text=3, new_tokens=6))
         assert engine.engine.stats().blocks_used == watched.session.num_blocks
         assert watched.session.held <= 40 + 16
-    assert watched.evicted > 100
+    assert watched.gone > 100
     assert watched.session.numbers.tolist()[:9] == [0] * 9
+    watched.check()
+    watched.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+def test_what_is_cancelled_or_fails_leaves_the_recurrent_state_as_it_was(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that is cancelled before it is computed, one within its answer, and a slice that fails."""
+    engine = TinyEngine(models.engine, blocks=32, max_num_batched_tokens=4, live_blocks=16)
+    watched = Watched(models, engine, 48)
+    watched.add(Added(text=2, media=7))
+    watched.add(Added(text=9, new_tokens=4), steps=2)
+    assert watched.session.held == 9
+    watched.add(Added(text=3, new_tokens=8), steps=4)
+    assert watched.session.count == 2
+    forward = engine.runner.forward
+
+    def fail(*_: object) -> torch.Tensor:
+        monkeypatch.setattr(engine.runner, "forward", forward)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.runner, "forward", fail)
+    watched.add(Added(text=2, media=7))
+    assert watched.session.count == 2
+    watched.add(Added(text=2, media=7))
+    watched.add(Added(text=3, new_tokens=4))
+    watched.check()
+    watched.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+def test_sessions_leave_two_recurrent_states_to_each_request_that_runs(models: Models) -> None:
+    engine = TinyEngine(models.engine, blocks=64, max_num_seqs=2, snapshots=1, live_blocks=32)
+    watched = Watched(models, engine, 40)
+    with pytest.raises(Overloaded, match="--state-slots"):
+        finished(engine, engine.engine.open(Session("too many", 16, 16, BLOCK_TOKENS)))
+    for _ in range(3):
+        watched.add(Added(text=2, media=7), ((20, 6), (12, 8), (9, 4)))
+    engine.drain()
     watched.check()
     watched.close()

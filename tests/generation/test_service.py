@@ -283,7 +283,7 @@ async def test_live_sessions_are_refused_where_the_model_is_not_served_live(
 ) -> None:
     async with service_of(tmp_path, tiny_checkpoint) as service:
         for first, expected in (
-            (LiveRequest(open={}), "live sessions are served for Qwen2.5-VL and Qwen3-VL"),
+            (LiveRequest(open={}), "live sessions are served for the model types qwen2_5_vl, "),
             (LiveRequest(close={}), "the first request of a live session must open it"),
         ):
             call = service.stub.Live(iter([first]))

@@ -50,6 +50,10 @@ def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -
         yield Served(folder, stack)
 
 
+# Tests of what the family decides; the others are served by two of them.
+EVERY_FAMILY = pytest.mark.parametrize("served", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True, scope="module")
+
+
 @dataclass
 class Watching:
     """A Live call: what it answered so far."""
@@ -95,18 +99,24 @@ async def watching(address: str, **opened: Any) -> AsyncIterator[Watching]:
         live.call.cancel()
 
 
+def said(served: Served) -> tuple[int, Sampling]:
+    """The token of the answer "a", and what makes it the answer."""
+    word = Tokenizer.from_file(str(served.folder / "tokenizer.json")).encode("a").ids[0]
+    return word, Sampling(max_new_tokens=1, temperature=0, logprobs=True, logit_bias={word: 100})
+
+
 def video(first: int, end: int, times_s: Sequence[float]) -> Video:
     return Video(
         frames=Frames(PICTURES[first:end], tuple(times_s)), max_pixels=MAX_PIXELS, pruning=Pruning(method="none")
     )
 
 
+@EVERY_FAMILY
 async def test_answers_are_those_of_one_question_about_all_that_was_seen(served: Served) -> None:
     """A question that leaves no trace, one that stays, and one about frames after it."""
     system = Message("system", (Text("Be brief."),))
     opening = [prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text="Be brief.")])]
-    word = Tokenizer.from_file(str(served.folder / "tokenizer.json")).encode("a").ids[0]
-    one_word = Sampling(max_new_tokens=1, temperature=0, logprobs=True, logit_bias={word: 100})
+    word, one_word = said(served)
     times_s = [0.5 * number for number in range(12)]
     async with FramesieveClient(served.address) as client, watching(served.address, messages=opening) as live:
         await live.show(PICTURES[:8], [30 + time_s for time_s in times_s[:8]])
@@ -127,6 +137,7 @@ async def test_answers_are_those_of_one_question_about_all_that_was_seen(served:
         assert (usage.usage.frames, usage.usage.used_frames, usage.usage.dropped_frames) == (12, 12, 0)
 
 
+@EVERY_FAMILY
 async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -> None:
     """A scene that stands still costs hardly anything; cuts fill the window, and the oldest slices leave it."""
     pruning = prompt_pb2.Pruning()  # by what changes
@@ -210,6 +221,31 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
         expected = await client.ask(video(first, 16, times_s[first:]), QUESTION, **GREEDY)
         assert tokens == list(expected.token_ids)
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("served", ["qwen3_5"], indirect=True, scope="module")
+async def test_with_a_recurrent_state_a_session_begins_again_from_half_its_window(served: Served) -> None:
+    """A question with its answer is in what stays; then slices become too old."""
+    times_s = [0.5 * number for number in range(16)]
+    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=256) as live:
+        await live.show(PICTURES[:8], times_s[:8])
+        await live.ask(QUESTION, said(served)[1])
+        await live.show(PICTURES[8:14], times_s[8:14])
+        _ = client
+        print(
+            [
+                (
+                    each.WhichOneof("response"),
+                    each.slice.usage.held_tokens,
+                    each.restarted.segments,
+                    each.evicted.segments,
+                    each.evicted.tokens,
+                    each.finished.usage.held_tokens,
+                )
+                for each in live.seen
+            ]
+        )
+        assert 0
 
 
 async def test_a_session_asks_by_itself_in_time_and_when_the_scene_changes(served: Served) -> None:

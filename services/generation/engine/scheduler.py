@@ -21,7 +21,9 @@ A chunk with draft tokens writes a third one, if it is free, with the state befo
 chunk computes the accepted ones again, together with new draft tokens.
 
 Live sessions own all their blocks from their opening to their end, at most `live_blocks` together. The request of a
-session borrows them: it needs no others, has nothing of the prefix cache, and is never preempted.
+session borrows them: it needs no others, has nothing of the prefix cache, and is never preempted. With recurrent states
+a session keeps one more, after its rows, which its request begins with and replaces if anything of it stays; a session
+is opened only while all running requests have their two beside those of sessions and of pinned blocks.
 
 A prompt is admitted only if it fits beside what running requests still have to prefill, so only growing answers cause
 preemption. The scheduler knows neither the model nor torch.
@@ -100,6 +102,10 @@ class Scheduler:
             assert request.max_tokens <= len(request.session.blocks) * self.allocator.block_tokens
             request.blocks = BlockTable(request.session.blocks)
             request.num_computed_tokens = request.session.held
+            if self.states:
+                if not request.session.held:  # it has begun again
+                    self._drop_state_of(request.session)
+                request.state = self.states.incref(request.session.state)
             self._enter(request, Status.WAITING)
             return
         assert self.allocator.blocks_for(request.max_tokens) <= self._shared_blocks, f"{request} can never fit"
@@ -117,13 +123,22 @@ class Scheduler:
             self._enter(sibling, Status.AWAITING_SIBLING)
 
     def open(self, session: Session) -> None:
-        """Gives a live session its blocks, which other requests may lose. Raises Overloaded if it may not have them."""
+        """Gives a live session its blocks, which other requests may lose.
+
+        Raises Overloaded if it may not have them, or if no recurrent state is left for it.
+        """
         owned = sum(len(each.blocks) for each in self.sessions)
         if owned + session.num_blocks > self._live_blocks:
             size = self.allocator.block_tokens
             raise Overloaded(
                 f"{len(self.sessions)} live sessions have {owned * size} tokens of the KV cache, "
                 f"{session.num_blocks * size} more would exceed --live-tokens {self._live_blocks * size}"
+            )
+        pinned_states = self._pinned_states()
+        if not self._states_suffice(len(self.sessions) + 1, pinned_states):
+            raise Overloaded(
+                f"{len(self.sessions)} live sessions and {len(pinned_states)} cached prefixes have all the recurrent "
+                f"states that running requests leave (--state-slots)"
             )
         while self.allocator.free < session.num_blocks:
             if victim := self._reclaimable():
@@ -134,9 +149,10 @@ class Scheduler:
         self.sessions.append(session)
 
     def close(self, session: Session) -> None:
-        """Takes the blocks of a live session that has no request."""
+        """Takes the blocks and the state of a live session that has no request."""
         if session in self.sessions:
             self.sessions.remove(session)
+            self._drop_state_of(session)
             self.allocator.decref(session.blocks)
             session.blocks = []
 
@@ -190,7 +206,10 @@ class Scheduler:
         """Removes a request, finished or not, and frees its blocks."""
         self._queues[request.status].remove(request)
         if request.session:
-            request.session.end(request.num_computed_tokens, request.output_ids)
+            if request.session.end(request.num_computed_tokens, request.output_ids):
+                request.session.state, request.state = request.state, request.session.state
+            self._drop([(0, request.state), *request.next_states])
+            request.state, request.next_states = NO_STATE, []
             request.blocks = BlockTable()
             request.move_to(Status.DONE)
             return
@@ -221,7 +240,8 @@ class Scheduler:
         pinned = Counter(block for request in self.requests() for block in request.blocks[: request.num_pinned_blocks])
         assert pinned == self._pins, "pins differ from the pinned blocks of requests"
         if self.states:
-            self.states.check_integrity(slot for request in self.requests() for slot in _slots_of(request))
+            held = (slot for request in self.requests() for slot in _slots_of(request))
+            self.states.check_integrity(chain(held, (each.state for each in self.sessions)))
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks allocated; empty if nothing can run until something arrives."""
@@ -403,8 +423,10 @@ class Scheduler:
 
         Each is the end of a block: before and after a media item; where another request's prompt was found to part
         from this one; the last two of the prompt, because chat templates end it with tokens, such as `<think>`, that
-        they leave out of earlier turns; and the last one of the answer.
+        they leave out of earlier turns; and the last one of the answer. None of live sessions, which no other finds.
         """
+        if chunk.request.session:
+            return set()
         request, prompt = chunk.request, chunk.request.prompt
         wanted = [end for end in (chunk.known_end, chunk.end) if end > prompt.tokens]
         if chunk.start < prompt.tokens:
@@ -431,6 +453,19 @@ class Scheduler:
         before, request.state = request.state, self.states.incref(slot)
         self._drop([(0, before), *written])
         return True
+
+    def _pinned_states(self, state: int = NO_STATE) -> set[int]:
+        """Those at the end of the pinned blocks of requests, and one more."""
+        return {state, *(each.pinned_state for each in self.requests())} - {NO_STATE}
+
+    def _states_suffice(self, sessions: int, pinned_states: set[int]) -> bool:
+        """Whether all running requests have two beside those of live sessions and the pinned ones."""
+        needed = 2 * self._max_num_seqs + sessions + len(pinned_states)
+        return self.states is None or needed <= self.states.total
+
+    def _drop_state_of(self, session: Session) -> None:
+        self._drop([(0, session.state)])
+        session.state = NO_STATE
 
     def _drop(self, states: list[tuple[int, int]]) -> None:
         """Drops the references to slots, and empties the list."""
@@ -465,8 +500,7 @@ class Scheduler:
     def _can_pin(self, request: Request, blocks: Sequence[int], state: int) -> bool:
         """Whether every request still fits into the cache beside all pinned blocks, and its states beside all pinned
         ones."""
-        pinned_states = {state, *(other.pinned_state for other in self.requests())} - {NO_STATE}
-        if self.states and len(pinned_states) + 2 * self._max_num_seqs > self.states.total:
+        if not self._states_suffice(len(self.sessions), self._pinned_states(state)):
             return False
         pinned = len(self._pins.keys() | set(blocks))
         return all(

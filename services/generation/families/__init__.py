@@ -57,6 +57,11 @@ FAMILIES: Mapping[str, TextFamily] = {
     "video_llama_3": video_llama_3.FAMILY,
 }
 
+NOT_LIVE = (
+    f"live sessions are served for the model types {', '.join(name for name, each in FAMILIES.items() if each.live)}, "
+    f"not for this model"
+)
+
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
     """Raises StartupError if a checkpoint's language model cannot be divided among `ranks` ranks."""

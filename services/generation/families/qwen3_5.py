@@ -33,6 +33,7 @@ def _family(config_class: Any, classes: TextClasses) -> TextFamily:
         (TEXT_PREFIX,),
         change=transpose_experts,
         pruning_methods=METHODS,
+        live=True,
     )
 
 

@@ -60,6 +60,8 @@ class Session:
     window_tokens: rows that it holds at most before a segment is computed, its own ones included for a slice.
     answer_tokens: for how many more there is room.
     blocks: those that it owns while it is open; the first ones hold its rows.
+    state: the slot of the recurrent state after its rows, of models that have any; 0 (`request.NO_STATE`): none. It is
+    the scheduler's.
     ids: int32 [held]; positions: int32 [3, held]; numbers: int32 [held], the segment of each row.
     next_position: of the next row of text. count: segments so far. first: the oldest one, but for 0, that was not
     evicted.
@@ -71,6 +73,7 @@ class Session:
     answer_tokens: int
     block_tokens: int
     blocks: list[int] = field(default_factory=list)
+    state: int = 0
     ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     positions: Int32Array = field(default_factory=lambda: np.empty((3, 0), np.int32))
     numbers: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
@@ -134,16 +137,16 @@ class Session:
         self._asked = segment, prompt
         return prompt
 
-    def end(self, computed: int, output_ids: Sequence[int]) -> None:
+    def end(self, computed: int, output_ids: Sequence[int]) -> bool:
         """Takes what stays of the segment whose request has ended, after so many computed tokens.
 
-        Nothing stays if it was not computed as a whole.
+        Nothing stays if it was not computed as a whole. Returns whether anything stays.
         """
         assert self._asked
         (segment, prompt), self._asked = self._asked, None
         answer = computed - prompt.tokens
         if answer < 0 or segment.transient:
-            return
+            return False
         said = list(output_ids) if segment.keeps_answer else []
         answer = min(answer, len(said))
         places = np.arange(answer, dtype=np.int32) + np.int32(prompt.tokens + prompt.delta)
@@ -152,9 +155,14 @@ class Session:
         self.numbers = np.concatenate([self.numbers, np.full(self.ids.size - self.numbers.size, self.count, np.int32)])
         self.next_position, self.unsaid = segment.next_position + answer, tuple(said[answer:])
         self.count += 1
+        return True
+
+    def rows_of(self, number: int) -> int:
+        """How many rows it holds of a segment."""
+        return self._rows_before(number + 1) - self._rows_before(number)
 
     def forget(self) -> None:
-        """Begins again without rows, at position 0, with the same blocks."""
+        """Begins again without rows, at position 0, with the same blocks. The next request begins without a state."""
         empty = Session(self.id, self.window_tokens, self.answer_tokens, self.block_tokens)
         self.ids, self.positions, self.numbers = empty.ids, empty.positions, empty.numbers
         self.next_position, self.count, self.first, self.unsaid = 0, 0, 1, ()

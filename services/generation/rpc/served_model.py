@@ -24,11 +24,12 @@ from framesieve.services.generation.upstream.arriving_item import ModelInput
 @dataclass(frozen=True, slots=True)
 class LiveModel:
     """What live sessions need to know. tokens: of the KV cache, those that all of them may hold together, in blocks of
-    `block_tokens`. positions: that the model was trained on."""
+    `block_tokens`. positions: that the model was trained on. recurrent: whether it has states, which cannot forget."""
 
     tokens: int
     block_tokens: int
     positions: int
+    recurrent: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from framesieve.services.compute.device import device_of, multiplies_bfloat16
 from framesieve.services.compute.graphs import CudaCapture
 from framesieve.services.compute.int4_linear import Int4Linear
 from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
-from framesieve.services.generation.families import FAMILIES, load_language_model
+from framesieve.services.generation.families import FAMILIES, NOT_LIVE, load_language_model
 from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.loading.int4 import int4_format, stored_format
 from framesieve.services.generation.loading.mtp import MTP, load_mtp
@@ -275,9 +275,7 @@ def _live_tokens(settings: GenerationSettings, checkpoint: Checkpoint, device: t
     """The most that live sessions may hold; None: what the longest sequence leaves. Raises StartupError."""
     if not checkpoint.pick(FAMILIES).live:
         if settings.live_tokens:
-            raise StartupError(
-                "--live-tokens: live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model"
-            )
+            raise StartupError(f"--live-tokens: {NOT_LIVE}")
         return 0
     if settings.live_tokens is None and settings.kv_cache_tokens is None and device.type != "cuda":
         return CPU_LIVE_TOKENS

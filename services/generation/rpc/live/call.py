@@ -9,6 +9,7 @@ It owns the session while that has no request, the order of responses, and what 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from framesieve.services.generation.rpc.live import prompts
 from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
 from framesieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
 from framesieve.services.generation.rpc.live.triggers import Triggers
+from framesieve.services.generation.rpc.live.window import newest_half
 from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.sampling.banned import spellings
@@ -58,8 +60,8 @@ class _Told:
     answer: str
 
 
-class _PositionsEnded(PromptTooLong):
-    """A segment would pass the positions that the model was trained on."""
+class _Ended(PromptTooLong):
+    """A segment does not fit behind what the session has, which therefore begins again."""
 
 
 class LiveCall:
@@ -146,7 +148,7 @@ class LiveCall:
             piece = self._waiting.take()
             try:
                 await self._serve(piece)
-            except _PositionsEnded:
+            except _Ended:
                 await self._begin_again(piece)
             if isinstance(piece, Ask):
                 self._asked.remove(piece)
@@ -167,25 +169,32 @@ class LiveCall:
     async def _begin_again(self, piece: Slice | Ask) -> None:
         """Computes the segments of the window again, from position 0 on, and then a piece.
 
-        If that is too far from them, it begins with the piece alone.
+        If that is too far from them, or does not fit beside them, it begins with the piece alone.
         """
         first = self._session.first
-        repeated = [each for number, each in self._window if number >= first or first == 1]
+        repeated = [each for each in self._window if each[0] >= first or first == 1]
+        if self._wanted.live.recurrent:
+            oldest_s = piece.last.time_s - self._wanted.window_s / 2 if isinstance(piece, Slice) else -math.inf
+            repeated = newest_half(repeated, self._session, oldest_s)
         try:
             await self._repeat(repeated)
             await self._serve(piece)
-        except _PositionsEnded:
+        except _Ended:
             await self._repeat(())
             await self._serve(piece)
 
-    async def _repeat(self, repeated: Sequence[Slice | _Told]) -> None:
-        self._session.forget()
+    async def _repeat(self, repeated: Sequence[tuple[int, Slice | _Told]]) -> None:
+        """Begins again with these of the segments, by number."""
+        session = self._session
+        gone = session.held - sum(session.rows_of(number) for number, _ in repeated)
+        await self._tell_evicted(session.count - session.first + 1 - len(repeated), gone)
+        session.forget()
         self._shown, self._whole = None, 0
         self._times.clear()
         self._window.clear()
         await self._put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
         lost = 0
-        for piece in repeated:
+        for _, piece in repeated:
             try:
                 await (self._watch(piece, again=True) if isinstance(piece, Slice) else self._tell(piece))
             except (Unavailable, Overloaded) as error:
@@ -252,12 +261,21 @@ class LiveCall:
             self._waiting.ask_now(ask)
 
     async def _evict(self, rows: int, oldest: int = 0) -> None:
-        """Makes room for rows. oldest: segments below this number go in any case."""
-        before = self._session.first
-        gone = self._session.evict(rows, oldest)
-        self._usage.evicted_tokens += gone
-        if segments := self._session.first - before:
-            await self._put(evicted=generation_pb2.LiveEvicted(segments=segments, tokens=gone))
+        """Makes room for rows. oldest: segments below this number go in any case.
+
+        Raises _Ended if something must go of what a recurrent state has read.
+        """
+        session, before = self._session, self._session.first
+        needed = session.held + rows
+        if self._wanted.live.recurrent and session.held and (oldest or needed > session.window_tokens):
+            raise _Ended("the window of the session is full", value=needed, limit=session.window_tokens)
+        gone = session.evict(rows, oldest)
+        await self._tell_evicted(session.first - before, gone)
+
+    async def _tell_evicted(self, segments: int, tokens: int) -> None:
+        self._usage.evicted_tokens += tokens
+        if segments:
+            await self._put(evicted=generation_pb2.LiveEvicted(segments=segments, tokens=tokens))
 
     async def _compute(self, segment: Segment) -> None:
         """Computes a segment that has no answer: the token after it is sampled, and of no use."""
@@ -359,10 +377,10 @@ class LiveCall:
         detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
     ) -> Request:
-        """The request that computes a segment. Raises _PositionsEnded beyond those of the model."""
+        """The request that computes a segment. Raises _Ended beyond the model's positions."""
         session, last = self._session, segment.next_position + params.max_new_tokens
         if last > (trained := self._wanted.live.positions):
-            raise _PositionsEnded(
+            raise _Ended(
                 f"a window of the session needs position {last}, the model was trained on {trained}",
                 value=last,
                 limit=trained,

@@ -12,6 +12,7 @@ from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.requests import check_prompt
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE, Pruning
 from framesieve.common.contract.wire import completed, pruning_message, pruning_of
+from framesieve.services.generation.families import NOT_LIVE
 from framesieve.services.generation.request.request import Adapter
 from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.rpc.messages import sampling_request
@@ -71,7 +72,7 @@ class Options:
     def of(cls, message: generation_pb2.LiveOpen, model: ServedModel) -> Self:
         """Raises InvalidRequest."""
         if model.live is None:
-            raise InvalidRequest("live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
+            raise InvalidRequest(NOT_LIVE)
         _check_messages(message.messages)
         fps = message.fps if message.HasField("fps") else FPS
         if not 0 < fps <= MAX_FPS:
