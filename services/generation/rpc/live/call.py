@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.common.response_queue import ResponseQueue
+from framesieve.common.serving.status import status_message
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
@@ -48,6 +49,7 @@ MAX_WAITING_QUESTIONS = 16
 MAX_REPEATED = 32
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 _UNAVAILABLE = generation_pb2.FINISH_REASON_UNAVAILABLE
+_REFUSED = generation_pb2.FINISH_REASON_REFUSED
 
 log = structlog.get_logger()
 
@@ -118,10 +120,19 @@ class LiveCall:
         async for request in requests:
             match request.WhichOneof("request"):
                 case "frame":
-                    if piece := self._frames.add(request.frame.picture, request.frame.time_s):
+                    try:
+                        piece = self._frames.add(request.frame.picture, request.frame.time_s)
+                    except InvalidRequest as error:
+                        await self._refuse_frames(1, error)
+                        continue
+                    if piece:
                         self._waiting.add(piece)
                 case "ask":
-                    self._asked.append(self._question(request.ask))
+                    try:
+                        self._asked.append(self._question(request.ask))
+                    except (InvalidRequest, Overloaded) as error:
+                        await self._end_without_answer(request.ask.ask_id, error)
+                        continue
                     self._waiting.ask(self._asked[-1], self._frames.flush())
                 case "cancel":
                     for asked in self._asked:
@@ -155,16 +166,24 @@ class LiveCall:
         await self._tell_dropped()
 
     async def _serve(self, piece: Slice | Ask) -> None:
-        """Adds a slice or answers a question. If a service upstream cannot be reached, the session goes on without."""
+        """Adds a slice or answers a question. The session goes on without what is refused, or needs a service that
+        cannot be reached. Raises _Ended if the session has to begin again before it."""
         try:
             await (self._watch(piece) if isinstance(piece, Slice) else self._answer(piece))
+        except _Ended:
+            raise
+        except InvalidRequest as error:
+            if isinstance(piece, Slice):
+                await self._refuse_frames(piece.used, error)
+            else:
+                await self._end_without_answer(piece.id, error)
         except (Unavailable, Overloaded) as error:
             _check_upstream(error)
             if isinstance(piece, Slice):
                 self._drop(piece, generation_pb2.DROP_REASON_UNAVAILABLE)
                 await self._tell_dropped()
             else:
-                await self._finish(piece, generation_pb2.Finished(reason=_UNAVAILABLE), str(error))
+                await self._end_without_answer(piece.id, error)
 
     async def _begin_again(self, piece: Slice | Ask) -> None:
         """Computes the segments of the window again, from position 0 on, and then a piece.
@@ -363,10 +382,8 @@ class LiveCall:
         await self._compute(segment)
         self._shown = None
 
-    async def _finish(self, ask: Ask, finished: generation_pb2.Finished, error: str = "") -> None:
-        """error: why there is no answer."""
-        told = generation_pb2.LiveFinished(ask_id=ask.id, finished=finished, usage=self._used(), error=error)
-        await self._put(finished=told)
+    async def _finish(self, ask: Ask, finished: generation_pb2.Finished) -> None:
+        await self._put(finished=generation_pb2.LiveFinished(ask_id=ask.id, finished=finished, usage=self._used()))
 
     # --- both --------------------------------------------------------------------------------------------------
 
@@ -401,6 +418,20 @@ class LiveCall:
     def _of_media(self) -> Adapter | None:
         adapter = self._wanted.adapter
         return adapter if adapter and adapter.in_tower else None
+
+    async def _end_without_answer(self, ask_id: str, error: FramesieveError) -> None:
+        reason = _REFUSED if isinstance(error, InvalidRequest) else _UNAVAILABLE
+        finished, why = generation_pb2.Finished(reason=reason), status_message(error)
+        told = generation_pb2.LiveFinished(
+            ask_id=ask_id, finished=finished, usage=self._used(), error=why, error_field=error.field
+        )
+        await self._put(finished=told)
+
+    async def _refuse_frames(self, frames: int, error: InvalidRequest) -> None:
+        """Goes on without frames."""
+        self._usage.dropped_frames += frames
+        refused = generation_pb2.DROP_REASON_REFUSED
+        await self._put(dropped=generation_pb2.LiveDropped(frames=frames, reason=refused, error=status_message(error)))
 
     def _drop(self, late: Slice, reason: generation_pb2.DropReason) -> None:
         self._dropped[reason] += late.used
