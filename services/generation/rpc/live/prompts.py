@@ -32,20 +32,21 @@ def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2
 
 def question(
     before: Sequence[prompt_pb2.Message] | None,
-    shown: Slice | None,
+    shown: Sequence[Slice],
     parts: Sequence[prompt_pb2.Part],
     max_pixels: int | None,
 ) -> prompt_pb2.Prompt:
-    """A question, after a slice of its turn; or without one (None), after the conversation `before`; None: one that
-    ends with an answer."""
+    """A question, after slices of its turn; or without any, after the conversation `before`; None: one that ends with
+    an answer."""
     if shown:
-        return _prompt((), _video([shown.first, shown.last], max_pixels), *parts)
+        frames = [frame for each in shown for frame in (each.first, each.last)]
+        return _prompt((), _video(frames, max_pixels), *parts)
     return _prompt(_answered() if before is None else before, *parts)
 
 
 def told(
     before: Sequence[prompt_pb2.Message] | None,
-    shown: Slice | None,
+    shown: Sequence[Slice],
     parts: Sequence[prompt_pb2.Part],
     answer: str,
     max_pixels: int | None,
