@@ -90,14 +90,14 @@ def received_part(first: EmbedsChunk, grid: Grid, start: int) -> tuple[int, Int3
     return end, kept
 
 
-def received_kept(first: EmbedsChunk, grid: Grid, num_kept: int, bound: bool = False) -> Int32Array | None:
+def received_kept(first: EmbedsChunk, grid: Grid, num_kept: int, least: int | None = None) -> Int32Array | None:
     """The indices of the kept tokens in the first chunk of a whole item, int32 [K]; None if all are kept.
 
-    num_kept: K, by the item's grid and pruning. bound: K may be less.
+    num_kept: K, by the item's grid and pruning. least: K is from this on.
     """
-    if bound and first.HasField("kept"):
+    if least is not None and first.HasField("kept"):
         kept = int32_array(first.kept)
-        check_kept(kept, grid, min(num_kept, grid.tokens - 1), bound)
+        check_kept(kept, grid, min(num_kept, grid.tokens - 1), least)
         return kept
     if first.HasField("kept") != (num_kept < grid.tokens):
         raise PeerContract(

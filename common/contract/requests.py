@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
+from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.contract.retention import Pruning
 from framesieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
 from framesieve.common.contract.wire import MAX_MEDIA, named_media
 from framesieve.v1 import prompt_pb2
@@ -200,6 +203,15 @@ async def selections(requests: Requests, media: int) -> AsyncIterator[tuple[int,
         for index in indices:
             selected.add(index)
             yield index, request.select
+
+
+def pruning_from(select: prompt_pb2.Select, pruning: Pruning, item: MediaPlan) -> Pruning:
+    """The pruning of a selected item, from the selection's first slice on. Raises InvalidRequest."""
+    first = select.first_slice
+    if first and not (0 < first < item.grid.t and pruning.threshold is not None and not pruning.rate):
+        limit = f"below the item's {item.grid.t} slices, 0 without a threshold alone"
+        raise InvalidRequest(field="select.first_slice", limit=limit, value=first)
+    return replace(pruning, first_slice=first)
 
 
 def _checked(index: int, media: int, selected: set[int]) -> int:

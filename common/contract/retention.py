@@ -46,6 +46,7 @@ class Pruning:
     seed: of `random`; None: 0.
     threshold: of the methods before the tower: what changed by less is dropped, and at least the share `rate` in any
         case, so that num_kept is a bound; None: `rate` alone decides.
+    first_slice: none of the tokens of slices before it are kept; above 0 only with a threshold and without a rate.
     Raises InvalidRequest for a value outside its range, an unknown method, and a threshold of another method.
     """
 
@@ -53,6 +54,7 @@ class Pruning:
     method: str = EVS
     seed: int | None = None
     threshold: float | None = None
+    first_slice: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and 0 <= self.rate < 1):
@@ -97,14 +99,14 @@ def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) 
     number that may be, where there is a threshold.
 
     The floor is slice 0, h·w tokens; for `vidcom2` and `vcast` it is one token per slice, t tokens. `evs_causal` keeps
-    slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other.
+    slice 0 and max(1, ⌊h·w·(1 − rate)⌋) tokens of every other. Slices before `first_slice` do not count.
     """
     if modality is Modality.IMAGE or pruning.method == NONE:
         return grid.tokens
     if pruning.method == EVS_CAUSAL:
         return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)
     floor = grid.t if pruning.method in BY_SLICE else grid.slice_tokens
-    return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate)))
+    return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate))) - pruning.first_slice * grid.slice_tokens
 
 
 def causal_slice_tokens(grid: Grid, rate: float) -> int:
@@ -112,15 +114,15 @@ def causal_slice_tokens(grid: Grid, rate: float) -> int:
     return max(1, math.floor(grid.slice_tokens * _share_kept(rate)))
 
 
-def check_kept(kept: Int32Array, grid: Grid, num_kept: int, bound: bool = False) -> None:
+def check_kept(kept: Int32Array, grid: Grid, num_kept: int, least: int | None = None) -> None:
     """Raises PeerContract unless kept, int32 [K], are K = `num_kept` strictly increasing indices into the grid.
 
-    bound: K is from 1 to `num_kept`.
+    least: K is from this to `num_kept`.
     """
-    fits = kept.ndim == 1 and (1 <= kept.size <= num_kept if bound else kept.size == num_kept)
-    if not fits or kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()):
+    fits = kept.ndim == 1 and (num_kept if least is None else least) <= kept.size <= num_kept
+    if not fits or (kept.size and (kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()))):
         raise PeerContract(
-            f"an item of the grid {grid} must keep {'at most ' if bound else ''}{num_kept} tokens, whose indices "
+            f"items of {grid} must keep {'' if least is None else f'{least} to '}{num_kept} tokens, whose indices "
             f"increase strictly, from at least 0 to below {grid.tokens}; got kept of shape {list(kept.shape)}"
         )
 

@@ -159,8 +159,8 @@ def _time_base(item: MediaPlan) -> tuple[Fraction | None, tuple[float, ...]]:
 
 def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk], pruning: Applied) -> Encoded:
     item, first = plan.media[index], pieces[0]
-    bound = pruning.threshold is not None and item.modality is Modality.VIDEO
-    kept = received_kept(first, item.grid, num_kept(item.grid, pruning, item.modality), bound)
+    least = None if pruning.threshold is None or item.modality is Modality.IMAGE else 1
+    kept = received_kept(first, item.grid, num_kept(item.grid, pruning, item.modality), least)
     if kept is None:
         kept = np.arange(item.grid.tokens, dtype=np.int32)
     buffer = buffer_for(first.chunk, _DTYPES, (1 + plan.embed_levels, kept.size, *first.chunk.shape[-1:]))

@@ -137,6 +137,23 @@ async def test_answers_are_those_of_one_question_about_all_that_was_seen(served:
         assert (usage.usage.frames, usage.usage.used_frames, usage.usage.dropped_frames) == (12, 12, 0)
 
 
+async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served: Served) -> None:
+    """Slices of the same files, of another file of the same scene, and after a cut the same files again."""
+    pictures = [*PICTURES[:1] * 6, *[PICTURES[0] + bytes(1)] * 2, *PICTURES[1:2] * 6]
+    times_s = tuple(0.5 * number for number in range(14))
+    changed = prompt_pb2.Pruning(method="pixel_change", threshold=0.1)
+    async with FramesieveClient(served.address) as client, watching(served.address, pruning=changed) as live:
+        await live.show(pictures, times_s)
+        tokens, logprobs = await live.ask(QUESTION, transient=True)
+        [whole, *kept] = [each.slice.kept.shape[0] for each in live.seen if each.HasField("slice")]
+        assert kept == [0, 0, 0, whole, 0, 0]
+        pruning = Pruning(method="pixel_change", threshold=0.1)
+        seen = Video(frames=Frames(tuple(pictures), times_s), max_pixels=MAX_PIXELS, pruning=pruning)
+        expected = await client.ask(seen, QUESTION, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 @EVERY_FAMILY
 async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -> None:
     """A scene that stands still costs hardly anything; cuts fill the window, and the oldest slices leave it."""

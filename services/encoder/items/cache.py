@@ -145,7 +145,7 @@ def cache_key(
     how = b""
     if chosen:
         threshold = -1.0 if chosen.threshold is None else chosen.threshold
-        how = struct.pack("<qd", num_encoded(item, chosen), threshold) + chosen.method.encode()
+        how = struct.pack("<qqd", num_encoded(item, chosen), chosen.first_slice, threshold) + chosen.method.encode()
     return tagged_digest(
         _KEY_DOMAIN,
         (

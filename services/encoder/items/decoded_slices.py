@@ -103,7 +103,8 @@ class DecodedSlices:
         """tokens: how many are chosen so far; after the last slice they are as many as are encoded."""
         assert self._chosen is not None
         exact = self._chosen.threshold is None
-        if tokens > self.tokens or (last and (tokens == 0 or (exact and tokens < self.tokens))):
+        least = self.tokens if exact else 0 if self._chosen.first_slice else 1
+        if tokens > self.tokens or (last and tokens < least):
             bound = "" if exact else "at most "
             raise PeerContract(f"{tokens} tokens were chosen of a video that keeps {bound}{self.tokens}")
         if last:

@@ -23,7 +23,7 @@ from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import InvalidRequest, Overloaded
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.requests import check_prompt, received_pieces, selections
+from framesieve.common.contract.requests import check_prompt, pruning_from, received_pieces, selections
 from framesieve.common.contract.retention import Pruning
 from framesieve.common.handover import Receiver, sender_to
 from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
@@ -125,8 +125,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             async for index, selected in selections:
                 if selected.HasField("pruning"):
                     raise InvalidRequest("is for preprocessing alone", field="select.pruning")
-                shares, pruning = responses.sender is not None, prunings[index]
-                media, outputs = plan.media[index], self._output_bytes
+                shares, outputs, media = responses.sender is not None, self._output_bytes, plan.media[index]
+                pruning = pruning_from(selected, prunings[index], media)
                 item = Item(index, media, pruning, self._cache, outputs, shares, selected.parts, adapter)
                 items.append(item)
                 await item.start(stream, brought.pop(index).tensor if index in brought else None)

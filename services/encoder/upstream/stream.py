@@ -132,9 +132,10 @@ class PreprocessStream:
                 self._reading.result()
             self._due.append(delivery)
             chosen = delivery.entry.chosen
-            select = prompt_pb2.Select(
-                media_index=delivery.media_index, pruning=None if chosen is None else pruning_message(chosen)
-            )
+            select = prompt_pb2.Select(media_index=delivery.media_index)
+            if chosen is not None:
+                select.pruning.CopyFrom(pruning_message(chosen))
+                select.first_slice = chosen.first_slice
             await write_to(self._call, PreprocessRequest(select=select))
 
     async def _read(self) -> None:

@@ -49,10 +49,10 @@ def first_slice(plan: PromptPlan, item: MediaItem, session: Session, ends: Colle
     return _slice(plan, item, 0, first, session, _before(session, ends))
 
 
-def next_slice(plan: PromptPlan, item: MediaItem, session: Session, place: Int32Array) -> SliceSegment:
+def next_slice(plan: PromptPlan, item: MediaItem | None, session: Session, place: Int32Array) -> SliceSegment:
     """Slice 1 of the plan's video, and the text between it and slice 0, the last slice that the session had.
 
-    place: of that one.
+    item: None: none of slice 1 is kept. place: of slice 0.
     """
     _, end = _slice_rows(plan, 0)
     begin, _ = _slice_rows(plan, 1)
@@ -88,7 +88,7 @@ def told(plan: PromptPlan, session: Session, ends: Collection[int]) -> Segment:
 
 def _slice(
     plan: PromptPlan,
-    item: MediaItem,
+    item: MediaItem | None,
     number: int,
     first: int,
     session: Session,
@@ -96,9 +96,11 @@ def _slice(
     shift: Int32Array | None = None,
 ) -> SliceSegment:
     begin, end = _slice_rows(plan, number)
-    segment = _cut(plan, first, end, session, before, (item,), shift)
-    grid, size = plan.media[item.media_index].grid, plan.media[item.media_index].grid.slice_tokens
-    kept = np.arange(grid.tokens, dtype=np.int32) if item.kept is None else item.kept
+    segment = _cut(plan, first, end, session, before, (item,) if item else (), shift)
+    grid, size = plan.media[-1].grid, plan.media[-1].grid.slice_tokens
+    kept = np.arange(grid.tokens if item else 0, dtype=np.int32)
+    if item and item.kept is not None:
+        kept = item.kept
     own = kept[(kept >= number * size) & (kept < (number + 1) * size)] - np.int32(number * size)
     moved = _shift(plan, first, session, before) if shift is None else shift
     return SliceSegment(segment, Grid(1, grid.h, grid.w), own, plan.positions[:, begin] + moved)
@@ -118,15 +120,16 @@ def _cut(
 ) -> Segment:
     """What is kept of rows [first, end) of a plan, after the tokens `before`.
 
-    shift: int32 [3], between the plan's positions and the session's; None: the first row is text, which continues the
-        session's.
+    items: of its media; the others keep nothing. shift: int32 [3], between the plan's positions and the session's;
+        None: the first row is text, which continues the session's.
     """
     stays, is_media = np.ones(plan.tokens, np.bool_), np.zeros(plan.tokens, np.bool_)
     embeds = []
+    for media in plan.media:
+        stays[full_indices(media)] = False
     for item in items:
         full = full_indices(plan.media[item.media_index])
         kept = full if item.kept is None else full[item.kept]
-        stays[full] = False
         stays[kept] = is_media[kept] = True
         embeds.append(item.embeds[:, torch.from_numpy((kept >= first) & (kept < end))])
     taken = first + np.flatnonzero(stays[first:end])

@@ -118,11 +118,11 @@ class PrunedPrompt:
             kept = np.arange(end, dtype=np.int32)
         first, begun = self._arrived[media_index], 0 if before is None else before.size
         if end == item.grid.tokens:
-            check_kept(kept, item.grid, count, self._bounded[media_index])
+            check_kept(kept, item.grid, count, 1 if self._bounded[media_index] else None)
             self.num_kept[media_index] = kept.size
             self.tokens -= count - kept.size
         elif kept.size:
-            check_kept(kept, item.grid, min(count, end), bound=True)
+            check_kept(kept, item.grid, min(count, end), least=1)
         added = kept[begun:]
         if not first < end <= item.grid.tokens or (added.size and (added[0] < first or added[-1] >= end)):
             raise PeerContract(f"a part of media item {media_index} keeps tokens outside of [{first}, {end})")

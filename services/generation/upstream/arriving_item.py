@@ -64,15 +64,16 @@ class Progress:
 class ArrivingItem:
     """Assembles one media item from its pieces. Raises PeerContract for a piece that contradicts the plan.
 
-    count: how many of its tokens are kept. bounded: fewer may be.
+    count: how many of its tokens are kept. least: if fewer may be, how many at least.
     """
 
-    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput, *, bounded: bool = False) -> None:
+    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput, least: int | None = None) -> None:
         self._index = index
         self._plan = plan
         self._model = model
         self._shape = (1 + model.embed_levels, count, model.hidden_size)
-        self._bounded = bounded
+        self._bound = least
+        self._least = count if least is None else least
         self._buffer: TensorBuffer | None = None  # of the part that arrives, or arrived last
         self._part: Int32Array | None = None  # its kept tokens; None: it is the whole item, which keeps `_whole`
         self._whole: Int32Array | None = None
@@ -88,7 +89,7 @@ class ArrivingItem:
 
     def resumed(self) -> ArrivingItem:
         """The same item, sent again by another encoder. The slices that were taken stay as they are."""
-        again = ArrivingItem(self._index, self._plan, self._shape[1], self._model, bounded=self._bounded)
+        again = ArrivingItem(self._index, self._plan, self._shape[1], self._model, self._bound)
         again._taken, again._kept, again._embeds = self._taken, self._kept, self._embeds
         return again
 
@@ -147,12 +148,12 @@ class ArrivingItem:
         if first.HasField("slices") or start:
             self._end, self._part = received_part(first, grid, start)
             self._rows += self._part.size
-            least = (1 if self._bounded else count) if self._end == grid.t else 0
+            least = self._least if self._end == grid.t else 0
             if not least <= self._rows <= count:
                 raise PeerContract(f"{self._end} of {grid.t} slices of item {self._index} keep {self._rows} tokens")
             rows = self._part.size
         else:
-            self._end, self._whole = grid.t, received_kept(first, grid, count, self._bounded)
+            self._end, self._whole = grid.t, received_kept(first, grid, count, self._bound)
             rows = count if self._whole is None else self._whole.size
         if self._end == grid.t:
             if not 0 <= first.repaired_frames <= self._plan.frames.count:
@@ -184,7 +185,7 @@ class ArrivingItem:
         known = int(np.searchsorted(kept, self._taken * grid.slice_tokens))
         at = sum(each.size for each in self._kept)
         end = at + kept.size - known
-        if end > count or (self._end == grid.t and not self._bounded and end < count):
+        if end > count or (self._end == grid.t and end < self._least):
             raise PeerContract(f"two encoders keep {end} tokens of item {self._index}, which keeps {count}")
         if self._embeds is None:
             pinned = self._model.device.type == "cuda"

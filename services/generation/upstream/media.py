@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -78,21 +79,22 @@ class MediaClient:
         adapter: Adapter | None = None,
         timeout: float | None = None,
         metadata: Metadata = (),
+        first_slice: int = 0,
     ) -> AsyncIterator[MediaSession]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
         media are encoded.
-        timeout, metadata: of the upstream call.
+        timeout, metadata: of the upstream call. first_slice: of the media that are selected, as in `Select`.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
         prompt, files = detach_files(prompt)
         check_prompt(prompt, self._max_inline_bytes)
-        prunings = prunings_of(prompt, pruning)
+        prunings = tuple(replace(each, first_slice=first_slice) for each in prunings_of(prompt, pruning))
         with (
             self._encoder_affinity.of(media_key(prompt, files)) as same_encoder,
-            self._encode_call(prompt, files, pruning, adapter, timeout, (*metadata, *same_encoder))
+            self._encode_call(prompt, files, pruning, first_slice, adapter, timeout, (*metadata, *same_encoder))
             if prunings
             else self._preprocess_call(prompt, timeout, metadata) as upstream,
         ):
@@ -110,7 +112,7 @@ class MediaClient:
     async def plan(
         self, prompt: prompt_pb2.Prompt, timeout: float | None = None, metadata: Metadata = ()
     ) -> PromptPlan:
-        """The plan of a prompt, by preprocessing alone. Its media, if it has any, are grids of embeddings.
+        """The plan of a prompt whose media are not wanted, by preprocessing alone.
 
         Raises InvalidRequest, PeerContract, and errors of preprocessing.
         """
@@ -134,11 +136,12 @@ class MediaClient:
         prompt: prompt_pb2.Prompt,
         files: Sequence[bytes],
         pruning: prompt_pb2.Pruning,
+        first_slice: int,
         adapter: Adapter | None,
         timeout: float | None,
         metadata: Metadata,
     ) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, files, pruning, adapter, self._in_parts)
+        requests = partial(_encode_requests, prompt, files, pruning, first_slice, adapter, self._in_parts)
         retries = self._encoder_retries
         return RetriedCall(self._encoder.Encode, requests, "encoder", retries, timeout, metadata, self._receiver)
 
@@ -208,9 +211,7 @@ class MediaSession:
         await self._held.enter_async_context(self._media_buffer.reserved(size_bytes))
         self._upstream.select(wanted)
         arriving = {
-            index: ArrivingItem(
-                index, self.plan.media[index], self.num_kept[index], self._model, bounded=self.bounded[index]
-            )
+            index: ArrivingItem(index, self.plan.media[index], self.num_kept[index], self._model, self._least(index))
             for index in wanted
         }
         self._note_progress(arriving.values(), clock)
@@ -239,6 +240,12 @@ class MediaSession:
                 yield event
         self._upstream.succeeded()
 
+    def _least(self, index: int) -> int | None:
+        """How many tokens of an item are kept at least, if `num_kept` is a bound."""
+        if not self.bounded[index]:
+            return None
+        return 0 if self.prunings[index].first_slice else 1
+
     def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:
         """A stage ends when the last item leaves it; a stage that no item passed through is skipped."""
         if arriving and all(item.begun for item in arriving):
@@ -256,6 +263,7 @@ async def _encode_requests(
     prompt: prompt_pb2.Prompt,
     files: Sequence[bytes],
     pruning: prompt_pb2.Pruning,
+    first_slice: int,
     adapter: Adapter | None,
     in_parts: bool,
     selected: Selected,
@@ -268,7 +276,8 @@ async def _encode_requests(
     for piece in file_pieces(files):
         yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:
-        yield encoder_pb2.EncodeRequest(select=prompt_pb2.Select(media_index=index, parts=in_parts))
+        select = prompt_pb2.Select(media_index=index, parts=in_parts, first_slice=first_slice)
+        yield encoder_pb2.EncodeRequest(select=select)
 
 
 async def _preprocess_requests(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic_ns
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from framesieve.services.preprocessing.pruning.change import block_means, change
 from framesieve.services.preprocessing.pruning.pixel_change import changed, keep
 from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
 from framesieve.services.preprocessing.video.slices import Slice
+
+_NONE: Int32Array = np.empty(0, np.int32)
 
 
 def choice_of(pruning: Pruning, plan: MediaPlan, shares: bool = False) -> Choice | None:
@@ -57,33 +60,45 @@ class Choice:
     """Chooses the tokens of one video, whose slices come in order.
 
     shares: makes the pixels in memory that can be handed over.
-    held_bytes: of the slices that it holds at most.
+    first: the first slice whose tokens may be kept. held_bytes: of the slices that it holds at most.
+    means: of the last slice so far, as `block_means` returns them.
     """
 
     def __init__(self, plan: MediaPlan, pruning: Pruning, shares: bool = False) -> None:
         height, width = plan.frames.size_px
         self._grid = plan.grid
         self._side = height // plan.grid.h
+        self._slice_frames, self._dtype = plan.slice_frames, plan.frames.dtype.label
         self._threshold = AUTO_THRESHOLD if pruning.threshold is None else pruning.threshold
         self._count = num_kept(plan.grid, pruning)
         self._bounded = pruning.threshold is not None
-        self._at_once = self._bounded and self._count == plan.grid.tokens
+        self.first = pruning.first_slice
+        self._at_once = self._bounded and self._count == plan.grid.tokens - self.first * plan.grid.slice_tokens
         self._shares = shares
-        self._means: Int32Array | None = None
+        self.means: Int32Array | None = None
         self._changes: list[Float32Array] = []
         self._held: list[Slice] = []
         frame_bytes = 3 * plan.frames.dtype.itemsize * height * width
         self.held_bytes = 0 if self._at_once else plan.frames.count * frame_bytes
 
+    def skip(self, means: Int32Array) -> Iterator[Slice]:
+        """The slices before the first one whose tokens may be kept, undecoded. means: of the last of them."""
+        frames, now_ns = self._slice_frames, monotonic_ns()
+        nothing = np.empty((frames, 0, self._side, 3), self._dtype)
+        self.means = means
+        for number in range(self.first):
+            self._changes.append(np.empty(0, np.float32))
+            yield Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE)
+
     def add(self, whole: Slice) -> Slice | None:
         """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will."""
-        before, self._means = self._means, block_means(whole.pixels, self._side)
-        if before is None:
-            changes = np.full(self._grid.slice_tokens, np.inf, np.float32)
-        else:
-            changes = change(self._means, before)
+        before, self.means = self.means, block_means(whole.pixels, self._side)
+        new = np.full(self._grid.slice_tokens, np.inf, np.float32)
+        changes = new if before is None else change(self.means, before)
         number = len(self._changes)
         self._changes.append(changes)
+        if number < self.first:
+            return self._cut(whole, _NONE)
         if number and not self._at_once:
             self._held.append(whole)
             return None
@@ -91,6 +106,8 @@ class Choice:
 
     def rest(self) -> Iterator[Slice]:
         """The chosen tokens of the slices that it holds, once it has all slices."""
+        if not self._held:
+            return
         count = self._count
         if self._bounded:
             all_changed = (changed(each, number, self._threshold) for number, each in enumerate(self._changes))

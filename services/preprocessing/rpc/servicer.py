@@ -6,7 +6,7 @@ It owns the order of a stream's messages; `planner` plans, and `workers` read an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from time import monotonic_ns
@@ -17,7 +17,7 @@ import grpc
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.requests import received_pieces, selections
+from framesieve.common.contract.requests import pruning_from, received_pieces, selections
 from framesieve.common.contract.wire import pruning_of
 from framesieve.common.handover import Sender, sender_to
 from framesieve.common.response_queue import ResponseQueue
@@ -28,6 +28,7 @@ from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
 from framesieve.services.preprocessing.pruning.choice import Choice, choice_of
+from framesieve.services.preprocessing.pruning.seen import SeenSlices
 from framesieve.services.preprocessing.rpc.decode_stats import DecodeStats, recording_decode
 from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from framesieve.services.preprocessing.rpc.metrics import count_frames
@@ -77,6 +78,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._holding = ByteSemaphore(held_bytes)
         self._max_inline_bytes = max_inline_bytes
         self._known = known or indexes()
+        self._seen = SeenSlices()
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
@@ -95,7 +97,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
             async for media_index, select in selections(requests, len(planned.media)):
                 with within("select"):
                     item = planned.plan.media[media_index]
-                    choice = choice_of(pruning_of(select.pruning), item, shares=sender is not None)
+                    pruning = pruning_from(select, pruning_of(select.pruning), item)
+                    choice = choice_of(pruning, item, shares=sender is not None)
                 queue = ResponseQueue[PreprocessResponse](self._holding if choice and choice.held_bytes else None)
                 task = asyncio.create_task(
                     self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender, queue)
@@ -144,7 +147,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         sender: Sender | None,
         queue: ResponseQueue[PreprocessResponse],
     ) -> None:
-        job = slices_job(media)
+        skipped = await asyncio.to_thread(self._skip, media, choice) if choice else ()
+        job = slices_job(media, len(skipped))
         if job is None:
             return
         with recording_decode(media_index) as stats:
@@ -152,12 +156,19 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 self._holding.reserved(min(choice.held_bytes, self._holding.size_bytes) if choice else 0),
                 slices_of(self._decoding_queue, job) as slices,
             ):
-                async for each in _compared(repeats, _chosen(choice, _counted(slices, stats))):
+                async for each in _compared(repeats, _chosen(choice, skipped, _counted(slices, stats))):
                     shared = False
                     if sender and each.memory:
                         shared = await queue.read(partial(sender.send, each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
+        if choice and choice.means is not None:
+            await asyncio.to_thread(self._seen.put, media, choice.means)
+
+    def _skip(self, media: PlannedMedia, choice: Choice) -> Sequence[Slice]:
+        """The slices that the others are only compared with, if they need not be decoded."""
+        means = self._seen.get(media, choice.first - 1) if choice.first else None
+        return () if means is None else tuple(choice.skip(means))
 
 
 async def _counted(slices: AsyncIterator[Slice], stats: DecodeStats) -> AsyncIterator[Slice]:
@@ -168,12 +179,16 @@ async def _counted(slices: AsyncIterator[Slice], stats: DecodeStats) -> AsyncIte
         yield each
 
 
-async def _chosen(choice: Choice | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:
-    """The slices, or the tokens that `choice` keeps of them."""
+async def _chosen(
+    choice: Choice | None, skipped: Sequence[Slice], slices: AsyncIterator[Slice]
+) -> AsyncIterator[Slice]:
+    """The slices, or the tokens that `choice` keeps of them. skipped: those before them."""
     if choice is None:
         async for each in slices:
             yield each
         return
+    for each in skipped:
+        yield each
     async for each in slices:
         if ready := await asyncio.to_thread(choice.add, each):
             yield ready

@@ -259,11 +259,14 @@ def _view(squared: Sequence[int] | None, **places: int) -> View:
     return View(**places, squared=None if squared is None else tuple(squared))  # type: ignore[arg-type]
 
 
-def slices_job(media: PlannedMedia) -> Job[Slice] | None:
-    """The job that makes the frames of an item; None for embeddings, which have no frames."""
+def slices_job(media: PlannedMedia, begin: int = 0) -> Job[Slice] | None:
+    """The job that makes the frames of an item; None for embeddings, which have no frames.
+
+    begin: the first slice to make, above 0 for a video of pictures alone.
+    """
     match media:
         case PlannedVideo():
-            return VideoSlices(media)
+            return VideoSlices(media, begin)
         case PlannedPicture():
             return PictureSlices(media)
         case PlannedEmbeds():

@@ -12,10 +12,9 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import structlog
 
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
@@ -92,7 +91,8 @@ class LiveCall:
         self._triggers = Triggers(self._wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
         self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
-        self._place = np.zeros(3, np.int32)  # of that slice, see `live_cuts.SliceSegment`
+        self._cut: SliceSegment | None = None  # of that slice, without its embeddings
+        self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
         self._whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
         self._window: deque[tuple[int, Slice | _Told]] = deque(maxlen=MAX_REPEATED)  # the last segments, by number
@@ -208,7 +208,7 @@ class LiveCall:
         gone = session.held - sum(session.rows_of(number) for number, _ in repeated)
         await self._tell_evicted(session.count - session.first + 1 - len(repeated), gone)
         session.forget()
-        self._shown, self._whole = None, 0
+        self._shown, self._still, self._whole = None, None, 0
         self._times.clear()
         self._window.clear()
         await self._put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
@@ -227,30 +227,37 @@ class LiveCall:
     async def _watch(self, piece: Slice, again: bool = False) -> None:
         """Adds a slice. again: it was added before, and is not counted."""
         stale = self._session.first > max(self._whole, 1)
-        if self._shown is None:
+        shown, cut = self._shown, self._cut
+        # What shows the same files as a slice that kept nothing keeps nothing.
+        still = bool(shown and cut and not stale and not cut.kept.size and piece.repeats(shown))
+        if cut and still and not cut.segment.ids.size:
+            self._still = piece
+            await self._make_room(piece, 0)
+            await self._tell_slice(piece, cut, again=again)
+            return
+        if shown is None:
             prompt = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
         else:
-            prompt = prompts.next_slice(self._shown, piece, self._wanted.max_pixels)
-        pruning = pruning_message(NOTHING_PRUNED if stale else self._wanted.pruning)
-        clock = StageClock()
-        async with self._media.open(prompt, pruning, clock, self._of_media, **self._options()) as upstream:
-            async for received in upstream.receive((0,), clock):
+            prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
+        wanted = NOTHING_PRUNED if stale else self._wanted.pruning
+        pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
+        if shown and wanted.threshold is not None:
+            options["first_slice"] = 1  # the slice before is there to be compared with
+        async with self._media.open(prompt, pruning, clock, self._of_media, **options) as upstream:
+            item: MediaItem | None = None
+            async for received in upstream.receive(() if still else (0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
-            if self._shown is None:
-                cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
+            if shown and cut:
+                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
-                cut = live_cuts.next_slice(upstream.plan, item, self._session, self._place)
-            await self._add(piece, cut, whole=stale or self._shown is None, again=again)
+                assert item
+                cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
+            await self._add(piece, cut, whole=stale or shown is None, again=again)
 
     async def _add(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
-        oldest = 0
-        while self._times and self._times[0][0] < session.first:
-            self._times.popleft()
-        while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
-            oldest = self._times.popleft()[0] + 1
-        await self._evict(segment.ids.size, oldest)
+        await self._make_room(piece, segment.ids.size)
         if segment.ids.size:
             number = session.count
             await self._compute(segment)
@@ -259,7 +266,20 @@ class LiveCall:
             self._window.append((number, piece))
         else:  # nothing changed, and no text stands between slices
             session.next_position = segment.next_position
-        self._shown, self._place = piece, cut.place
+        self._shown, self._still = piece, None
+        self._cut = replace(cut, segment=replace(segment, embeds=None))
+        await self._tell_slice(piece, cut, whole, again)
+
+    async def _make_room(self, piece: Slice, rows: int) -> None:
+        """Evicts what is too old beside a slice, and what has no room beside its rows."""
+        oldest = 0
+        while self._times and self._times[0][0] < self._session.first:
+            self._times.popleft()
+        while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
+            oldest = self._times.popleft()[0] + 1
+        await self._evict(rows, oldest)
+
+    async def _tell_slice(self, piece: Slice, cut: SliceSegment, whole: bool = False, again: bool = False) -> None:
         if again:
             return
         self._usage.used_frames += piece.used
@@ -315,6 +335,7 @@ class LiveCall:
         if wanted.is_constrained:
             grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
+        await self._pass_time()
         prompt = prompts.question(self._before(), self._shown is not None, ask.parts)
         plan = await self._media.plan(prompt, **self._options())
         segment = live_cuts.question(plan, session, model.defaults.eos_ids, ask.transient)
@@ -374,6 +395,7 @@ class LiveCall:
 
     async def _tell(self, told: _Told) -> None:
         """Adds a question with its answer."""
+        await self._pass_time()
         prompt = prompts.told(self._before(), self._shown is not None, told.parts, told.answer or " ")
         plan = await self._media.plan(prompt, **self._options())
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
@@ -413,6 +435,15 @@ class LiveCall:
     def _before(self) -> Sequence[prompt_pb2.Message] | None:
         """The conversation before a turn; None: one that ends with an answer."""
         return None if self._session.held else self._wanted.messages
+
+    async def _pass_time(self) -> None:
+        """Continues after the last slice that added no rows, if there is one."""
+        if self._shown and self._cut and self._still:
+            prompt = prompts.next_slice(self._shown, self._still, self._wanted.max_pixels)
+            plan = await self._media.plan(prompt, **self._options())
+            self._cut = live_cuts.next_slice(plan, None, self._session, self._cut.place)
+            self._session.next_position = self._cut.segment.next_position
+            self._shown, self._still = self._still, None
 
     @property
     def _of_media(self) -> Adapter | None:

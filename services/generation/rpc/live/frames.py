@@ -43,6 +43,10 @@ class Slice:
     last: Frame
     used: int = SLICE_FRAMES
 
+    def repeats(self, other: Slice) -> bool:
+        """Whether it shows the same files."""
+        return (self.first.picture, self.last.picture) == (other.first.picture, other.last.picture)
+
 
 class Frames:
     """Makes slices of the frames that are used. `came`: how many came so far."""
