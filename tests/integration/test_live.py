@@ -242,27 +242,24 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
 
 @pytest.mark.parametrize("served", ["qwen3_5"], indirect=True, scope="module")
 async def test_with_a_recurrent_state_a_session_begins_again_from_half_its_window(served: Served) -> None:
-    """A question with its answer is in what stays; then slices become too old."""
+    """What stays has a question with its answer; in a second session slices become too old."""
     times_s = [0.5 * number for number in range(16)]
-    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=256) as live:
-        await live.show(PICTURES[:8], times_s[:8])
+    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=208) as live:
+        await live.show(PICTURES[:12], times_s[:12])
         await live.ask(QUESTION, said(served)[1])
-        await live.show(PICTURES[8:14], times_s[8:14])
-        _ = client
-        print(
-            [
-                (
-                    each.WhichOneof("response"),
-                    each.slice.usage.held_tokens,
-                    each.restarted.segments,
-                    each.evicted.segments,
-                    each.evicted.tokens,
-                    each.finished.usage.held_tokens,
-                )
-                for each in live.seen
-            ]
-        )
-        assert 0
+        await live.show(PICTURES[12:16], times_s[12:])
+        kinds = [each.WhichOneof("response") for each in live.seen]
+        assert kinds[-5:] == ["finished", "slice", "evicted", "restarted", "slice"]
+        assert (live.seen[-3].evicted.segments, live.seen[-2].restarted.segments) == (4, 4)
+        assert live.seen[-1].slice.usage.held_tokens <= 208 / 2 + 23
+        tokens, logprobs = await live.ask(SECOND)
+        turns = [Message("user", (video(8, 12, times_s[8:12]), Text(QUESTION))), Message("assistant", (Text("a"),))]
+        expected = await client.ask(video(12, 16, times_s[12:]), SECOND, history=turns, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    async with watching(served.address, window_s=4) as live:
+        await live.show(PICTURES[:12], times_s[:12])
+        assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [2]
 
 
 async def test_a_session_asks_by_itself_in_time_and_when_the_scene_changes(served: Served) -> None:

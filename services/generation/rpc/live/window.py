@@ -4,8 +4,7 @@
     again    [opening, slice 3][question, answer][5][6]│ next   │ at most half of the window, then what comes
 
 Of a window of W rows that begins again with R ≤ W / 2 of them, W − R are added until it is full the next time: the
-language model computes W / (W − R) rows, at most two, for each row that a caller adds, and R at once. The window has
-W · 3/4 rows on average.
+language model computes W / (W − R) rows, at most two, for each row that a caller adds, R of them at once.
 """
 
 from __future__ import annotations
