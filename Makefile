@@ -8,7 +8,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-minicpm demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,12 +42,13 @@ demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, t
 test: setup  ## Run the tests (about 11 minutes on two cores)
 	$(PYTEST) -n 2
 
-test-deep: setup  ## Run the slow variations of tests, both fuzzers and the soak (about 25 minutes)
+test-deep: setup  ## Run the slow variations of tests, the fuzzers and the soaks (about 30 minutes)
 	$(PYTEST) -n 2 -m deep
 	$(BIN)/python -m tests.fuzz.rpc
 	$(BIN)/python -m tests.fuzz.http
 	$(BIN)/python -m tests.fuzz.run
 	$(BIN)/python -m tests.soak.run
+	$(BIN)/python -m tests.soak.live
 
 # Where the bundle is unpacked, packages come from it and torch from $(PYTHON); nothing is installed, compiled or fetched.
 # Elsewhere without an index: make test-gpu GPU_SETUP= GPU_PYTHON=python3
@@ -99,6 +100,9 @@ bench-gateway: setup  ## Measure what the HTTP gateway costs over gRPC, many str
 bench-gpu: $(GPU_SETUP)  ## Check and measure a CUDA device in three calls of at most 8 minutes: correctness, engine, tower
 	$(GPU_PYTHON) -m benchmarks.gpu $(CALL)
 
+bench-live: setup  ## Measure live sessions: a question against Generate, an old session, sessions at once (20 minutes)
+	$(BIN)/python -m benchmarks.live
+
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
 	$(BIN)/python -m benchmarks.media
 
@@ -113,6 +117,9 @@ fuzz-rpc: setup  ## Send ten thousand mutated calls and answers to the three ser
 
 soak: setup  ## Run a mixed load with disconnects, killed services and bad requests (10 minutes)
 	$(BIN)/python -m tests.soak.run
+
+soak-live: setup  ## Run an hour of a live session in minutes, then end a thousand in every way
+	$(BIN)/python -m tests.soak.live
 
 fuzz: setup  ## Plan and decode two thousand broken media files (about 2 minutes)
 	$(BIN)/python -m tests.fuzz.run

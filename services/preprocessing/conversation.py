@@ -72,10 +72,12 @@ class Conversation:
 
     @property
     def is_quick(self) -> bool:
-        """Whether planning takes at most a second and waits for no worker and no lock: no media, no large text."""
+        """Whether planning takes at most a second and waits for no worker and no lock: no large text, and no media but
+        embeddings of as few tokens."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
         others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
-        return not self.media and text + len(str(others)) <= LARGE_TEXT_CHARS
+        grids = [item.location.grid.tokens for item in self.media if isinstance(item.location, Embeds)]
+        return len(grids) == len(self.media) and sum(grids) + text + len(str(others)) <= LARGE_TEXT_CHARS
 
     def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
         """The conversation with the sources of fetched and received files, by the name of the media item."""

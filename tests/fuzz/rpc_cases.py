@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -21,22 +22,62 @@ from demo.checkpoint import TINY
 from framesieve.common.contract.errors import PeerContract
 from framesieve.v1 import prompt_pb2, tensor_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
+from framesieve.v1.generation_pb2 import (
+    GenerateRequest,
+    LiveAsk,
+    LiveCancel,
+    LiveClose,
+    LiveFrame,
+    LiveOpen,
+    LiveRequest,
+    Sampling,
+)
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests import media
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 
 SERVICES = ("preprocessing", "encoder", "generation")
+# Live sessions are calls of generation, too.
+LIVE = "live"
+CALLS = (*SERVICES, LIVE)
 _KINDS = {"structure": 45, "bytes": 10, "order": 10, "leaving": 10, "peer": 22, "whole": 3}
-_STREAMED = ("preprocessing", "encoder")
-_PEERS = {"encoder": ("preprocessing",), "generation": ("encoder", "encoder", "preprocessing")}
+_STREAMED = ("preprocessing", "encoder", LIVE)
+_PEERS = {
+    "encoder": ("preprocessing",),
+    "generation": ("encoder", "encoder", "preprocessing"),
+    LIVE: ("encoder", "encoder", "preprocessing"),
+}
+
+_LIVE_PRUNINGS = (
+    prompt_pb2.Pruning(),
+    prompt_pb2.Pruning(method="pixel_change", threshold=0.05),
+    prompt_pb2.Pruning(method="evs_causal", rate=0.5),
+    prompt_pb2.Pruning(method="none"),
+)
+# Of sessions that go wrong: no picture, a picture of another size, a time that is not one, a question without an end.
+_LIVE_EXTRAS = tuple(
+    each.SerializeToString()
+    for each in (
+        LiveRequest(frame=LiveFrame(time_s=1)),
+        LiveRequest(frame=LiveFrame(picture=media.picture(84, 56), time_s=1e9 + 5)),
+        LiveRequest(frame=LiveFrame(picture=media.picture(56, 56), time_s=float("nan"))),
+        LiveRequest(frame=LiveFrame(picture=media.picture(56, 56), time_s=1.7e308)),
+        LiveRequest(ask=LiveAsk(parts=[prompt_pb2.Part(text="a" * 4000)])),
+        LiveRequest(cancel=LiveCancel()),
+        LiveRequest(close=LiveClose()),
+    )
+)
 
 _ALLOWED = frozenset({"OK", "INVALID_ARGUMENT", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. bent: the upstream service whose answers are mutated. leave_after: cancels after so many answers."""
+    """One call.
+
+    service: one of CALLS. bent: the upstream service whose answers are mutated. leave_after: cancels after so many
+    answers.
+    """
 
     seed: int
     number: int
@@ -69,9 +110,12 @@ class Case:
 def case(seed: int, number: int) -> Case:
     random_ = random.Random(f"{seed}-{number}")
     kind = random_.choices(list(_KINDS), list(_KINDS.values()))[0]
-    service = random_.choice({"peer": tuple(_PEERS), "order": _STREAMED}.get(kind, SERVICES))
-    prompt = _prompt(number, random_)
-    requests = _conversation(service, prompt, random_)
+    service = random_.choice({"peer": tuple(_PEERS), "order": _STREAMED}.get(kind, CALLS))
+    requests: list[Message]
+    if service == LIVE:
+        requests = list(_live_session(number, random_))
+    else:
+        requests = _conversation(service, _prompt(number, random_), random_)
     made = Case(seed, number, kind, service, tuple(each.SerializeToString() for each in requests))
     match kind:
         case "structure":
@@ -82,7 +126,7 @@ def case(seed: int, number: int) -> Case:
             whole = made.requests
             return replace(made, requests=(*whole[:place], mutate_bytes(whole[place], random_), *whole[place + 1 :]))
         case "order":
-            return replace(made, requests=_disordered(made.requests, random_))
+            return replace(made, requests=_disordered(service, made.requests, random_))
         case "leaving":
             timeout_s = random_.choice((None, None, None, None, 0.001, 0.01, 0.03, 0.1))
             return replace(made, timeout_s=timeout_s, leave_after=None if timeout_s else random_.randrange(8))
@@ -91,17 +135,21 @@ def case(seed: int, number: int) -> Case:
     return made
 
 
-def _disordered(requests: tuple[bytes, ...], random_: random.Random) -> tuple[bytes, ...]:
+def _disordered(service: str, requests: tuple[bytes, ...], random_: random.Random) -> tuple[bytes, ...]:
     changed = list(requests)
     for _ in range(random_.randrange(1, 4)):
         index = random_.choice((0, 1, 2, 3, -1, 2**31 - 1))
         select = PreprocessRequest(select=prompt_pb2.Select(media_index=index)).SerializeToString()
+        if service == LIVE:
+            select = random_.choice((*requests, *_LIVE_EXTRAS)) * random_.choice((1, 1, 2))
         here = random_.randrange(len(changed) + 1)
         match random_.randrange(4):
             case 0 if changed:
                 del changed[here - 1]
             case 1:
                 random_.shuffle(changed)
+            case 2 if service == LIVE:
+                changed[here:here] = [select] * random_.choice((2, 20, 300))
             case _:
                 changed.insert(here, random_.choice((select, b"", *requests)))
     return tuple(changed)
@@ -136,6 +184,35 @@ def _conversation(service: str, prompt: prompt_pb2.Prompt, random_: random.Rando
         if kind == "video" and not part.video.HasField("embeds") and random_.random() < 0.5:
             select.pruning.CopyFrom(chosen)
     return [PreprocessRequest(prompt=prompt), *(PreprocessRequest(select=select) for select in selects)]
+
+
+def _live_session(number: int, random_: random.Random) -> Iterator[LiveRequest]:
+    """All requests of a valid session, with pictures of its own."""
+    opened = LiveOpen(fps=2, max_pixels=3136, window_tokens=96, answer_tokens=80, window_s=20)
+    opened.messages.add(role=prompt_pb2.ROLE_SYSTEM).parts.add(text="Answer.")
+    opened.pruning.CopyFrom(random_.choice(_LIVE_PRUNINGS))
+    if opened.pruning.method == "pixel_change":
+        opened.triggers.add(ask=_ask("seen", 2, transient=True), on_change=0.5)
+    if random_.random() < 0.5:
+        opened.triggers.add(ask=_ask("often", 2, transient=True), every_s=1.5)
+    yield LiveRequest(open=opened)
+    time_s = random_.choice((0.0, 1e9, -3.5))
+    for place in range(random_.randrange(2, 12)):
+        time_s += random_.choice((0.0, 0.1, 0.5, 0.5, 0.5, 3.0))
+        picture = media.picture(56, 56, place % 3) + struct.pack(">q", number)
+        yield LiveRequest(frame=LiveFrame(picture=picture, time_s=time_s))
+        if random_.random() < 0.2:
+            yield LiveRequest(ask=_ask(f"question {place}", 3, transient=random_.random() < 0.5))
+        if random_.random() < 0.05:
+            yield LiveRequest(cancel=LiveCancel())
+    yield LiveRequest(ask=_ask("last", 3))
+    if random_.random() < 0.5:
+        yield LiveRequest(close=LiveClose())
+
+
+def _ask(name: str, max_new_tokens: int, transient: bool = False) -> LiveAsk:
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.7, top_k=20, seed=7, stop=["\n\n"], logprobs=True)
+    return LiveAsk(ask_id=name, parts=[prompt_pb2.Part(text="What moves?")], sampling=sampling, transient=transient)
 
 
 def _prompt(number: int, random_: random.Random) -> prompt_pb2.Prompt:

@@ -35,7 +35,8 @@ Place: TypeAlias = tuple[Any, FieldDescriptor]
 def mutate(message: Message, random_: random.Random) -> None:
     """Changes one to four fields of a message or of those nested in it."""
     for _ in range(random_.choice((1, 1, 1, 2, 4))):
-        places = list(_places(message))
+        if not (places := list(_places(message))):
+            return  # a message without fields
         set_ones = [place for place in places if _is_set(place)]
         # Prefer set fields, which have more effect; an empty message has none.
         _change(random_.choice(set_ones if set_ones and random_.random() < 0.8 else places), random_)

@@ -25,7 +25,7 @@ from framesieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from framesieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import speaking
-from tests.fuzz.rpc_cases import SERVICES, clip
+from tests.fuzz.rpc_cases import LIVE, SERVICES, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 from tests.integration.fleet import Service, Stack, started
 
@@ -33,6 +33,7 @@ PATHS = {
     "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
     "encoder": "/framesieve.v1.EncoderService/Encode",
     "generation": "/framesieve.v1.GenerationService/Generate",
+    LIVE: "/framesieve.v1.GenerationService/Live",
 }
 _ANSWERS: dict[str, type[PreprocessResponse] | type[EncodeResponse]] = {
     "preprocessing": PreprocessResponse,
@@ -45,7 +46,10 @@ _SILENCE_S = 0.3
 _FLAGS = {
     "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2"),
     "encoder": ("--cache-bytes", str(2**20), "--output-buffer-bytes", str(2**24), "--threads", "1"),
-    "generation": ("--kv-cache-tokens", "1024", "--max-model-len", "256", "--threads", "1"),
+    "generation": (
+        *("--kv-cache-tokens", "5120", "--live-tokens", "4096"),
+        *("--max-model-len", "256", "--threads", "1"),
+    ),
 }
 
 
@@ -113,6 +117,7 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
         stack = Stack({name: Service(name, checkpoint, folder, flags[name], addresses[name]) for name in SERVICES})
         opened.enter_context(started(*stack.services.values()))
         channels = {name: opened.enter_context(grpc.insecure_channel(each)) for name, each in addresses.items()}
+        channels[LIVE] = channels["generation"]
         hidden = (str(folder), str(checkpoint), str(Path(__file__).parent.parent.parent))
         yield FuzzedStack(stack, channels, hidden)
 

@@ -34,7 +34,7 @@ def test_a_lone_frame_is_shown_twice_before_a_question() -> None:
     assert frames.flush() is None
 
 
-@pytest.mark.parametrize("time_s", [math.nan, math.inf, 4.9, 5 + 8 * 24 * 3600.0])
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, 1.7e308, 4.9, 5 + 8 * 24 * 3600.0])
 def test_frames_out_of_time_are_refused(time_s: float) -> None:
     frames = Frames(2)
     frames.add(b"a", 5.0)

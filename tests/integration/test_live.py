@@ -248,19 +248,53 @@ async def test_a_session_asks_by_itself_in_time_and_when_the_scene_changes(serve
     assert live.seen[-1].finished.usage.completion_tokens == 8
 
 
-async def test_frames_are_lost_while_the_encoder_is_away_and_the_session_goes_on(served: Served) -> None:
-    encoder = served.stack.services["encoder"]
+@pytest.mark.parametrize("away", ["preprocessing", "encoder"])
+async def test_a_session_goes_on_without_a_service_and_says_what_is_lost(served: Served, away: str) -> None:
+    """Frames are dropped; a question, which needs preprocessing for its text, is refused alone."""
+    service = served.stack.services[away]
     async with watching(served.address) as live:
         await live.show(PICTURES[:2], (0, 0.5))
-        await asyncio.to_thread(encoder.kill)
+        await asyncio.to_thread(service.kill)
         for number in (2, 3):
             await live.send(frame=LiveFrame(picture=PICTURES[number], time_s=number / 2))
         dropped = await live.until("dropped")
         assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_UNAVAILABLE)
-        await asyncio.to_thread(encoder.start)
-        await asyncio.to_thread(encoder.ready)
+        tokens, _ = await live.ask(QUESTION, transient=True)
+        finished = live.seen[-1].finished
+        if away == "encoder":
+            assert tokens
+        else:
+            assert not tokens
+            assert finished.finished.reason == generation_pb2.FINISH_REASON_UNAVAILABLE
+            assert "preprocessing" in finished.error
+        await asyncio.to_thread(service.start)
+        await asyncio.to_thread(service.ready)
+        seen = asyncio.create_task(live.until("slice"))
         for number in range(4, 80):  # the channel connects again within seconds
+            if seen.done():
+                break
             await live.send(frame=LiveFrame(picture=PICTURES[number % 16], time_s=number / 2))
             await asyncio.sleep(0.1)
+        await seen
         assert (await live.ask(QUESTION))[0]
         assert live.seen[-1].finished.usage.used_frames > 2
+
+
+async def test_a_session_that_begins_again_without_the_encoder_says_what_it_lost(served: Served) -> None:
+    """A question close to the trained positions: its text is laid out, and the slices before it cannot be encoded."""
+    config = json.loads((served.folder / "config.json").read_text())
+    if config["model_type"] != "qwen2_5_vl":
+        pytest.skip("positions follow the number of slices")
+    encoder = served.stack.services["encoder"]
+    end_s = config["text_config"]["max_position_embeddings"] // 2 - 20  # two positions a second
+    async with watching(served.address) as live:
+        await live.show(PICTURES[:4], (0, 0.5, end_s, end_s + 0.5))
+        await asyncio.to_thread(encoder.kill)
+        long = Sampling(max_new_tokens=60, temperature=0, ignore_eos=True)
+        tokens, _ = await live.ask(QUESTION, long)
+        assert len(tokens) == 60
+        told = [each for each in live.seen if each.HasField("restarted") or each.HasField("evicted")]
+        assert [each.WhichOneof("response") for each in told] == ["restarted", "evicted"]
+        assert told[0].restarted.segments == told[1].evicted.segments == 2
+    await asyncio.to_thread(encoder.start)
+    await asyncio.to_thread(encoder.ready)

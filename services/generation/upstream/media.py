@@ -99,12 +99,7 @@ class MediaClient:
             else self._preprocess_call(prompt, timeout, metadata) as upstream,
         ):
             del files
-            plan = await upstream.plan()
-            check_plan(plan, prompt, self._model.fingerprint, self._model.embed_levels)
-            if (largest := int(plan.input_ids.max())) >= self._model.vocab_size:
-                raise PeerContract(
-                    f"the plan holds token id {largest}, the model's vocabulary has {self._model.vocab_size} tokens"
-                )
+            plan = await self._received_plan(upstream, prompt)
             del prompt, pruning
             if upstream.fetched_ns is None:
                 clock.skip(Stage.FETCH)
@@ -113,6 +108,28 @@ class MediaClient:
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, adapter, upstream, self._model, self._media_buffer, held)
+
+    async def plan(
+        self, prompt: prompt_pb2.Prompt, timeout: float | None = None, metadata: Metadata = ()
+    ) -> PromptPlan:
+        """The plan of a prompt, by preprocessing alone. Its media, if it has any, are grids of embeddings.
+
+        Raises InvalidRequest, PeerContract, and errors of preprocessing.
+        """
+        check_prompt(prompt, self._max_inline_bytes)
+        with self._preprocess_call(prompt, timeout, metadata) as upstream:
+            plan = await self._received_plan(upstream, prompt)
+            upstream.succeeded()
+            return plan
+
+    async def _received_plan(self, upstream: RetriedCall, prompt: prompt_pb2.Prompt) -> PromptPlan:
+        plan = await upstream.plan()
+        check_plan(plan, prompt, self._model.fingerprint, self._model.embed_levels)
+        if (largest := int(plan.input_ids.max())) >= self._model.vocab_size:
+            raise PeerContract(
+                f"the plan holds token id {largest}, the model's vocabulary has {self._model.vocab_size} tokens"
+            )
+        return plan
 
     def _encode_call(
         self,

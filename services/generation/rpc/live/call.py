@@ -45,6 +45,7 @@ MAX_WAITING_QUESTIONS = 16
 # With how many of its last segments a session begins again. Their pictures stay on the host.
 MAX_REPEATED = 32
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
+_UNAVAILABLE = generation_pb2.FINISH_REASON_UNAVAILABLE
 
 log = structlog.get_logger()
 
@@ -153,7 +154,16 @@ class LiveCall:
         await self._tell_dropped()
 
     async def _serve(self, piece: Slice | Ask) -> None:
-        await (self._watch(piece) if isinstance(piece, Slice) else self._answer(piece))
+        """Adds a slice or answers a question. If a service upstream cannot be reached, the session goes on without."""
+        try:
+            await (self._watch(piece) if isinstance(piece, Slice) else self._answer(piece))
+        except (Unavailable, Overloaded) as error:
+            _check_upstream(error)
+            if isinstance(piece, Slice):
+                self._drop(piece, generation_pb2.DROP_REASON_UNAVAILABLE)
+                await self._tell_dropped()
+            else:
+                await self._finish(piece, generation_pb2.Finished(reason=_UNAVAILABLE), str(error))
 
     async def _begin_again(self, piece: Slice | Ask) -> None:
         """Computes the segments of the window again, from position 0 on, and then a piece.
@@ -175,27 +185,24 @@ class LiveCall:
         self._times.clear()
         self._window.clear()
         await self._put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
+        lost = 0
         for piece in repeated:
-            if isinstance(piece, Slice):
-                await self._watch(piece, again=True)
-            else:
-                await self._tell(piece)
+            try:
+                await (self._watch(piece, again=True) if isinstance(piece, Slice) else self._tell(piece))
+            except (Unavailable, Overloaded) as error:
+                _check_upstream(error)
+                lost += 1
+        if lost:
+            await self._put(evicted=generation_pb2.LiveEvicted(segments=lost))
 
     # --- slices ------------------------------------------------------------------------------------------------
 
     async def _watch(self, piece: Slice, again: bool = False) -> None:
-        """Adds a slice. If a service upstream cannot be reached, it is dropped, and the session goes on.
-
-        again: it was added before, and is not counted.
-        """
+        """Adds a slice. again: it was added before, and is not counted."""
         stale = self._session.first > max(self._whole, 1)
         shown, cut = self._shown, self._cut
-        # What shows the same files as a slice that kept nothing keeps nothing.
-        still = bool(shown and cut and not stale and not cut.kept.size and piece.repeats(shown))
-        if cut and still and not cut.segment.ids.size:
-            self._still = piece
-            await self._make_room(piece, 0)
-            await self._tell_slice(piece, cut, again=again)
+        if shown and cut and not stale and not cut.kept.size and piece.repeats(shown):
+            await self._stand_still(shown, cut, piece, again)
             return
         if shown is None:
             prompt = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
@@ -205,25 +212,26 @@ class LiveCall:
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
         if shown and wanted.threshold is not None:
             options["first_slice"] = 1  # the slice before is there to be compared with
-        try:
-            async with self._media.open(prompt, pruning, clock, self._of_media, **options) as upstream:
-                item: MediaItem | None = None
-                async for received in upstream.receive(() if still else (0,), clock):
-                    if isinstance(received, MediaItem) and received.complete:
-                        item = received
-                if shown and cut:
-                    cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
-                else:
-                    assert item
-                    cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
-                await self._add(piece, cut, whole=stale or shown is None, again=again)
-        except (Unavailable, Overloaded) as error:
-            if isinstance(error, Unavailable) and error.stage == "generation":
-                raise
-            log.warning("frames of a live session were lost", error=str(error))
-            if not again:
-                self._drop(piece, generation_pb2.DROP_REASON_UNAVAILABLE)
-                await self._tell_dropped()
+        async with self._media.open(prompt, pruning, clock, self._of_media, **options) as upstream:
+            async for received in upstream.receive((0,), clock):
+                if isinstance(received, MediaItem) and received.complete:
+                    item = received
+            if shown and cut:
+                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
+            else:
+                cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
+            await self._add(piece, cut, whole=stale or shown is None, again=again)
+
+    async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
+        """Adds a slice that shows the same files as the last one, which kept nothing, and so keeps nothing, either."""
+        if cut.segment.ids.size:
+            plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
+            cut = live_cuts.next_slice(plan, None, self._session, cut.place)
+            await self._add(piece, cut, whole=False, again=again)
+            return
+        self._still = piece
+        await self._make_room(piece, 0)
+        await self._tell_slice(piece, cut, whole=False, again=again)
 
     async def _add(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
@@ -243,11 +251,13 @@ class LiveCall:
     async def _make_room(self, piece: Slice, rows: int) -> None:
         """Evicts what is too old beside a slice, and what has no room beside its rows."""
         oldest = 0
+        while self._times and self._times[0][0] < self._session.first:
+            self._times.popleft()
         while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
             oldest = self._times.popleft()[0] + 1
         await self._evict(rows, oldest)
 
-    async def _tell_slice(self, piece: Slice, cut: SliceSegment, whole: bool = False, again: bool = False) -> None:
+    async def _tell_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         if again:
             return
         self._usage.used_frames += piece.used
@@ -294,12 +304,12 @@ class LiveCall:
         if wanted.is_constrained:
             grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
-        prompt = prompts.question(self._before(), self._seen(), ask.parts, self._wanted.max_pixels)
-        pruning = pruning_message(NOTHING_PRUNED)
-        async with self._media.open(prompt, pruning, clock, self._of_media, **self._options()) as upstream:
-            self._pass_time(upstream.plan)
-            segment = live_cuts.question(upstream.plan, session, model.defaults.eos_ids, ask.transient)
-        clock.skip(Stage.TRANSFER)
+        prompt = prompts.question(self._before(), self._seen(), ask.parts)
+        plan = await self._media.plan(prompt, **self._options())
+        self._pass_time(plan)
+        segment = live_cuts.question(plan, session, model.defaults.eos_ids, ask.transient)
+        clock.skip(Stage.FETCH)
+        clock.finish(Stage.TRANSFER)
         if ask.cancelled.is_set():
             await self._finish(ask, generation_pb2.Finished(reason=_CANCELLED))
             return
@@ -354,18 +364,19 @@ class LiveCall:
 
     async def _tell(self, told: _Told) -> None:
         """Adds a question with its answer."""
-        prompt = prompts.told(self._before(), self._seen(), told.parts, told.answer or " ", self._wanted.max_pixels)
-        options, pruning = self._options(), pruning_message(NOTHING_PRUNED)
-        async with self._media.open(prompt, pruning, StageClock(), self._of_media, **options) as upstream:
-            self._pass_time(upstream.plan)
-            segment = live_cuts.told(upstream.plan, self._session, self._model.defaults.eos_ids)
+        prompt = prompts.told(self._before(), self._seen(), told.parts, told.answer or " ")
+        plan = await self._media.plan(prompt, **self._options())
+        self._pass_time(plan)
+        segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(0)
         self._window.append((self._session.count, told))
         await self._compute(segment)
         self._shown = None
 
-    async def _finish(self, ask: Ask, finished: generation_pb2.Finished) -> None:
-        await self._put(finished=generation_pb2.LiveFinished(ask_id=ask.id, finished=finished, usage=self._used()))
+    async def _finish(self, ask: Ask, finished: generation_pb2.Finished, error: str = "") -> None:
+        """error: why there is no answer."""
+        told = generation_pb2.LiveFinished(ask_id=ask.id, finished=finished, usage=self._used(), error=error)
+        await self._put(finished=told)
 
     # --- both --------------------------------------------------------------------------------------------------
 
@@ -431,3 +442,10 @@ class LiveCall:
         used = generation_pb2.LiveUsage()
         used.CopyFrom(self._usage)
         return used
+
+
+def _check_upstream(error: Unavailable | Overloaded) -> None:
+    """Raises the error if it is generation's own; else another service cannot be reached, or has no room."""
+    if isinstance(error, Unavailable) and error.stage == "generation":
+        raise error
+    log.warning("a live session goes on without a service", error=str(error))

@@ -69,10 +69,10 @@ class Frames:
             raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
         if self._origin_s is None:
             self._origin_s = time_s
-        since = round((time_s - self._origin_s) * _TICKS_PER_S) / _TICKS_PER_S
-        if since > MAX_LENGTH_S:
+        if time_s - self._origin_s > MAX_LENGTH_S:
             limit = f"within {MAX_LENGTH_S} s of the first frame's, {self._origin_s:g}"
             raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
+        since = round((time_s - self._origin_s) * _TICKS_PER_S) / _TICKS_PER_S
         self.came += 1
         self._given_s = time_s
         # The tick after it: 0.3 · 10 is below 3.

@@ -1,0 +1,25 @@
+"""`make bench-live`: live sessions by three real processes.
+
+Prints Markdown or JSON to stdout and progress to stderr. A measurement is a function in a file of its own that takes a
+number of rounds and returns rows, and a line in MEASUREMENTS. Memory over an hour is measured by `make soak-live`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.live.age import age
+from benchmarks.live.question import question
+from benchmarks.live.sessions import sessions
+from benchmarks.live.still import still_slice
+from benchmarks.report import Measurement, run
+
+MEASUREMENTS: Mapping[str, Measurement] = {
+    "question": question,
+    "age": age,
+    "sessions": sessions,
+    "still": still_slice,
+}
+
+if __name__ == "__main__":
+    run("live", __doc__, MEASUREMENTS, rounds=7, least_rounds=5)

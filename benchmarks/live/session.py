@@ -1,0 +1,83 @@
+"""A live session's call, and what its responses say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, LiveUsage, Sampling
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+
+QUESTION = "What happens in the video?"
+
+
+class Session:
+    """A call that was made. dropped: frames that were, as far as responses were read; usage: the last one that came."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call: Any = GenerationServiceStub(channel).Live()
+        self.dropped = 0
+        self.usage = LiveUsage()
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, channel: grpc.aio.Channel, **wanted: Any) -> AsyncIterator[Session]:
+        """A session that is accepted. wanted: fields of LiveOpen. Leaving it cancels the call."""
+        session = cls(channel)
+        try:
+            await session.send(open=LiveOpen(**wanted))
+            await session.until("accepted")
+            yield session
+        finally:
+            session._call.cancel()
+
+    async def send(self, **request: Any) -> None:
+        await self._call.write(LiveRequest(**request))
+
+    async def read(self) -> LiveResponse | None:
+        """The next response; None at the end of the call."""
+        response = await self._call.read()
+        if response is grpc.aio.EOF:
+            return None
+        self.dropped += response.dropped.frames
+        kind = response.WhichOneof("response")
+        if kind in ("slice", "finished"):
+            self.usage = getattr(response, kind).usage
+        return response  # type: ignore[no-any-return]
+
+    async def until(self, *kinds: str) -> None:
+        """Reads up to the next response of one of these kinds."""
+        while (response := await self.read()) is not None:
+            if response.WhichOneof("response") in kinds:
+                return
+        raise AssertionError(f"the session ended before {kinds}")
+
+    async def ended(self) -> None:
+        while await self.read():
+            pass
+
+    async def watch(self, frames: Sequence[bytes], times_s: Sequence[float]) -> None:
+        """Sends frames, two at a time, each two once those before them are a slice."""
+        for place, (picture, time_s) in enumerate(zip(frames, times_s, strict=True)):
+            await self.send(frame=LiveFrame(picture=picture, time_s=time_s))
+            if place % 2:
+                await self.until("slice", "dropped")
+
+    async def ask(self, tokens: int, *, transient: bool, text: str = QUESTION) -> None:
+        """Asks for an answer of so many tokens, and reads nothing."""
+        sampling = Sampling(max_new_tokens=tokens, temperature=0, ignore_eos=True)
+        await self.send(ask=LiveAsk(parts=[prompt_pb2.Part(text=text)], sampling=sampling, transient=transient))
+
+    async def first_token_s(self) -> float:
+        """How long the first token of a question takes that leaves no trace."""
+        start = time.perf_counter()
+        await self.ask(2, transient=True)
+        await self.until("delta")
+        taken = time.perf_counter() - start
+        await self.until("finished")
+        return taken

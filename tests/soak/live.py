@@ -1,0 +1,280 @@
+"""`make soak-live`: an hour of a live session in minutes, then a thousand sessions that end in every way.
+
+    hour        a clip over and over, two frames a second by their times, sent as fast as they are taken; a question
+                each minute, of which every second one stays. Memory in the last minute against that in the fifth
+    thousand    sessions that are closed, cancelled, or whose process is killed, half of them within an answer;
+                afterwards no service has more threads, descriptors, blocks or upstream calls than before
+
+Prints a report and exits with status 1 if memory grew, a frame was dropped, or anything was not given back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import av
+import grpc
+
+from benchmarks.live.session import Session
+from benchmarks.processes import resident_bytes, tree
+from framesieve.cli.signals import unwind_on_signals
+from framesieve.common.channels import open_channel
+from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.security.credentials import NO_CREDENTIALS
+from framesieve.v1.generation_pb2 import LiveClose
+from tests.integration.fleet import Service, Stack, at_rest, running
+
+CLIP = Path(__file__).parents[2] / "demo" / "clip.mp4"
+FPS = 2
+MINUTE_S = 60
+EARLY_MINUTE = 5
+AT_MOST = 1.05
+SAMPLED_EVERY = 5  # slices
+ANSWER_TOKENS = 128
+OPENED = {"fps": FPS, "window_tokens": 1024, "answer_tokens": ANSWER_TOKENS}
+AT_ONCE = 10
+KILLED_AT_ONCE = 50
+WARM_UP = 100
+SETTLE_S = 10.0
+# Small, so that caches are full before memory is measured.
+FLAGS = {
+    "preprocessing": ("--inflight-bytes", str(8 * 2**20)),
+    "encoder": ("--cache-bytes", str(2 * 2**20)),
+    "generation": ("--kv-cache-tokens", "65536", "--live-tokens", "61440"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """early_bytes, late_bytes: median memory by service in the fifth and in the last minute of the session.
+
+    before, after: the thousand sessions, by service: threads, descriptors, resident bytes. faults: all that went wrong.
+    """
+
+    minutes: int
+    took_s: float
+    slices: int
+    answers: int
+    dropped: int
+    early_bytes: dict[str, float]
+    late_bytes: dict[str, float]
+    sessions: int
+    sessions_took_s: float
+    before: dict[str, dict[str, int]]
+    after: dict[str, dict[str, int]]
+    faults: list[str]
+
+
+async def hour(stack: Stack, pictures: Sequence[bytes], minutes: int) -> tuple[dict[int, dict[str, list[int]]], int]:
+    """Samples of memory by minute and service, and how many frames were dropped."""
+    memory: dict[int, dict[str, list[int]]] = {}
+    async with open_channel(stack.address, NO_CREDENTIALS) as channel, Session.opened(channel, **OPENED) as session:
+        for number in range(minutes * MINUTE_S * FPS // 2):
+            await session.watch(*slice_of(pictures, number))
+            minute, within = divmod(number, MINUTE_S * FPS // 2)
+            if not within:
+                await session.ask(16, transient=minute % 2 == 0)
+                await session.until("finished")
+            if not number % SAMPLED_EVERY:
+                samples = memory.setdefault(minute + 1, {name: [] for name in stack.services})
+                for name, service in stack.services.items():
+                    samples[name].append(resident_bytes(service.pid))
+        await session.send(close=LiveClose())
+        await session.ended()
+        return memory, session.dropped
+
+
+def slice_of(pictures: Sequence[bytes], number: int) -> tuple[list[bytes], list[float]]:
+    """The frames of a slice of the clip over and over, and their times."""
+    both = (2 * number, 2 * number + 1)
+    return [pictures[frame % len(pictures)] for frame in both], [frame / FPS for frame in both]
+
+
+async def sessions(stack: Stack, pictures: Sequence[bytes], count: int) -> None:
+    """Opens and ends so many sessions: a quarter are closed, half cancelled, and a quarter end with their process."""
+    waiting = iter(range(count * 3 // 4))
+
+    async def some() -> None:
+        async with open_channel(stack.address, NO_CREDENTIALS) as channel:
+            for number in waiting:
+                await _session(channel, pictures, number)
+
+    await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+    for first in range(count * 3 // 4, count, KILLED_AT_ONCE):
+        await asyncio.to_thread(_killed, stack.address, pictures, min(KILLED_AT_ONCE, count - first))
+
+
+async def _session(channel: grpc.aio.Channel, pictures: Sequence[bytes], number: int) -> None:
+    async with Session.opened(channel, **OPENED) as session:
+        await session.watch(*slice_of(pictures, 0))
+        if number % 2:
+            await session.ask(ANSWER_TOKENS // 2, transient=False)
+            await session.until("delta")
+        if number % 3 == 0:
+            await session.send(close=LiveClose())
+            await session.ended()
+
+
+def _killed(address: str, pictures: Sequence[bytes], count: int) -> None:
+    """So many sessions of a process that is killed while they are open."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_stay_open, args=(there, address, tuple(pictures[:2]), count))
+    process.start()
+    try:
+        if not here.poll(60):
+            raise AssertionError("sessions of another process were not opened")
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+        there.close()
+
+
+def _stay_open(opened: Connection, address: str, pictures: Sequence[bytes], count: int) -> None:
+    async def stay() -> None:
+        async with open_channel(address, NO_CREDENTIALS) as channel:
+
+            async def one(number: int) -> None:
+                async with Session.opened(channel, **OPENED) as session:
+                    await session.watch(*slice_of(pictures, 0))
+                    if number % 2:
+                        await session.ask(ANSWER_TOKENS // 2, transient=False)
+                        await session.until("delta")
+                    ready.release()
+                    await asyncio.Event().wait()
+
+            ready = asyncio.Semaphore(0)
+            staying = [asyncio.create_task(one(number)) for number in range(count)]
+            for _ in staying:
+                await ready.acquire()
+            opened.send(True)
+            await asyncio.gather(*staying)
+
+    asyncio.run(stay())
+
+
+def held(services: Sequence[Service]) -> dict[str, dict[str, int]]:
+    """What each service and its workers hold."""
+    return {
+        service.name: {
+            "threads": sum(len(list(Path(f"/proc/{each}/task").iterdir())) for each in tree(service.pid)),
+            "descriptors": sum(len(list(Path(f"/proc/{each}/fd").iterdir())) for each in tree(service.pid)),
+            "bytes": resident_bytes(service.pid),
+        }
+        for service in services
+    }
+
+
+async def settled(services: Sequence[Service], most: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """What the services hold once that is no more than `most`, or after SETTLE_S."""
+    end_s = time.monotonic() + SETTLE_S
+    while True:
+        found = held(services)
+        if time.monotonic() > end_s or not list(more(found, most)):
+            return found
+        await asyncio.sleep(0.1)
+
+
+def more(found: dict[str, dict[str, int]], most: dict[str, dict[str, int]]) -> list[str]:
+    """What is held beyond `most`, but for memory."""
+    return [
+        f"{name} has {found[name][kind]} {kind}, and had {most[name][kind]}"
+        for name in found
+        for kind in ("threads", "descriptors")
+        if found[name][kind] > most[name][kind]
+    ]
+
+
+def frames() -> list[bytes]:
+    """The clip at two frames a second, as JPEG files."""
+    pictures = []
+    with av.open(str(CLIP)) as container:
+        step = int((container.streams.video[0].average_rate or FPS) / FPS)
+        for number, frame in enumerate(container.decode(video=0)):
+            if not number % step:
+                file = io.BytesIO()
+                frame.to_image().save(file, "JPEG", quality=90)
+                pictures.append(file.getvalue())
+    return pictures
+
+
+async def soak(minutes: int, count: int) -> Report:
+    pictures = frames()
+    with running(DEMO_MODEL, flags=FLAGS) as stack:
+        services = list(stack.services.values())
+        began_s = time.monotonic()
+        memory, dropped = await hour(stack, pictures, minutes)
+        took_s = time.monotonic() - began_s
+        early, late = (
+            {name: statistics.median(samples) for name, samples in memory[minute].items()}
+            for minute in (min(EARLY_MINUTE, minutes), minutes)
+        )
+        faults = [f"{dropped} frames were dropped"] * bool(dropped)
+        faults += [
+            f"{name} grew {late[name] / before:.3f} times"
+            for name, before in early.items()
+            if late[name] > AT_MOST * before
+        ]
+        await sessions(stack, pictures, min(WARM_UP, count))
+        await at_rest(services, SETTLE_S)
+        before, began_s = held(services), time.monotonic()
+        await sessions(stack, pictures, count)
+        sessions_took_s = time.monotonic() - began_s
+        try:
+            await at_rest(services, SETTLE_S)
+        except AssertionError as still:
+            faults.append(f"still held without sessions: {still}")
+        after = await settled(services, before)
+        faults += more(after, before)
+    slices = minutes * MINUTE_S * FPS // 2
+    return Report(minutes, took_s, slices, minutes, dropped, early, late, count, sessions_took_s, before, after, faults)
+
+
+def show(report: Report) -> None:
+    print(f"{report.minutes} minutes in {report.took_s:.0f} s: {report.slices} slices, {report.answers} answers")
+    print(
+        f"| service | minute {min(EARLY_MINUTE, report.minutes)} | minute {report.minutes} | ratio (goal ≤ {AT_MOST}) |"
+    )
+    print("|---|---|---|---|")
+    for name, early in report.early_bytes.items():
+        late = report.late_bytes[name]
+        print(f"| {name} | {early / 2**20:.1f} MiB | {late / 2**20:.1f} MiB | {late / early:.3f} |")
+    print(f"\n{report.sessions} sessions in {report.sessions_took_s:.0f} s, before and after them")
+    print("| service | threads | descriptors | memory |")
+    print("|---|---|---|---|")
+    for name, before in report.before.items():
+        after = report.after[name]
+        kinds = [f"{before[kind]}, {after[kind]}" for kind in ("threads", "descriptors")]
+        print(f"| {name} | {kinds[0]} | {kinds[1]} | {before['bytes'] / 2**20:.1f}, {after['bytes'] / 2**20:.1f} MiB |")
+    print("\n".join(f"FAULT  {fault}" for fault in report.faults) or "No fault.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=int, default=60, help="of the long session, by the times of its frames")
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    args = parser.parse_args()
+    unwind_on_signals()
+    report = asyncio.run(soak(args.minutes, args.sessions))
+    if args.json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        show(report)
+    sys.exit(1 if report.faults else 0)
+
+
+if __name__ == "__main__":
+    main()
