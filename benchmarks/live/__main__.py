@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from benchmarks.live.age import age
 from benchmarks.live.question import question
 from benchmarks.live.sessions import sessions
+from benchmarks.live.still import still_slice
 from benchmarks.report import Measurement, run
 
 MEASUREMENTS: Mapping[str, Measurement] = {
     "question": question,
     "age": age,
     "sessions": sessions,
+    "still": still_slice,
 }
 
 if __name__ == "__main__":

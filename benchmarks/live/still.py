@@ -16,19 +16,19 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from benchmarks.live.camera import FPS
+from benchmarks.live.session import Session
 from benchmarks.models import SMALL, DeepStack, Layout
 from benchmarks.processes import cpu_s
 from benchmarks.table import Row, Timings
 from framesieve.cli.launcher import LocalStack
 from framesieve.common.channels import open_channel
 from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1.generation_pb2 import LiveFrame, LiveOpen, LiveRequest, LiveSlice
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from framesieve.v1.generation_pb2 import LiveFrame
 
 HEIGHT_PX, WIDTH_PX = 480, 640
 # Levels, the standard deviation of a pixel.
@@ -87,40 +87,29 @@ async def _rows(name: str, layout: Layout, rounds: int) -> list[Row]:
     ]
 
 
+@asynccontextmanager
+async def _watching(address: str) -> AsyncIterator[_Watching]:
+    async with open_channel(address, NO_CREDENTIALS) as channel, Session.opened(channel) as session:
+        yield _Watching(session)
+
+
 class _Watching:
     """A live session that is shown two frames a second."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._times_s = itertools.count(0, 0.5)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._times_s = itertools.count(0, 1 / FPS)
 
     async def show(self, first: bytes, last: bytes) -> tuple[float, int, int]:
         """Seconds from the second frame to the slice; how many tokens it keeps, and has."""
-        await self._call.write(_frame(first, next(self._times_s)))
+        await self._session.send(frame=LiveFrame(picture=first, time_s=next(self._times_s)))
         start = time.perf_counter()
-        await self._call.write(_frame(last, next(self._times_s)))
-        made = await self.until_slice()
-        return time.perf_counter() - start, made.kept.shape[0], made.grid.h * made.grid.w
-
-    async def until_slice(self) -> LiveSlice:
-        while True:
-            response = await self._call.read()
+        await self._session.send(frame=LiveFrame(picture=last, time_s=next(self._times_s)))
+        while (response := await self._session.read()) is not None:
             if response.HasField("slice"):
-                made: LiveSlice = response.slice
-                return made
-
-
-@asynccontextmanager
-async def _watching(address: str) -> AsyncIterator[_Watching]:
-    async with open_channel(address, NO_CREDENTIALS) as channel:
-        call = GenerationServiceStub(channel).Live()
-        await call.write(LiveRequest(open=LiveOpen()))
-        yield _Watching(call)
-        call.cancel()
-
-
-def _frame(picture: bytes, time_s: float) -> LiveRequest:
-    return LiveRequest(frame=LiveFrame(picture=picture, time_s=time_s))
+                made = response.slice
+                return time.perf_counter() - start, made.kept.shape[0], made.grid.h * made.grid.w
+        raise AssertionError("the session ended before the slice")
 
 
 def _picture(scene: int, number: int) -> bytes:

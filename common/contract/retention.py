@@ -121,9 +121,10 @@ def check_kept(kept: Int32Array, grid: Grid, num_kept: int, least: int | None = 
     """
     fits = kept.ndim == 1 and (num_kept if least is None else least) <= kept.size <= num_kept
     if not fits or (kept.size and (kept[0] < 0 or kept[-1] >= grid.tokens or bool((np.diff(kept) <= 0).any()))):
+        most = "" if least is None else "at most "
         raise PeerContract(
-            f"items of {grid} must keep {'' if least is None else f'{least} to '}{num_kept} tokens, whose indices "
-            f"increase strictly, from at least 0 to below {grid.tokens}; got kept of shape {list(kept.shape)}"
+            f"an item of the grid {grid} must keep {most}{num_kept} tokens, whose indices increase strictly, "
+            f"from at least 0 to below {grid.tokens}; got kept of shape {list(kept.shape)}"
         )
 
 

@@ -61,7 +61,6 @@ class Choice:
 
     shares: makes the pixels in memory that can be handed over.
     first: the first slice whose tokens may be kept. held_bytes: of the slices that it holds at most.
-    means: of the last slice so far, as `block_means` returns them.
     """
 
     def __init__(self, plan: MediaPlan, pruning: Pruning, shares: bool = False) -> None:
@@ -75,26 +74,31 @@ class Choice:
         self.first = pruning.first_slice
         self._at_once = self._bounded and self._count == plan.grid.tokens - self.first * plan.grid.slice_tokens
         self._shares = shares
-        self.means: Int32Array | None = None
+        self._means: Int32Array | None = None
         self._changes: list[Float32Array] = []
         self._held: list[Slice] = []
         frame_bytes = 3 * plan.frames.dtype.itemsize * height * width
         self.held_bytes = 0 if self._at_once else plan.frames.count * frame_bytes
 
+    @property
+    def last_means(self) -> Int32Array | None:
+        """Of the last slice, as `block_means` returns them; None before it."""
+        return self._means if len(self._changes) == self._grid.t else None
+
     def skip(self, means: Int32Array) -> Iterator[Slice]:
         """The slices before the first one whose tokens may be kept, undecoded. means: of the last of them."""
         frames, now_ns = self._slice_frames, monotonic_ns()
         nothing = np.empty((frames, 0, self._side, 3), self._dtype)
-        self.means = means
+        self._means = means
         for number in range(self.first):
             self._changes.append(np.empty(0, np.float32))
             yield Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE)
 
     def add(self, whole: Slice) -> Slice | None:
         """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will."""
-        before, self.means = self.means, block_means(whole.pixels, self._side)
+        before, self._means = self._means, block_means(whole.pixels, self._side)
         new = np.full(self._grid.slice_tokens, np.inf, np.float32)
-        changes = new if before is None else change(self.means, before)
+        changes = new if before is None else change(self._means, before)
         number = len(self._changes)
         self._changes.append(changes)
         if number < self.first:

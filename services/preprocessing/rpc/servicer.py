@@ -165,14 +165,36 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 self._holding.reserved(min(choice.held_bytes, self._holding.size_bytes) if choice else 0),
                 slices_of(self._decoding_queue, job) as slices,
             ):
-                async for each in _compared(repeats, _chosen(choice, skipped, _counted(slices, stats))):
+                async for each in _compared(repeats, self._chosen(media, choice, skipped, _counted(slices, stats))):
                     shared = False
                     if sender and each.memory:
                         shared = await queue.read(partial(sender.send, each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
-        if choice and choice.means is not None:
-            await asyncio.to_thread(self._seen.put, media, choice.means)
+
+    async def _chosen(
+        self, media: PlannedMedia, choice: Choice | None, skipped: Sequence[Slice], slices: AsyncIterator[Slice]
+    ) -> AsyncIterator[Slice]:
+        """The slices, or the tokens that `choice` keeps of them. skipped: those before them."""
+        if choice is None:
+            async for each in slices:
+                yield each
+            return
+        for each in skipped:
+            yield each
+        async for each in slices:
+            if ready := await asyncio.to_thread(self._add, media, choice, each):
+                yield ready
+        rest = choice.rest()
+        while ready := await asyncio.to_thread(next, rest, None):
+            yield ready
+
+    def _add(self, media: PlannedMedia, choice: Choice, whole: Slice) -> Slice | None:
+        """As `choice.add`."""
+        ready = choice.add(whole)
+        if (means := choice.last_means) is not None:
+            self._seen.put(media, means)
+        return ready
 
     def _skip(self, media: PlannedMedia, choice: Choice) -> Sequence[Slice]:
         """The slices that the others are only compared with, if they need not be decoded."""
@@ -186,24 +208,6 @@ async def _counted(slices: AsyncIterator[Slice], stats: DecodeStats) -> AsyncIte
         count_frames(each)
         add_request_stats(frames=len(each.pixels))
         yield each
-
-
-async def _chosen(
-    choice: Choice | None, skipped: Sequence[Slice], slices: AsyncIterator[Slice]
-) -> AsyncIterator[Slice]:
-    """The slices, or the tokens that `choice` keeps of them. skipped: those before them."""
-    if choice is None:
-        async for each in slices:
-            yield each
-        return
-    for each in skipped:
-        yield each
-    async for each in slices:
-        if ready := await asyncio.to_thread(choice.add, each):
-            yield ready
-    rest = choice.rest()
-    while ready := await asyncio.to_thread(next, rest, None):
-        yield ready
 
 
 async def _compared(repeats: Repeats | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:

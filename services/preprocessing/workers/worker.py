@@ -174,6 +174,7 @@ def main(jobs: JobTable = JOBS) -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     limits = Limits(**json.loads(sys.argv[2]))
     granted = confine(limits.memory_bytes, int(sys.argv[3]))
+    gc.freeze()  # what is imported stays, and the collections below need not look at it
     _send(connection, Kind.READY, {"confined_by": granted})
     while True:
         message = _receive(connection)

@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.common.response_queue import ResponseQueue
 from framesieve.common.serving.status import status_message
@@ -248,12 +249,8 @@ class LiveCall:
         """Adds a slice. again: it was added before, and is not counted."""
         stale = self._session.first > max(self._whole, 1)
         shown, cut = self._shown, self._cut
-        # What shows the same files as a slice that kept nothing keeps nothing.
-        still = bool(shown and cut and not stale and not cut.kept.size and piece.repeats(shown))
-        if cut and still and not cut.segment.ids.size:
-            self._still = piece
-            await self._make_room(piece, 0)
-            await self._tell_slice(piece, cut, again=again)
+        if shown and cut and not stale and not cut.kept.size and piece.repeats(shown):
+            await self._stand_still(shown, cut, piece, again)
             return
         if shown is None:
             prompt = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
@@ -264,16 +261,25 @@ class LiveCall:
         if shown and wanted.threshold is not None:
             options["first_slice"] = 1  # the slice before is there to be compared with
         async with self._media.open(prompt, pruning, clock, self._of_media, **options) as upstream:
-            item: MediaItem | None = None
-            async for received in upstream.receive(() if still else (0,), clock):
+            async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if shown and cut:
                 cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
-                assert item
                 cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
             await self._add(piece, cut, whole=stale or shown is None, again=again)
+
+    async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
+        """Adds a slice that shows the same files as the last one, which kept nothing, and so keeps nothing, either."""
+        if cut.segment.ids.size:
+            plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
+            cut = live_cuts.next_slice(plan, None, self._session, cut.place)
+            await self._add(piece, cut, whole=False, again=again)
+            return
+        self._still = piece
+        await self._make_room(piece, 0)
+        await self._tell_slice(piece, cut, whole=False, again=again)
 
     async def _add(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
@@ -299,7 +305,7 @@ class LiveCall:
             oldest = self._times.popleft()[0] + 1
         await self._evict(rows, oldest)
 
-    async def _tell_slice(self, piece: Slice, cut: SliceSegment, whole: bool = False, again: bool = False) -> None:
+    async def _tell_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         if again:
             return
         self._usage.used_frames += piece.used
@@ -355,9 +361,9 @@ class LiveCall:
         if wanted.is_constrained:
             grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
-        await self._pass_time()
-        prompt = prompts.question(self._before(), self._shown is not None, ask.parts)
+        prompt = prompts.question(self._before(), self._seen(), ask.parts)
         plan = await self._media.plan(prompt, **self._options())
+        self._pass_time(plan)
         segment = live_cuts.question(plan, session, model.defaults.eos_ids, ask.transient)
         clock.skip(Stage.FETCH)
         clock.finish(Stage.TRANSFER)
@@ -415,9 +421,9 @@ class LiveCall:
 
     async def _tell(self, told: _Told) -> None:
         """Adds a question with its answer."""
-        await self._pass_time()
-        prompt = prompts.told(self._before(), self._shown is not None, told.parts, told.answer or " ")
+        prompt = prompts.told(self._before(), self._seen(), told.parts, told.answer or " ")
         plan = await self._media.plan(prompt, **self._options())
+        self._pass_time(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(0)
         self._window.append((self._session.count, told))
@@ -456,11 +462,13 @@ class LiveCall:
         """The conversation before a turn; None: one that ends with an answer."""
         return None if self._session.held else self._wanted.messages
 
-    async def _pass_time(self) -> None:
-        """Continues after the last slice that added no rows, if there is one."""
-        if self._shown and self._cut and self._still:
-            prompt = prompts.next_slice(self._shown, self._still, self._wanted.max_pixels)
-            plan = await self._media.plan(prompt, **self._options())
+    def _seen(self) -> list[Slice]:
+        """The last slice of the turn, and one that repeats it and added no rows."""
+        return [each for each in (self._shown, self._still) if each]
+
+    def _pass_time(self, plan: PromptPlan) -> None:
+        """Continues after the slice that added no rows, if there is one. plan: has the slices of `_seen`."""
+        if self._still and self._cut:
             self._cut = live_cuts.next_slice(plan, None, self._session, self._cut.place)
             self._session.next_position = self._cut.segment.next_position
             self._shown, self._still = self._still, None

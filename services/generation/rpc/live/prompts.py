@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from framesieve.common.contract.plan import Grid
 from framesieve.services.generation.rpc.live.frames import Frame, Slice
 from framesieve.v1 import prompt_pb2
 
@@ -11,6 +13,8 @@ from framesieve.v1 import prompt_pb2
 _A_TURN, _ITS_ANSWER = "Hello.", "Hello."
 # Between two frames of a slice that is shown again, after the slice.
 _LATER_S = 0.001
+# A picture file.
+_A_PIXEL = b"P6 1 1 255\n" + bytes(3)
 _A_SLICE = prompt_pb2.Media(
     embeds=prompt_pb2.MediaEmbeds(
         grid=prompt_pb2.Grid(t=1, h=1, w=1), seconds_per_grid=prompt_pb2.Rational(numerator=1, denominator=1)
@@ -35,24 +39,37 @@ def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2
     return _prompt((), _video([shown.first, shown.last, piece.first, piece.last], max_pixels))
 
 
-def question(
-    before: Sequence[prompt_pb2.Message] | None, after_slice: bool, parts: Sequence[prompt_pb2.Part]
-) -> prompt_pb2.Prompt:
-    """A question, after a slice of its turn; or without one, after the conversation `before`; None: one that ends with
-    an answer.
+def still_slice(shown: Slice, piece: Slice, grid: Grid) -> prompt_pb2.Prompt:
+    """As `next_slice`, of models that write a slice's time: what the slices show does not count. grid: of both."""
+    times_s = [(each.first.time_s + each.last.time_s) / 2 for each in (shown, piece)]
+    embeds = prompt_pb2.MediaEmbeds(grid=prompt_pb2.Grid(t=2, h=grid.h, w=grid.w), timestamps_s=times_s)
+    return _prompt((), prompt_pb2.Part(video=prompt_pb2.Media(embeds=embeds)))
 
-    Of the slice nothing but its end counts, so another video is in its place, which nobody needs to read.
+
+def question(
+    before: Sequence[prompt_pb2.Message] | None, seen: Sequence[Slice], parts: Sequence[prompt_pb2.Part]
+) -> prompt_pb2.Prompt:
+    """A question, after one slice of its turn or two; or without any, after the conversation `before`; None: one that
+    ends with an answer.
+
+    Of one slice nothing but its end counts, and of two their times, too, so another video is in their place.
     """
-    if after_slice:
+    if len(seen) > 1:
+        frames = [replace(frame, picture=_A_PIXEL) for each in seen for frame in (each.first, each.last)]
+        return _prompt((), _video(frames, None), *parts)
+    if seen:
         return _prompt((), prompt_pb2.Part(video=_A_SLICE), *parts)
     return _prompt(_answered() if before is None else before, *parts)
 
 
 def told(
-    before: Sequence[prompt_pb2.Message] | None, after_slice: bool, parts: Sequence[prompt_pb2.Part], answer: str
+    before: Sequence[prompt_pb2.Message] | None,
+    seen: Sequence[Slice],
+    parts: Sequence[prompt_pb2.Part],
+    answer: str,
 ) -> prompt_pb2.Prompt:
     """As `question`, with its answer and one more turn."""
-    prompt = question(before, after_slice, parts)
+    prompt = question(before, seen, parts)
     for role, text in ((prompt_pb2.ROLE_ASSISTANT, answer), (prompt_pb2.ROLE_USER, _A_TURN)):
         prompt.messages.add(role=role, parts=[prompt_pb2.Part(text=text)])
     return prompt
