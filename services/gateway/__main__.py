@@ -30,7 +30,9 @@ from framesieve.services.gateway.http.server import serve
 from framesieve.services.gateway.kept import Kept
 from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.questions import Questions
+from framesieve.services.gateway.realtime.endpoint import Realtime
 from framesieve.services.gateway.settings import GatewaySettings
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 _HEALTH_S = 1.0
 
@@ -79,9 +81,11 @@ async def main() -> ExitStatus:
         expiring = asyncio.create_task(files.expire())
         questions = Questions(client, models, files, settings.max_inline_bytes)
         kept = Kept(client, settings.encoder, access, files, questions.max_body_bytes)
-        app = routes(questions, models, files, kept, is_well)
+        origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
+        realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models, origins)
+        app = routes(questions, models, files, kept, realtime, is_well)
         guard = RequestGuard(app, quotas, tokens, credentials.token is None)
-        status = await serve(with_cors(guard, settings.cors_origins), guard.drain, settings)
+        status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()
     close_spans()
     return status

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp
 
 from framesieve.services.gateway.chat.endpoint import ChatCompletions
@@ -18,11 +18,17 @@ from framesieve.services.gateway.kept import Kept
 from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.page import PAGE_ROUTES
 from framesieve.services.gateway.questions import Questions
+from framesieve.services.gateway.realtime.endpoint import Realtime
 from framesieve.services.gateway.responses.endpoint import Responses
 
 
 def routes(
-    questions: Questions, models: Models, files: Files, kept: Kept, is_well: Callable[[], Awaitable[bool]]
+    questions: Questions,
+    models: Models,
+    files: Files,
+    kept: Kept,
+    realtime: Realtime,
+    is_well: Callable[[], Awaitable[bool]],
 ) -> Router:
     """The application without its guard."""
 
@@ -33,6 +39,7 @@ def routes(
     found: list[BaseRoute] = [
         Route("/v1/chat/completions", ChatCompletions(questions).endpoint, methods=["POST"]),
         Route("/v1/responses", Responses(questions).endpoint, methods=["POST"]),
+        WebSocketRoute("/v1/realtime", realtime.endpoint),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
@@ -45,15 +52,14 @@ def routes(
     return Router(found)
 
 
-def with_cors(app: ASGIApp, origins: str) -> ASGIApp:
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Lets pages of other origins call the application, and read its errors. A preflight has no token, and needs none.
 
-    app: with its guard. origins: separated by commas; "" for none, * for all.
+    app: with its guard. origins: * for all.
     """
     if not origins:
         return app
-    allowed = [each.strip() for each in origins.split(",")]
-    return CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 async def _metrics(request: Request) -> Response:

@@ -24,10 +24,9 @@ from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, P
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Message, Options
 from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.gateway.files import Files, Uploads
-from framesieve.services.gateway.http.body import read_body, unless_left
+from framesieve.services.gateway.http.body import body_limit, read_body, unless_left
 from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
@@ -76,7 +75,7 @@ class Questions:
         self._client = client
         self._models = models
         self._files = files
-        self.max_body_bytes = max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
+        self.max_body_bytes = body_limit(max_inline_bytes)
 
     async def answer(self, request: Request, translated: Callable[[bytearray, Uploads], Question]) -> Response:
         """translated: runs in a thread; raises InvalidRequest."""

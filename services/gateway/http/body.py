@@ -9,11 +9,17 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
+from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
 from framesieve.common.security.quotas import Charge
 from framesieve.services.gateway.http.errors import TooLarge
 from framesieve.services.gateway.http.request_guard import ClientLeft
 
 T = TypeVar("T")
+
+
+def body_limit(max_inline_bytes: int) -> int:
+    """The most bytes of a body, or of a WebSocket's message, in which media are base64."""
+    return max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
 
 
 def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:

@@ -31,6 +31,8 @@ CLIENT_CLOSED_REQUEST = 499
 
 _INTERNAL = (500, "internal_error")
 
+_INSTEAD = {"/v1/completions": ", only POST /v1/chat/completions", "/v1/realtime": ", only a WebSocket"}
+
 _REMEDIES = {IN_PYTHON: "send larger files as an https URL, or upload them to /v1/files first"}
 
 
@@ -52,9 +54,16 @@ class TooLarge(InvalidRequest):
     reason = "TOO_LARGE"
 
 
+class ForbiddenOrigin(InvalidRequest):
+    """A page of another origin, which may not use the gateway."""
+
+    reason = "FORBIDDEN_ORIGIN"
+
+
 _STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
     (NotFound, 404, "not_found_error"),
     (WrongMethod, 405, "invalid_request_error"),
+    (ForbiddenOrigin, 403, "permission_error"),
     (TooLarge, 413, "invalid_request_error"),
     (InvalidRequest, 400, "invalid_request_error"),
     (Unauthenticated, 401, "authentication_error"),
@@ -94,8 +103,7 @@ def of_router(error: HTTPException, method: str, path: str) -> InvalidRequest:
     """The error for a path or method that has no endpoint."""
     if error.status_code == 405:
         return WrongMethod(f"{path} has no method {method}, only {(error.headers or {}).get('Allow', '')}")
-    instead = ", only POST /v1/chat/completions" if path == "/v1/completions" else ""
-    return NotFound(f"there is no {method} {path}{instead}")
+    return NotFound(f"there is no {method} {path}{_INSTEAD.get(path, '')}")
 
 
 @contextmanager

@@ -44,9 +44,10 @@ def _refusal(error: ErrorDetails, body: bytes | bytearray) -> InvalidRequest:
             return InvalidRequest(f"must not be set, got {short(error['input'])}", field=name)
         case "union_tag_invalid":
             known, found = error["ctx"]["expected_tags"].replace("'", ""), error["input"].get("type")
-            return InvalidRequest(f"must be one of {known}, got {short(found)}", field=f"{name}.type", limit=known)
+            text = f"must be one of {known}, got {short(found)}"
+            return InvalidRequest(text, field=f"{name}.type".removeprefix("."), limit=known)
         case "union_tag_not_found":
-            return InvalidRequest(field=f"{name}.type", limit="set")
+            return InvalidRequest(field=f"{name}.type".removeprefix("."), limit="set")
     text = f"is wrong: {error['msg'][:1].lower()}{error['msg'][1:]}, got {short(error['input'])}"
     return InvalidRequest(text, field=name) if name else InvalidRequest(f"the body {text}")
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from urllib.parse import unquote
 
 import structlog
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,12 +35,15 @@ METHODS = {
     "/v1/chat/completions": "ChatCompletions",
     "/v1/responses": "Responses",
     "/v1/models": "ListModels",
+    "/v1/realtime": "Realtime",
     "/v1/files": "Files",
     "/v1/framesieve/kept": "Kept",
 }
 """The methods in metrics and logs, by the path that they begin with."""
 
 _REQUEST_ID = b"x-request-id"
+_BEGINS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+_SUBPROTOCOL_KEY = "openai-insecure-api-key."
 _CALL = "framesieve"
 
 
@@ -51,7 +55,8 @@ class ClientLeft(Exception):
 class Call:
     """The running request, for its endpoint.
 
-    owner: of uploaded files, sha256 of the caller's token. charge: counts bytes of the body for the client's quota.
+    owner: of uploaded files, sha256 of the caller's token. charge: counts bytes of the body for the client's quota; a
+    negative number gives back those of a message that was served.
     metadata: of calls to generation. outcome: to be set where an error comes after the response has begun. drain: what
     must end such a response before its time.
     """
@@ -65,7 +70,7 @@ class Call:
     drain: Drain
 
     @classmethod
-    def of(cls, request: Request) -> Call:
+    def of(cls, request: HTTPConnection) -> Call:
         call = request.scope[_CALL]
         assert isinstance(call, cls)
         return call
@@ -82,14 +87,17 @@ class RequestGuard:
         self.drain = Drain()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = route_of(scope["path"]) if scope["type"] == "http" else None
+        start = route_of(scope["path"]) if scope["type"] in ("http", "websocket") else None
         if start is None:
             await self._answer_unseen(scope, receive, send)
             return
         method = METHODS[start]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        called = {"http.request.method": scope["method"], "http.route": start}
-        with self.drain.running(), observed(method, f"{scope['method']} {start}", called, headers) as outcome:
+        verb = scope.get("method", "GET")
+        if scope["type"] == "websocket" and AUTHORIZATION_KEY not in headers:
+            headers |= _key_of(scope["subprotocols"])
+        called = {"http.request.method": verb, "http.route": start}
+        with self.drain.running(), observed(method, f"{verb} {start}", called, headers) as outcome:
             response = _Response(send)
             try:
                 await self._answer(scope, receive, response, headers, outcome, method)
@@ -100,7 +108,7 @@ class RequestGuard:
                 outcome.code = "CANCELLED"
             except Exception as error:
                 if isinstance(error, HTTPException):
-                    error = of_router(error, scope["method"], scope["path"])
+                    error = of_router(error, verb, scope["path"])
                 told = outcome.refuse(error, method)
                 if not response.begun:
                     answer = JSONResponse(body_of(told), status_of(told), headers_of(told))
@@ -164,19 +172,27 @@ class _Response:
         self.sent_bytes = 0
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] in _BEGINS:
             self.begun = True
             if self.on_begin:
                 self.on_begin()
             message["headers"] = [*message["headers"], (_REQUEST_ID, bound_request_id().encode())]
-        elif message["type"] == "http.response.body":
-            self.sent_bytes += len(message.get("body", b""))
+        else:
+            self.sent_bytes += len(message.get("body") or message.get("text") or b"")
         await self._send(message)
 
 
 def route_of(path: str) -> str | None:
     """The key of METHODS that a path begins with; None where there is none."""
     return next((start for start in METHODS if path == start or path.startswith(f"{start}/")), None)
+
+
+def _key_of(subprotocols: Sequence[str]) -> dict[str, str]:
+    """The header of the token that a browser, which can set none, sends as a subprotocol, percent-encoded."""
+    for each in subprotocols:
+        if each.startswith(_SUBPROTOCOL_KEY):
+            return {AUTHORIZATION_KEY: f"Bearer {unquote(each.removeprefix(_SUBPROTOCOL_KEY))}"}
+    return {}
 
 
 def _owner(token: str | None) -> str:
@@ -186,7 +202,8 @@ def _owner(token: str | None) -> str:
 def _counted(charge: Charge, method: str) -> Charge:
     def counted(size_bytes: int) -> None:
         charge(size_bytes)
-        MESSAGE_BYTES.labels(method, "received").inc(size_bytes)
-        add_request_stats(received_bytes=size_bytes)
+        if size_bytes > 0:
+            MESSAGE_BYTES.labels(method, "received").inc(size_bytes)
+            add_request_stats(received_bytes=size_bytes)
 
     return counted

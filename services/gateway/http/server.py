@@ -17,6 +17,7 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.security.certificates import file_stamps, read_authorities, read_pair
 from framesieve.common.serving.server import first_signal
 from framesieve.common.telemetry.metrics import SERVING
+from framesieve.services.gateway.http.body import body_limit
 from framesieve.services.gateway.http.drain import Drain
 from framesieve.services.gateway.settings import GatewaySettings
 
@@ -51,7 +52,9 @@ async def serve(app: ASGIApp, drain: Drain, settings: GatewaySettings) -> ExitSt
         port=0 if on_socket else int(port),
         uds=settings.listen.removeprefix("unix:") if on_socket else None,
         http="httptools",
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=body_limit(settings.max_inline_bytes),
+        ws_per_message_deflate=False,  # pictures are compressed
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.common.response_queue import ResponseQueue
+from framesieve.common.serving.status import status_message
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
@@ -115,10 +116,19 @@ class LiveCall:
         async for request in requests:
             match request.WhichOneof("request"):
                 case "frame":
-                    if piece := self._frames.add(request.frame.picture, request.frame.time_s):
+                    try:
+                        piece = self._frames.add(request.frame.picture, request.frame.time_s)
+                    except InvalidRequest as error:
+                        await self._refuse_frames(1, error)
+                        continue
+                    if piece:
                         self._waiting.add(piece)
                 case "ask":
-                    self._asked.append(self._question(request.ask))
+                    try:
+                        self._asked.append(self._question(request.ask))
+                    except (InvalidRequest, Overloaded) as error:
+                        await self._refuse(request.ask.ask_id, error)
+                        continue
                     self._waiting.ask(self._asked[-1], self._frames.flush())
                 case "cancel":
                     for asked in self._asked:
@@ -147,6 +157,11 @@ class LiveCall:
                 await self._serve(piece)
             except _PositionsEnded:
                 await self._begin_again(piece)
+            except InvalidRequest as error:
+                if isinstance(piece, Ask):
+                    await self._refuse(piece.id, error)
+                else:
+                    await self._refuse_frames(piece.used, error)
             if isinstance(piece, Ask):
                 self._asked.remove(piece)
         await self._tell_dropped()
@@ -377,6 +392,20 @@ class LiveCall:
     def _of_media(self) -> Adapter | None:
         adapter = self._wanted.adapter
         return adapter if adapter and adapter.in_tower else None
+
+    async def _refuse(self, ask_id: str, error: FramesieveError) -> None:
+        """Ends a question without an answer. The session goes on."""
+        finished = generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_REFUSED)
+        told = generation_pb2.LiveFinished(
+            ask_id=ask_id, finished=finished, usage=self._used(), error=status_message(error), error_field=error.field
+        )
+        await self._put(finished=told)
+
+    async def _refuse_frames(self, frames: int, error: InvalidRequest) -> None:
+        """Goes on without frames."""
+        self._usage.dropped_frames += frames
+        refused = generation_pb2.DROP_REASON_REFUSED
+        await self._put(dropped=generation_pb2.LiveDropped(frames=frames, reason=refused, error=status_message(error)))
 
     def _drop(self, late: Slice, reason: generation_pb2.DropReason) -> None:
         self._dropped[reason] += late.used

@@ -57,6 +57,7 @@ class Frames:
 
     def add(self, picture: bytes, time_s: float) -> Slice | None:
         """The slice that a frame completes. Raises InvalidRequest for its time, and for no or too large a picture."""
+        self.came += 1
         if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
             raise InvalidRequest(field="frame.picture", limit=limit, value=f"{len(picture)} bytes")
@@ -69,7 +70,6 @@ class Frames:
         if since > MAX_LENGTH_S:
             limit = f"within {MAX_LENGTH_S} s of the first frame's, {self._origin_s:g}"
             raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
-        self.came += 1
         self._given_s = time_s
         # The tick after it: 0.3 · 10 is below 3.
         interval = math.floor((since + 1 / _TICKS_PER_S) * self._fps)

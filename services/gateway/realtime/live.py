@@ -1,0 +1,55 @@
+"""The call of a session to generation, GenerationService.Live."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from framesieve.client.client import Metadata
+from framesieve.common.channels import read_from, write_to
+from framesieve.common.contract.errors import PeerContract
+from framesieve.v1.generation_pb2 import LiveOpen, LiveRequest, LiveResponse
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+
+
+class Live:
+    """At most one call at a time. metadata: of each call."""
+
+    def __init__(self, generation: GenerationServiceStub, metadata: Metadata) -> None:
+        self._generation = generation
+        self._metadata = metadata
+        self._call: Any = None
+
+    async def open(self, message: LiveOpen) -> None:
+        """Opens a call, after the one before it has given its memory back: nothing may have been sent on that.
+
+        Raises the FramesieveError with which generation refuses it.
+        """
+        if self._call is not None:
+            await self.send(close={})
+            while await read_from(self._call, "generation") is not None:
+                pass
+        self._call = self._generation.Live(metadata=self._metadata)
+        try:
+            await self.send(open=message)
+            accepted = await read_from(self._call, "generation")
+            if accepted is None or not accepted.HasField("accepted"):
+                raise PeerContract("generation did not accept a live session, and did not refuse it")
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def send(self, **request: Any) -> None:
+        """Waits until generation takes it. If the call has ended, `responses` tells why."""
+        await write_to(self._call, LiveRequest(**request))
+
+    async def responses(self) -> AsyncIterator[LiveResponse]:
+        """Raises the FramesieveError with which the call ends."""
+        while (response := await read_from(self._call, "generation")) is not None:
+            yield response
+
+    def cancel(self) -> None:
+        """Ends the call, if there is one."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None

@@ -1,0 +1,191 @@
+"""The events of a client: OpenAI's fields, and ours under `framesieve`.
+
+Each field is used or refused by name. Those that have no meaning here are accepted at their neutral value only, because
+clients send them unasked. Source: OpenAI's API reference, "realtime client events".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, RootModel
+from pydantic_core import from_json
+
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.services.gateway.chat.request import EmptyList, Int32, Nothing, Pruning, StructuredOutputs, Unused
+from framesieve.services.gateway.http.fields import Strict, parsed
+
+Count: TypeAlias = Annotated[Int32, Field(ge=0)]
+Pixels: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
+Metadata: TypeAlias = Annotated[dict[str, str], Field(max_length=16)]
+
+_AUDIO = "is about audio, which is not served: a session sees frames and reads text, and answers in text"
+_KEPT = "is not served: what a session has seen stays until it is evicted"
+_REFUSED = {
+    "input_audio_buffer.append": _AUDIO,
+    "input_audio_buffer.clear": _AUDIO,
+    "input_audio_buffer.commit": _AUDIO,
+    "output_audio_buffer.clear": _AUDIO,
+    "conversation.item.truncate": _AUDIO,
+    "conversation.item.delete": _KEPT,
+    "conversation.item.retrieve": _KEPT,
+}
+"""OpenAI's other events, and what is said to them."""
+
+
+class Sampling(Strict):
+    """Ours, of a response. structured_outputs: as in a chat request."""
+
+    structured_outputs: StructuredOutputs | None = None
+
+
+class ResponseFields(Strict):
+    """A question. instructions: its text, after that of the items before it. conversation: none: neither it nor its
+    answer stays."""
+
+    conversation: Literal["auto", "none"] | None = None
+    instructions: str | None = None
+    max_output_tokens: Int32 | Literal["inf"] | None = None
+    temperature: float | None = None
+    metadata: Metadata | None = None
+    framesieve: Sampling | None = None
+
+    output_modalities: list[Literal["text"]] | None = None
+    audio: Nothing = None
+    input: Nothing = None
+    prompt: Nothing = None
+    reasoning: Nothing = None
+    tools: EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class Trigger(Strict):
+    """A question that the session asks by itself: gRPC's LiveTrigger."""
+
+    response: ResponseFields
+    every_s: float | None = None
+    on_change: float | None = None
+
+
+class LiveFields(Strict):
+    """What a session has beyond OpenAI's fields: gRPC's LiveOpen."""
+
+    pruning: Pruning | None = None
+    fps: float | None = None
+    max_pixels: Pixels | None = None
+    window_tokens: Count | None = None
+    window_s: float | None = None
+    answer_tokens: Count | None = None
+    triggers: list[Trigger] | None = None
+
+
+class SessionFields(Strict):
+    type: Literal["realtime"] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Int32 | Literal["inf"] | None = None
+    temperature: float | None = None
+    framesieve: LiveFields | None = None
+
+    output_modalities: list[Literal["text"]] | None = None
+    audio: Nothing = None
+    include: EmptyList | None = None
+    prompt: Nothing = None
+    reasoning: Nothing = None
+    tools: EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    tracing: Nothing = None
+    truncation: Literal["auto"] | None = None
+
+    def updated(self, other: SessionFields) -> SessionFields:
+        """With the fields that another one has; those of `framesieve` one by one."""
+        changed = {name: getattr(other, name) for name in other.model_fields_set}
+        if self.framesieve and other.framesieve:
+            own = {name: getattr(other.framesieve, name) for name in other.framesieve.model_fields_set}
+            changed["framesieve"] = self.framesieve.model_copy(update=own)
+        return self.model_copy(update=changed)
+
+
+class InputText(Strict):
+    type: Literal["input_text"]
+    text: str
+
+
+class InputImage(Strict):
+    """A frame. image_url: a data: URL. time_s: ours, when it was filmed; unset: when it arrived."""
+
+    type: Literal["input_image"]
+    image_url: str
+    time_s: float | None = None
+
+    detail: Unused = None
+
+
+class UserMessage(Strict):
+    """An item. Texts are kept for the next response."""
+
+    type: Literal["message"]
+    role: Literal["user"]
+    content: Annotated[
+        list[Annotated[InputText | InputImage, Field(discriminator="type")]], Field(min_length=1, max_length=64)
+    ]
+    id: Annotated[str, Field(max_length=128)] | None = None
+
+    object: Literal["realtime.item"] | None = None
+    status: Unused = None
+
+
+class SessionUpdate(Strict):
+    type: Literal["session.update"]
+    session: SessionFields
+    event_id: str | None = None
+
+
+class ItemCreate(Strict):
+    type: Literal["conversation.item.create"]
+    item: UserMessage
+    event_id: str | None = None
+    previous_item_id: Nothing = None
+
+
+class ResponseCreate(Strict):
+    type: Literal["response.create"]
+    response: ResponseFields | None = None
+    event_id: str | None = None
+
+
+class ResponseCancel(Strict):
+    type: Literal["response.cancel"]
+    response_id: str | None = None
+    event_id: str | None = None
+
+
+ClientEvent: TypeAlias = SessionUpdate | ItemCreate | ResponseCreate | ResponseCancel
+
+
+class _Message(RootModel[ClientEvent]):
+    root: Annotated[ClientEvent, Field(discriminator="type")]
+
+
+def parse(message: str) -> ClientEvent:
+    """Raises InvalidRequest, which names the first wrong field, for a message that is no event."""
+    kind = _field(message, "type")
+    if kind in _REFUSED:
+        raise InvalidRequest(_REFUSED[kind], field=kind)
+    return parsed(_Message, message.encode()).root
+
+
+def event_id_of(message: str) -> str | None:
+    """The id that the client gave an event, whatever else is wrong with it."""
+    return _field(message, "event_id")
+
+
+def _field(message: str, name: str) -> str | None:
+    try:
+        value: Any = from_json(message)
+    except ValueError:
+        return None
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, str) else None
