@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from framesieve.common.contract.errors import MediaRejected
 
 if TYPE_CHECKING:
     from av.container import InputContainer
+    from av.video.frame import VideoFrame
 
 _QUALITY = 90
 _TICK_S = 1e-6  # 0.3 · 10 is below 3
@@ -31,25 +32,21 @@ def pictures(source: str, fps: float) -> Iterator[tuple[float, bytes]]:
     """
     import av  # imported on use: slow, and other commands do not need it
 
-    interval, origin_s = -1, None
+    interval = -1
+    origin_s: float | None = None
     try:
         with _opened(source) as container:
-            for packet in container.demux(video=0):
-                try:
-                    frames = packet.decode()
-                except av.error.InvalidDataError:  # of cameras often the first
+            for frame in _decoded(container):
+                if frame.time is None:
                     continue
-                for frame in frames:
-                    if frame.time is None:
-                        continue
-                    origin_s = frame.time if origin_s is None else origin_s
-                    since_s = frame.time - origin_s
-                    if (number := math.floor((since_s + _TICK_S) * fps)) > interval:
-                        interval = number
-                        file = io.BytesIO()
-                        upright = frame.to_image().rotate(frame.rotation, expand=True)
-                        upright.save(file, "JPEG", quality=_QUALITY)
-                        yield since_s, file.getvalue()
+                origin_s = frame.time if origin_s is None else origin_s
+                since_s = frame.time - origin_s
+                if (number := math.floor((since_s + _TICK_S) * fps)) > interval:
+                    interval = number
+                    file = io.BytesIO()
+                    upright = frame.to_image().rotate(frame.rotation, expand=True)
+                    upright.save(file, "JPEG", quality=_QUALITY)
+                    yield since_s, file.getvalue()
     except OSError:
         raise
     except (av.error.FFmpegError, IndexError) as error:  # IndexError: no stream is a video
@@ -58,14 +55,22 @@ def pictures(source: str, fps: float) -> Iterator[tuple[float, bytes]]:
         raise MediaRejected(f"{source} has no frames")
 
 
+def _decoded(container: InputContainer) -> Iterator[VideoFrame]:
+    import av
+
+    for packet in container.demux(video=0):
+        with suppress(av.error.InvalidDataError):  # of cameras often the first
+            yield from packet.decode()  # type: ignore[misc]  # of other packets subtitles
+
+
 @contextmanager
 def _opened(source: str) -> Iterator[InputContainer]:
     """A file is not opened by its name, which could be an address for FFmpeg."""
     import av
 
     if is_camera(source):
-        with av.open(source, format="v4l2") as container:
+        with av.open(source, "r", format="v4l2") as container:
             yield container
     else:
-        with Path(source).open("rb") as file, av.open(file) as container:
+        with Path(source).open("rb") as file, av.open(file, "r") as container:
             yield container

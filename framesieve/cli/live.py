@@ -36,7 +36,7 @@ from framesieve.cli.options import (
     print_json,
     said_pruning,
 )
-from framesieve.cli.terminal import StatusLine, reported_errors, stderr, warn
+from framesieve.cli.terminal import StatusLine, report, reported_errors, stderr, warn
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
 from framesieve.client.live import LiveSession
 from framesieve.client.live_events import (
@@ -45,11 +45,13 @@ from framesieve.client.live_events import (
     LiveDropped,
     LiveEvent,
     LiveFinished,
+    LiveRefused,
     LiveRestarted,
     LiveSlice,
     LiveUsage,
 )
 from framesieve.client.prompt import Pruning, Sampling, Trigger
+from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
 
 _WHEN = "When it is asked"
@@ -184,11 +186,11 @@ def live(
                 adapter=adapter,
             )
             async with opening as session:
-                with _Report(as_json) as report:
+                with _Printer(as_json) as printer:
                     try:
                         async with asyncio.TaskGroup() as tasks:
-                            following = tasks.create_task(report.follow(session.events()))
-                            typing = tasks.create_task(_type(session, report, sampling))
+                            following = tasks.create_task(printer.follow(session.events()))
+                            typing = tasks.create_task(_type(session, printer, sampling))
                             if url is None:
                                 await _play(session, source, fps, speed)
                             else:
@@ -218,7 +220,7 @@ async def _play(session: LiveSession, source: str, fps: float, speed: float) -> 
         await session.show(picture, time_s)
 
 
-async def _type(session: LiveSession, report: _Report, sampling: Sampling) -> None:
+async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> None:
     """Asks what is typed, a question a line, if stdin is a terminal. An empty line makes room for the next one."""
     if not sys.stdin.isatty():
         return
@@ -228,14 +230,23 @@ async def _type(session: LiveSession, report: _Report, sampling: Sampling) -> No
     try:
         async with asyncio.TaskGroup() as asked:
             while line := await lines.get():
-                report.prompt(not line.strip())
+                printer.prompt(not line.strip())
                 if line.strip():
-                    asked.create_task(session.answer(line.strip(), **sampling))  # which the report prints
+                    asked.create_task(_ask(session, line.strip(), sampling))
     finally:
         loop.remove_reader(sys.stdin)
 
 
-class _Report:
+async def _ask(session: LiveSession, question: str, sampling: Sampling) -> None:
+    """Its answer is printed as those of the trigger. If it is refused, the session goes on."""
+    try:
+        with in_flags():
+            await session.answer(question, **sampling)
+    except InvalidRequest as error:
+        report(error)
+
+
+class _Printer:
     """Prints answers to stdout and how the session does to stderr, and at the end the sums of the session."""
 
     def __init__(self, as_json: bool) -> None:
@@ -246,7 +257,7 @@ class _Report:
         self._answers = 0
         self._usage: LiveUsage | None = None
 
-    def __enter__(self) -> _Report:
+    def __enter__(self) -> _Printer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -280,9 +291,14 @@ class _Report:
                     self._answers += 1
                     self._usage = event.usage
                     self._finish(event)
+                case LiveRefused() if event.ask_id.startswith("trigger-"):
+                    raise event.error
                 case LiveDropped(reason=DropReason.UNAVAILABLE):
                     self._end_line()
                     warn(f"{event.frames} frames were lost: the encoder or preprocessing cannot be reached")
+                case LiveDropped(reason=DropReason.REFUSED):
+                    self._end_line()
+                    warn(f"{event.frames} frames were refused: {event.error}")
                 case LiveRestarted():
                     self._end_line()
                     warn(f"the session begins again with its last {event.segments} slices, questions and answers")

@@ -24,12 +24,13 @@ from framesieve.client.live_events import (
     LiveEvent,
     LiveEvicted,
     LiveFinished,
+    LiveRefused,
     LiveRestarted,
     LiveSlice,
     LiveUsage,
 )
 from framesieve.client.tools import ToolCallDelta
-from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.wire import int32_array, modality_of
 from framesieve.v1 import generation_pb2
@@ -43,6 +44,7 @@ _REASONS = {
 _DROPS = {
     generation_pb2.DROP_REASON_LATE: DropReason.LATE,
     generation_pb2.DROP_REASON_UNAVAILABLE: DropReason.UNAVAILABLE,
+    generation_pb2.DROP_REASON_REFUSED: DropReason.REFUSED,
 }
 
 
@@ -92,19 +94,23 @@ class LiveEvents:
                 reason = _DROPS.get(response.dropped.reason)
                 if reason is None:
                     raise PeerContract(f"the service sent the unknown drop reason {response.dropped.reason}")
-                return LiveDropped(response.dropped.frames, reason)
+                return LiveDropped(response.dropped.frames, reason, response.dropped.error)
             case "restarted":
                 return LiveRestarted(response.restarted.segments)
             case _:
                 raise PeerContract("the service sent an unknown kind of event")
 
-    def _answered(self, message: generation_pb2.LiveFinished) -> LiveFinished:
+    def _answered(self, message: generation_pb2.LiveFinished) -> LiveFinished | LiveRefused:
         if message.ask_id not in self._questions:
             raise PeerContract(f"the service answered {message.ask_id!r}, which was not asked")
+        question, usage = self._questions[message.ask_id], _live_usage(message.usage)
+        if message.finished.reason == generation_pb2.FINISH_REASON_REFUSED:
+            field = message.error_field if message.HasField("error_field") else None
+            error = InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
+            return LiveRefused(message.ask_id, question, error)
         finished, deltas = _finished(message.finished), self._deltas
         self._deltas = []
         answer = Answer(self._request_id, (choice_of(finished, deltas),), finished.usage, finished.timings)
-        question, usage = self._questions[message.ask_id], _live_usage(message.usage)
         return LiveFinished(message.ask_id, question, answer, self._seen_s, usage)
 
 

@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 from framesieve.client.answer import Answer, Delta, Finished
 from framesieve.client.events import LiveEvents
-from framesieve.client.live_events import LiveDelta, LiveEvent, LiveFinished
+from framesieve.client.live_events import LiveDelta, LiveEvent, LiveFinished, LiveRefused
 from framesieve.client.messages import in_words_of_python, live_ask
 from framesieve.client.prompt import Sampling, StrPath
 from framesieve.common.channels import read_from, write_to
@@ -34,8 +34,8 @@ from framesieve.v1.generation_pb2 import LiveCancel, LiveClose, LiveFrame, LiveO
 class LiveSession:
     """A live session, from `FramesieveClient.live`. An async context manager: inside the session is open.
 
-    Leaving it ends the session at once; `close` waits for what was asked. An error of the service ends the session,
-    too: every call that waits and every later one raises it.
+    Leaving it ends the session at once; `close` waits for what was asked. A question that is refused raises its error,
+    and the session goes on. Any other error ends it: every call that waits and every later one raises that.
 
     request_id: as given, or as the service chose. reserved_tokens: of the KV cache, for this session.
     """
@@ -139,10 +139,14 @@ class LiveSession:
         self._questions[name] = question
         await self._send(ask=ask)
         while (event := await queue.get()) is not None:
-            if isinstance(event, LiveDelta | LiveFinished) and event.ask_id == name:
-                yield event
-            if isinstance(event, LiveFinished) and event.ask_id == name:
-                return
+            match event:
+                case LiveDelta(ask_id=ask_id) if ask_id == name:
+                    yield event
+                case LiveFinished(ask_id=ask_id) if ask_id == name:
+                    yield event
+                    return
+                case LiveRefused(ask_id=ask_id) if ask_id == name:
+                    raise event.error
         raise self._failure or InvalidRequest("the live session was left before the question was answered")
 
     def _listen(self) -> asyncio.Queue[LiveEvent | None]:
@@ -171,7 +175,7 @@ class LiveSession:
                 event = made.of(response)
                 for queue in self._listeners:
                     queue.put_nowait(event)
-                if isinstance(event, LiveFinished) and event.ask_id.startswith("ask-"):
+                if isinstance(event, LiveFinished | LiveRefused) and event.ask_id.startswith("ask-"):
                     del self._questions[event.ask_id]
             if not self._closed:
                 raise PeerContract("the live session ended before it was closed")

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from framesieve.client.answer import Answer, Delta
+from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid, Int32Array
 
 
@@ -59,6 +60,15 @@ class LiveFinished:
     usage: LiveUsage
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRefused:
+    """A question was refused, and the session goes on. ask_id: see `LiveFinished`."""
+
+    ask_id: str
+    question: str
+    error: InvalidRequest
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveSlice:
     """A slice was added: frames that share their tokens.
@@ -84,18 +94,20 @@ class LiveEvicted:
 
 class DropReason(Enum):
     """Why frames were not used: LATE, because newer ones came before there was time for them, UNAVAILABLE, because the
-    encoder or preprocessing could not be reached."""
+    encoder or preprocessing could not be reached, REFUSED, because they cannot be read or have a wrong time."""
 
     LATE = "late"
     UNAVAILABLE = "unavailable"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveDropped:
-    """Frames were not used. frames: how many since the last such event."""
+    """Frames were not used. frames: how many since the last such event. error: why they were refused, or empty."""
 
     frames: int
     reason: DropReason
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +120,4 @@ class LiveRestarted:
     segments: int
 
 
-LiveEvent: TypeAlias = LiveDelta | LiveFinished | LiveSlice | LiveEvicted | LiveDropped | LiveRestarted
+LiveEvent: TypeAlias = LiveDelta | LiveFinished | LiveRefused | LiveSlice | LiveEvicted | LiveDropped | LiveRestarted

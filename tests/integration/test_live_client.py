@@ -15,10 +15,12 @@ from typer.testing import CliRunner, Result
 from demo.example import CLIP, QUESTIONS
 from framesieve import (
     Delta,
+    DropReason,
     Finished,
     FinishReason,
     FramesieveClient,
     InvalidRequest,
+    LiveDropped,
     LiveEvent,
     LiveFinished,
     LiveSession,
@@ -120,7 +122,7 @@ async def test_a_cancelled_answer_ends_and_the_session_goes_on(address: str) -> 
         assert (await session.answer(MOVES.text, **GREEDY)).reason is FinishReason.STOP
 
 
-async def test_errors_name_field_value_and_limit_and_end_the_session(address: str) -> None:
+async def test_errors_name_field_value_and_limit_and_a_refused_question_does_not_end_the_session(address: str) -> None:
     async with FramesieveClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
             async with client.live(fps=100):
@@ -135,11 +137,17 @@ async def test_errors_name_field_value_and_limit_and_end_the_session(address: st
         async with client.live() as session:
             with pytest.raises(TypeError, match="unknown option 'pruning_rate'"):
                 await session.answer("?", pruning_rate=0.5)
-            events = asyncio.create_task(all_of(session.events()))
             await show(session, 0, 2)
-            for work in (session.answer("?", top_p=2.0), events, session.show(b"picture"), session.close()):
-                with pytest.raises(InvalidRequest, match=r"sampling\.top_p must be above 0 and at most 1, got 2\.0$"):
-                    await work
+            with pytest.raises(InvalidRequest, match=r"must be above 0 and at most 1, got 2\.0$") as caught:
+                await session.answer("?", top_p=2.0)
+            assert caught.value.field == "sampling.top_p"
+            events = session.events()
+            await session.show(b"no picture", 1.0)
+            await session.show(b"no picture", 1.5)
+            lost = await anext(events)
+            assert isinstance(lost, LiveDropped)
+            assert (lost.frames, lost.reason) == (2, DropReason.REFUSED)
+            assert (await session.answer(MOVES.text, **GREEDY)).reason is FinishReason.STOP
 
 
 def test_the_synchronous_client_has_the_same_calls(address: str) -> None:
