@@ -37,7 +37,7 @@ def pictures(source: str, fps: float) -> Iterator[tuple[float, bytes]]:
     try:
         with _opened(source) as container:
             for frame in _decoded(container):
-                if frame.time is None:
+                if frame.pts is None:
                     continue
                 origin_s = frame.time if origin_s is None else origin_s
                 since_s = frame.time - origin_s
@@ -60,7 +60,7 @@ def _decoded(container: InputContainer) -> Iterator[VideoFrame]:
 
     for packet in container.demux(video=0):
         with suppress(av.error.InvalidDataError):  # of cameras often the first
-            yield from packet.decode()  # type: ignore[misc]  # of other packets subtitles
+            yield from packet.decode()
 
 
 @contextmanager
