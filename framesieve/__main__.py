@@ -1,4 +1,4 @@
-"""The `framesieve` command: serve, models, settings, ask, chat, inspect, bench.
+"""The `framesieve` command: serve, models, settings, ask, chat, live, inspect, bench.
 
 Completions and JSON are printed to stdout, everything else to stderr. Exit status: 0; 1 for an error, reported as one
 line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` has statuses of its own.
@@ -20,6 +20,7 @@ from framesieve.bench.command import bench
 from framesieve.cli.ask import ask
 from framesieve.cli.chat import chat
 from framesieve.cli.inspection import inspect
+from framesieve.cli.live import live
 from framesieve.cli.models import models
 from framesieve.cli.serve import serve
 from framesieve.cli.settings import settings
@@ -55,7 +56,7 @@ def _prepare(
 
 
 _FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (serve, models, settings, ask, chat, inspect, bench):
+for _command in (serve, models, settings, ask, chat, live, inspect, bench):
     app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(_command)
 
 if __name__ == "__main__":

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from framesieve.client import client as asynchronous
-from framesieve.client.answer import Answer, Event
+from framesieve.client import live as watching
+from framesieve.client.answer import Answer, Delta, Event, Finished
 from framesieve.client.credentials import Access
-from framesieve.client.prompt import Message, Options, PartLike
+from framesieve.client.live_events import LiveEvent
+from framesieve.client.prompt import LiveOptions, Message, Options, PartLike, Sampling, StrPath
 
 T = TypeVar("T")
 
@@ -66,16 +69,16 @@ class FramesieveClient:
         **options: Unpack[Options],
     ) -> Iterator[Event]:
         """Yields the events of a request as they arrive; leaving the loop early cancels the request."""
-        events = self._client.stream(media, question, history=history, **options)
+        return self._iterated(self._client.stream(media, question, history=history, **options))
 
-        async def following() -> Event | None:
-            return await anext(events, None)
-
+    @contextmanager
+    def live(self, **options: Unpack[LiveOptions]) -> Iterator[LiveSession]:
+        """A conversation that watches."""
+        session = self._run(self._entered(options))
         try:
-            while event := self._run(following()):
-                yield event
+            yield LiveSession(session, self._run, self._iterated)
         finally:
-            self._run(events.aclose())
+            self._run(session.__aexit__(None, None, None))
 
     def close(self) -> None:
         """Cancels running requests, closes the connection and ends the thread."""
@@ -94,6 +97,19 @@ class FramesieveClient:
     ) -> None:
         self.close()
 
+    async def _entered(self, options: LiveOptions) -> watching.LiveSession:
+        return await self._client.live(**options).__aenter__()
+
+    def _iterated(self, values: AsyncGenerator[T]) -> Iterator[T]:
+        async def following() -> T | None:
+            return await anext(values, None)
+
+        try:
+            while (value := self._run(following())) is not None:
+                yield value
+        finally:
+            self._run(values.aclose())
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the thread and returns its result."""
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -107,6 +123,48 @@ class FramesieveClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class LiveSession:
+    """The calls of `framesieve.LiveSession` without `await`: one thread may show frames while others ask or follow."""
+
+    def __init__(
+        self,
+        session: watching.LiveSession,
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        iterated: Callable[[AsyncGenerator[Any]], Iterator[Any]],
+    ) -> None:
+        self._session, self._run, self._iterated = session, run, iterated
+
+    @property
+    def request_id(self) -> str:
+        return self._session.request_id
+
+    def show(self, picture: bytes | StrPath, time_s: float | None = None) -> None:
+        self._run(self._session.show(picture, time_s))
+
+    def ask(
+        self, question: str, *, transient: bool = False, **sampling: Unpack[Sampling]
+    ) -> Iterator[Delta | Finished]:
+        return self._iterated(self._session.ask(question, transient=transient, **sampling))
+
+    def answer(self, question: str, *, transient: bool = False, **sampling: Unpack[Sampling]) -> Answer:
+        answer: Answer = self._run(self._session.answer(question, transient=transient, **sampling))
+        return answer
+
+    def events(self) -> Iterator[LiveEvent]:
+        """What happens from this call on."""
+
+        async def from_now() -> AsyncGenerator[LiveEvent]:
+            return self._session.events()
+
+        return self._iterated(self._run(from_now()))
+
+    def cancel(self) -> None:
+        self._run(self._session.cancel())
+
+    def close(self) -> None:
+        self._run(self._session.close())
 
 
 async def _connected(address: str, access: Access) -> asynchronous.FramesieveClient:

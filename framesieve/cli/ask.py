@@ -183,7 +183,7 @@ def ask(
             for each in questions:
                 if as_json:
                     with in_flags([*history, user_turn(parts, each)]):
-                        answers.append(_answer_json(await client.ask(parts, each, history=history, **options)))
+                        answers.append(answer_json(await client.ask(parts, each, history=history, **options)))
                     continue
                 if len(questions) > 1:
                     stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
@@ -300,7 +300,7 @@ class Printer:
         typer.echo(text, nl=False)
 
 
-def _answer_json(answer: Answer) -> dict[str, Any]:
+def answer_json(answer: Answer) -> dict[str, Any]:
     return {
         "answer": answer.text,
         "finish_reason": answer.reason,

@@ -43,6 +43,8 @@ _FLAGS = {
     "pruning.method": "--method",
     "pruning.threshold": "--pruning-threshold",
     "adapter": "--adapter",
+    "open.pruning": "--method",
+    "window_tokens": "--window-tokens",
     "prompt.template_options.enable_thinking": "--thinking",
 }
 _REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --on-server, or as a URL"}
@@ -229,9 +231,14 @@ def pruning_of(rate: float, method: str | None, threshold: float | None) -> Prun
 
 def pruning_options(rate: float | None, method: str | None, threshold: float | None) -> Options:
     """Of a request; None: not said. Raises as `pruning_of`."""
-    with _bad_parameters():
-        said = Said(rate, method, threshold=threshold)
+    said = said_pruning(rate, method, threshold)
     return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
+
+
+def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Said:
+    """Of a request; None: not said. Raises as `pruning_of`."""
+    with _bad_parameters():
+        return Said(rate, method, threshold=threshold)
 
 
 def template_options(thinking: bool | None) -> Mapping[str, bool]:
@@ -282,6 +289,12 @@ def _flag(field: str, messages: Sequence[Message]) -> str:
                 return name
             inner = _flag(path_of(*rest), messages)
             return inner if len(rest) == 1 else f"{inner} of {name}"
+        case "open", "triggers", int(), str(name):
+            return _flag(f"open.{name}", messages)
+        case "open", "triggers", int(), *rest:
+            return _flag(path_of(*rest), messages)
+        case "open", name if field not in _FLAGS:
+            return f"--{str(name).replace('_', '-')}"
     return _FLAGS.get(field, field)
 
 

@@ -19,6 +19,8 @@ from framesieve.common.contract.errors import DeadlinePassed, FramesieveError, S
 from framesieve.common.process import ExitStatus
 
 _TLS_S = 2.0
+# Returns to the line's beginning and erases it (ECMA-48, EL).
+_CLEARED = "\r\x1b[2K"
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -58,6 +60,27 @@ class MediaBars:
             self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
 
 
+class StatusLine:
+    """A line on stderr that each text replaces, if stderr is a terminal that can do that."""
+
+    def __init__(self) -> None:
+        self._prompting = False
+
+    def show(self, text: str) -> None:
+        if stderr.is_interactive and not self._prompting:
+            stderr.file.write(f"{_CLEARED}{text[: stderr.width - 1]}")
+            stderr.file.flush()
+
+    def clear(self) -> None:
+        self.show("")
+
+    def prompt(self, shown: bool) -> None:
+        """Shows a prompt, or no longer: until then no text replaces what is typed."""
+        self._prompting = False
+        self.show("> " if shown else "")
+        self._prompting = shown
+
+
 def print_cost(usage: Usage, timings: Timings) -> None:
     first_s = timings.time_to_first_token_s
     total_s = first_s + timings.generate_s
@@ -69,13 +92,13 @@ def print_cost(usage: Usage, timings: Timings) -> None:
     stderr.print(f"[dim]{pruned} · {spent}[/]", soft_wrap=True)
     for number, item in enumerate(usage.media, start=1):
         if item.repaired_frames:
-            _warn(f"media {number}: {item.repaired_frames} damaged frames were replaced by the previous frame")
+            warn(f"media {number}: {item.repaired_frames} damaged frames were replaced by the previous frame")
         if item.missing_frames:
-            _warn(f"media {number}: the file was cut off, {item.missing_frames} frames are missing")
+            warn(f"media {number}: the file was cut off, {item.missing_frames} frames are missing")
         if item.dropped_frames:
-            _warn(f"media {number}: {item.dropped_frames} frames have the time of another one and are not shown")
+            warn(f"media {number}: {item.dropped_frames} frames have the time of another one and are not shown")
         if item.first_slice_only:
-            _warn(f"media {number}: this pruning rate keeps only the first slice, so the model sees no motion")
+            warn(f"media {number}: this pruning rate keeps only the first slice, so the model sees no motion")
 
 
 # The operating system's errors for a missing socket, and for an address without a listener.
@@ -149,5 +172,5 @@ def _speaks_tls(address: str) -> bool:
     return False
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     stderr.print(f"[yellow]{escape(message)}[/]", soft_wrap=True)

@@ -15,7 +15,20 @@ from framesieve.client.answer import (
 )
 from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import Encoded, encode
-from framesieve.client.prompt import Embeds, Frames, Image, Message, Pruning, Text, Video
+from framesieve.client.live import LiveSession
+from framesieve.client.live_events import (
+    DropReason,
+    LiveDelta,
+    LiveDropped,
+    LiveEvent,
+    LiveEvicted,
+    LiveFinished,
+    LiveRefused,
+    LiveRestarted,
+    LiveSlice,
+    LiveUsage,
+)
+from framesieve.client.prompt import Embeds, Frames, Image, Message, Pruning, Text, Trigger, Video
 from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
 from framesieve.common.contract.errors import (
     DeadlinePassed,
@@ -39,6 +52,7 @@ __all__ = [
     "Choice",
     "DeadlinePassed",
     "Delta",
+    "DropReason",
     "Embeds",
     "Encoded",
     "Event",
@@ -50,6 +64,16 @@ __all__ = [
     "Grid",
     "Image",
     "InvalidRequest",
+    "LiveDelta",
+    "LiveDropped",
+    "LiveEvent",
+    "LiveEvicted",
+    "LiveFinished",
+    "LiveRefused",
+    "LiveRestarted",
+    "LiveSession",
+    "LiveSlice",
+    "LiveUsage",
     "MediaDamaged",
     "MediaForbidden",
     "MediaRejected",
@@ -66,6 +90,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolCallDelta",
+    "Trigger",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -19,11 +19,12 @@ from framesieve.common.contract.plan import Grid, Modality
 
 class FinishReason(Enum):
     """Why a completion ended: STOP at an end token, stop string or stop token, LENGTH after max_new_tokens, TOOL_CALLS
-    as STOP where it has tool calls."""
+    as STOP where it has tool calls, CANCELLED by `LiveSession.cancel`."""
 
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    CANCELLED = "cancelled"
 
 
 TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]

@@ -29,8 +29,9 @@ from framesieve.client.answer import (
 )
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.events import event_of
-from framesieve.client.messages import generate_request, in_words_of_python
-from framesieve.client.prompt import Message, Options, PartLike, user_turn
+from framesieve.client.live import LiveSession
+from framesieve.client.messages import generate_request, in_words_of_python, live_open
+from framesieve.client.prompt import LiveOptions, Message, Options, PartLike, user_turn
 from framesieve.common.affinity import Affinity, media_key
 from framesieve.common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
 from framesieve.common.contract.errors import PeerContract
@@ -129,6 +130,17 @@ class FramesieveClient:
             async for event in events:
                 yield event
 
+    def live(self, *, metadata: Metadata = (), **options: Unpack[LiveOptions]) -> LiveSession:
+        """A conversation that watches; see `LiveSession`. metadata: as in `events`.
+
+        Raises InvalidRequest for a value that its field cannot hold. Entering it raises a subclass of FramesieveError:
+        InvalidRequest for a value outside its range, and for models that are not served live, Overloaded where no room
+        is left for the session.
+        """
+        opened = live_open(options)
+        sent = (*_named(opened.request_id), *metadata, *self._token)
+        return LiveSession(lambda: self._generation.Live(metadata=sent), opened)
+
     async def answer(self, messages: Sequence[Message], options: Options, *, metadata: Metadata = ()) -> Answer:
         """`ask` for a conversation that is given whole, as `events`."""
         accepted: Accepted | None = None
@@ -157,21 +169,23 @@ class FramesieveClient:
         """
         request = await asyncio.to_thread(generate_request, messages, options)
         del messages  # their media may be large, and are in the request now
-        # gRPC metadata holds printable ASCII only. Any other id is sent in the request alone; the service rejects it.
-        name = request.request_id
-        named = ((REQUEST_ID_KEY, name),) if name.isascii() and name.isprintable() and name else ()
         with (
             in_words_of_python(),
             upstream_errors("generation"),
             self._affinity.of(media_key(request.prompt)) as same_replica,
         ):
-            sent = (*named, *metadata, *same_replica, *self._token)
+            sent = (*_named(request.request_id), *metadata, *same_replica, *self._token)
             call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=sent)
             try:
                 async for response in call:
                     yield event_of(response)
             finally:
                 call.cancel()
+
+
+def _named(request_id: str) -> Metadata:
+    """gRPC metadata holds printable ASCII only. Any other id is sent in the request alone; the service rejects it."""
+    return ((REQUEST_ID_KEY, request_id),) if request_id.isascii() and request_id.isprintable() and request_id else ()
 
 
 def _model(told: generation_pb2.ListModelsResponse) -> Model:

@@ -1,9 +1,12 @@
-"""Converts protobuf responses to the events of a request."""
+"""Converts protobuf responses to the events of a request, and of a live session."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from framesieve.client.answer import (
     Accepted,
+    Answer,
     Delta,
     Event,
     Finished,
@@ -12,17 +15,36 @@ from framesieve.client.answer import (
     Progress,
     Timings,
     Usage,
+    choice_of,
+)
+from framesieve.client.live_events import (
+    DropReason,
+    LiveDelta,
+    LiveDropped,
+    LiveEvent,
+    LiveEvicted,
+    LiveFinished,
+    LiveRefused,
+    LiveRestarted,
+    LiveSlice,
+    LiveUsage,
 )
 from framesieve.client.tools import ToolCallDelta
-from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.wire import modality_of
+from framesieve.common.contract.wire import int32_array, modality_of
 from framesieve.v1 import generation_pb2
 
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     generation_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+    generation_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+}
+_DROPS = {
+    generation_pb2.DROP_REASON_LATE: DropReason.LATE,
+    generation_pb2.DROP_REASON_UNAVAILABLE: DropReason.UNAVAILABLE,
+    generation_pb2.DROP_REASON_REFUSED: DropReason.REFUSED,
 }
 
 
@@ -40,6 +62,60 @@ def event_of(response: generation_pb2.GenerateResponse) -> Event:
             return _finished(response.finished)
         case _:
             raise PeerContract("the service sent an unknown kind of event")
+
+
+class LiveEvents:
+    """The events of a live session, from its responses in order. questions: by ask_id, those that may be answered."""
+
+    def __init__(self, request_id: str, questions: Mapping[str, str]) -> None:
+        self._request_id = request_id
+        self._questions = questions
+        self._deltas: list[Delta] = []  # of the answer that is being given: there is one at a time
+        self._seen_s: float | None = None
+
+    def of(self, response: generation_pb2.LiveResponse) -> LiveEvent:
+        """Raises PeerContract for a kind of event that this client does not know."""
+        match response.WhichOneof("response"):
+            case "delta":
+                self._deltas.append(_delta(response.delta.delta))
+                return LiveDelta(response.delta.ask_id, self._deltas[-1])
+            case "finished":
+                return self._answered(response.finished)
+            case "slice":
+                told = response.slice
+                self._seen_s = told.last_time_s
+                grid = Grid(told.grid.t, told.grid.h, told.grid.w)
+                return LiveSlice(
+                    told.first_time_s, told.last_time_s, grid, int32_array(told.kept), _live_usage(told.usage)
+                )
+            case "evicted":
+                return LiveEvicted(response.evicted.segments, response.evicted.tokens)
+            case "dropped":
+                reason = _DROPS.get(response.dropped.reason)
+                if reason is None:
+                    raise PeerContract(f"the service sent the unknown drop reason {response.dropped.reason}")
+                return LiveDropped(response.dropped.frames, reason, response.dropped.error)
+            case "restarted":
+                return LiveRestarted(response.restarted.segments)
+            case _:
+                raise PeerContract("the service sent an unknown kind of event")
+
+    def _answered(self, message: generation_pb2.LiveFinished) -> LiveFinished | LiveRefused:
+        if message.ask_id not in self._questions:
+            raise PeerContract(f"the service answered {message.ask_id!r}, which was not asked")
+        question, usage = self._questions[message.ask_id], _live_usage(message.usage)
+        if message.finished.reason == generation_pb2.FINISH_REASON_REFUSED:
+            field = message.error_field if message.HasField("error_field") else None
+            error = InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
+            return LiveRefused(message.ask_id, question, error)
+        finished, deltas = _finished(message.finished), self._deltas
+        self._deltas = []
+        answer = Answer(self._request_id, (choice_of(finished, deltas),), finished.usage, finished.timings)
+        return LiveFinished(message.ask_id, question, answer, self._seen_s, usage)
+
+
+def _live_usage(usage: generation_pb2.LiveUsage) -> LiveUsage:
+    return LiveUsage(**{field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields})
 
 
 def _delta(delta: generation_pb2.Delta) -> Delta:

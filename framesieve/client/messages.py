@@ -19,7 +19,20 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
-from framesieve.client.prompt import Embeds, Frames, Image, Message, Options, Part, Pruning, StrPath, Text, Video
+from framesieve.client.prompt import (
+    Embeds,
+    Frames,
+    Image,
+    LiveOptions,
+    Message,
+    Options,
+    Part,
+    Pruning,
+    Sampling,
+    StrPath,
+    Text,
+    Video,
+)
 from framesieve.client.tools import Tool
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest
 from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILES
@@ -67,10 +80,6 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     """
     if unknown := options.keys() - Options.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r} (how frames are sampled is set in Video)")
-    stop, bad_words = options.get("stop") or (), options.get("bad_words") or ()
-    for name, given in (("stop", stop), ("bad_words", bad_words)):
-        if isinstance(given, str):
-            raise InvalidRequest(field=name, limit="a sequence of strings", value=given)
     request = _message(
         generation_pb2.GenerateRequest,
         "",
@@ -82,29 +91,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
             seed=options.get("pruning_seed"),
             threshold=options.get("pruning_threshold"),
         ),
-        sampling=_message(
-            generation_pb2.Sampling,
-            "sampling",
-            max_new_tokens=options.get("max_new_tokens"),
-            temperature=options.get("temperature"),
-            top_p=options.get("top_p"),
-            top_k=options.get("top_k"),
-            min_p=options.get("min_p"),
-            repetition_penalty=options.get("repetition_penalty"),
-            presence_penalty=options.get("presence_penalty"),
-            frequency_penalty=options.get("frequency_penalty"),
-            seed=options.get("seed"),
-            stop=stop,
-            stop_token_ids=options.get("stop_token_ids") or (),
-            ignore_eos=bool(options.get("ignore_eos")),
-            logprobs=bool(options.get("logprobs")),
-            top_logprobs=options.get("top_logprobs") or 0,
-            n=options.get("n"),
-            min_new_tokens=options.get("min_new_tokens"),
-            logit_bias=options.get("logit_bias") or {},
-            bad_words=bad_words,
-            **_structured(options),
-        ),
+        sampling=_sampling(options, options.get("n")),
         request_id=options.get("request_id") or "",
         adapter=options.get("adapter"),
         tool_choice=_tool_choice(options),
@@ -118,7 +105,38 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     return request
 
 
-def _structured(options: Options) -> dict[str, Any]:
+def _sampling(options: Sampling, n: int | None = None) -> generation_pb2.Sampling:
+    """n: how many completions."""
+    stop, bad_words = options.get("stop") or (), options.get("bad_words") or ()
+    for name, given in (("stop", stop), ("bad_words", bad_words)):
+        if isinstance(given, str):
+            raise InvalidRequest(field=name, limit="a sequence of strings", value=given)
+    return _message(
+        generation_pb2.Sampling,
+        "sampling",
+        max_new_tokens=options.get("max_new_tokens"),
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        min_p=options.get("min_p"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        seed=options.get("seed"),
+        stop=stop,
+        stop_token_ids=options.get("stop_token_ids") or (),
+        ignore_eos=bool(options.get("ignore_eos")),
+        logprobs=bool(options.get("logprobs")),
+        top_logprobs=options.get("top_logprobs") or 0,
+        n=n,
+        min_new_tokens=options.get("min_new_tokens"),
+        logit_bias=options.get("logit_bias") or {},
+        bad_words=bad_words,
+        **_structured(options),
+    )
+
+
+def _structured(options: Sampling) -> dict[str, Any]:
     """Raises InvalidRequest for both kinds at once."""
     schema, is_object = options.get("json_schema"), options.get("json_object")
     if schema is None:
@@ -126,6 +144,49 @@ def _structured(options: Options) -> dict[str, Any]:
     if is_object:
         raise InvalidRequest("must not be set together with json_schema", field="json_object")
     return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
+
+
+def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
+    """The first request of a live session. Raises InvalidRequest for a value that its field cannot hold."""
+    if unknown := options.keys() - LiveOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r} of a live session")
+    if options.get("source"):
+        raise InvalidRequest("is not served: show frames instead", field="open.source", value=options["source"])
+    system, pruning = options.get("system"), options.get("pruning")
+    first = (Message("system", (Text(system),)),) if system else ()
+    before = prompt_pb2.Prompt()
+    add_messages(before, [*first, *(options.get("history") or ())])
+    return _message(
+        generation_pb2.LiveOpen,
+        "open",
+        messages=before.messages,
+        pruning=None if pruning is None else pruning_message(pruning),
+        fps=options.get("fps"),
+        max_pixels=options.get("max_pixels"),
+        window_tokens=options.get("window_tokens"),
+        answer_tokens=options.get("answer_tokens"),
+        window_s=options.get("window_s"),
+        request_id=options.get("request_id") or "",
+        adapter=options.get("adapter"),
+        triggers=[
+            _message(
+                generation_pb2.LiveTrigger,
+                f"open.triggers[{index}]",
+                ask=live_ask(f"trigger-{index}", each.question, each.transient, each.sampling),
+                every_s=each.every_s,
+                on_change=each.on_change,
+            )
+            for index, each in enumerate(options.get("triggers") or ())
+        ],
+    )
+
+
+def live_ask(ask_id: str, question: str, transient: bool, sampling: Sampling) -> generation_pb2.LiveAsk:
+    """Raises InvalidRequest for a value that its field cannot hold, TypeError for an unknown option."""
+    if unknown := sampling.keys() - Sampling.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r} of a question in a live session")
+    part = _message(prompt_pb2.Part, "ask.parts[0]", text=question)
+    return generation_pb2.LiveAsk(ask_id=ask_id, parts=[part], sampling=_sampling(sampling), transient=transient)
 
 
 def _tool(tool: Tool, name: str) -> prompt_pb2.Tool:

@@ -230,10 +230,9 @@ class Message:
     tool_name: str = ""
 
 
-class Options(TypedDict, total=False):
-    """Options of a request. A key that is missing or None means the default of the service or checkpoint.
+class Sampling(TypedDict, total=False):
+    """How a completion is sampled. A key that is missing or None means the default of the service or checkpoint.
 
-    pruning_rate, pruning_method, pruning_seed, pruning_threshold: of videos that do not say their own; see `Pruning`.
     max_new_tokens, temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, seed: sampling.
     stop, stop_token_ids: a completion ends before the first of these strings, or with the first of these tokens.
@@ -244,18 +243,8 @@ class Options(TypedDict, total=False):
     logprobs: return each token's log-probability. top_logprobs: also return this many of the most likely tokens at each
         position; needs logprobs.
     json_object: whether a completion is a JSON object. json_schema: a JSON schema that it satisfies.
-    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
-        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
-    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
-    adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
-    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
-    request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
     """
 
-    pruning_rate: float | None
-    pruning_method: str | None
-    pruning_seed: int | None
-    pruning_threshold: float | None
     max_new_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -275,6 +264,24 @@ class Options(TypedDict, total=False):
     top_logprobs: int | None
     json_object: bool | None
     json_schema: Mapping[str, Any] | str | None
+
+
+class Options(Sampling, total=False):
+    """Options of a request, and how its completions are sampled.
+
+    pruning_rate, pruning_method, pruning_seed, pruning_threshold: of videos that do not say their own; see `Pruning`.
+    tools: functions that the model may call. tool_choice: "auto" (as it likes), "none", "required" (calls and nothing
+        else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
+    template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
+    adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
+    n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
+    request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
+    """
+
+    pruning_rate: float | None
+    pruning_method: str | None
+    pruning_seed: int | None
+    pruning_threshold: float | None
     tools: Sequence[Tool] | None
     tool_choice: Literal["auto", "none", "required"] | Tool | None
     parallel_tool_calls: bool | None
@@ -283,6 +290,54 @@ class Options(TypedDict, total=False):
     n: int | None
     request_id: str | None
     timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """A question that a live session asks by itself, after a slice.
+
+        Trigger("Is the door open?", every_s=5, sampling={"max_new_tokens": 8})
+
+    every_s: whenever so many seconds of the frames' times have passed since it was asked last.
+    on_change: whenever this share of a slice's tokens has changed, above 0 and at most 1. At least one of both.
+    transient: neither the question nor its answer stays in the conversation.
+    """
+
+    question: str
+    _: KW_ONLY
+    every_s: float | None = None
+    on_change: float | None = None
+    transient: bool = True
+    sampling: Sampling = field(default_factory=Sampling, hash=False)
+
+
+class LiveOptions(TypedDict, total=False):
+    """Of a live session. A key that is missing or None means the default of the service or checkpoint.
+
+    system, history: a system message, and turns of text before the first frame that do not end with the user's.
+    pruning: of each slice: "evs_causal" with a rate, "pixel_change" with a threshold, or "none". Default:
+        "pixel_change" with the threshold that `FramesieveClient.models` suggests.
+    fps: how many frames a second are used; 2 by default. max_pixels: of a frame.
+    window_tokens: that the session holds before a question, 4096 by default or as many as fit; the oldest slices go.
+    answer_tokens: of a question and its answer together, 1024 by default.
+    window_s: slices that are older than the newest one by more than this go.
+    triggers: questions that the session asks by itself, at most 16; `LiveSession.events` tells their answers.
+    source: a URL that the service watches itself, in place of frames.
+    adapter, request_id: as in `Options`.
+    """
+
+    system: str | None
+    history: Sequence[Message]
+    pruning: Pruning | None
+    fps: float | None
+    max_pixels: int | None
+    window_tokens: int | None
+    answer_tokens: int | None
+    window_s: float | None
+    triggers: Sequence[Trigger]
+    source: str | None
+    adapter: str | None
+    request_id: str | None
 
 
 def media_of(location: StrPath) -> Video:

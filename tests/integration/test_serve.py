@@ -94,6 +94,9 @@ def test_the_examples_print_what_they_promise(serving: Serving, tmp_path: Path) 
     assert serving.run("ask.py", CLIP, QUESTION.text).splitlines()[0] == QUESTION.answer
     for script in ("stream.py", "openai_client.py"):
         assert serving.run(script, CLIP, QUESTION.text) == f"{QUESTION.answer}\n"
+    seen = [line.partition(" s: ") for line in serving.run("watch.py", CLIP, QUESTION.text, "4").splitlines()]
+    assert seen[-1][2] == QUESTION.answer
+    assert all(float(time_s) >= 4 for time_s, _, _ in seen)
     lines = serving.run("folder.py", tmp_path, QUESTION.text).splitlines()
     by_clip = {each["clip"]: each for each in map(json.loads, lines)}
     assert by_clip["a.mp4"]["answer"] == QUESTION.answer

@@ -81,12 +81,14 @@ class Options:
         window_s = message.window_s if message.HasField("window_s") else math.inf
         if not window_s > 0:
             raise InvalidRequest(field="open.window_s", limit="above 0", value=window_s)
-        window = message.window_tokens if message.HasField("window_tokens") else WINDOW_TOKENS
+        room = min(model.live.tokens, model.limit.tokens)
         answer = message.answer_tokens if message.HasField("answer_tokens") else ANSWER_TOKENS
+        as_many = max(min(WINDOW_TOKENS, room - answer), MIN_TOKENS)
+        window = message.window_tokens if message.HasField("window_tokens") else as_many
         for name, value in (("window_tokens", window), ("answer_tokens", answer)):
             if value < MIN_TOKENS:
                 raise InvalidRequest(field=f"open.{name}", limit=f"at least {MIN_TOKENS}", value=value)
-        if window + answer > min(model.live.tokens, model.limit.tokens):
+        if window + answer > room:
             raise InvalidRequest(
                 f"and answer_tokens together must be at most {model.live.tokens}, what live sessions may hold together "
                 f"(--live-tokens), and {model.limit.tokens} (--max-model-len), got {window + answer}",

@@ -1,0 +1,48 @@
+"""Watches a clip as if it were filmed now, and prints the answer to a question after every four seconds of it.
+
+    framesieve serve &
+    python examples/watch.py demo/clip.mp4 "What moves?"
+
+A third argument plays it so many times as fast. FRAMESIEVE_SERVER is the address of generation, 127.0.0.1:50053 by
+default.
+"""
+
+import asyncio
+import io
+import os
+import sys
+import time
+
+import av
+
+from framesieve import FramesieveClient, LiveDropped, LiveFinished, LiveSession, Trigger
+
+
+async def play(clip: str, session: LiveSession, speed: float) -> None:
+    """Shows each frame when it is due, as a camera would."""
+    began_s = time.monotonic()
+    with av.open(clip) as container:
+        for frame in container.decode(video=0):
+            time_s, jpeg = frame.time or 0.0, io.BytesIO()
+            frame.to_image().save(jpeg, "JPEG")
+            await asyncio.sleep(began_s + time_s / speed - time.monotonic())
+            await session.show(jpeg.getvalue(), time_s)
+    await session.close()  # when all is answered
+
+
+async def main(clip: str, question: str, speed: str = "1") -> None:
+    trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
+    client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
+    async with client, client.live(triggers=[trigger]) as session:
+        playing = asyncio.create_task(play(clip, session, float(speed)))
+        async for event in session.events():
+            match event:
+                case LiveFinished():
+                    print(f"{event.seen_s:.1f} s: {event.answer}", flush=True)
+                case LiveDropped():
+                    print(f"{event.frames} frames came too fast", file=sys.stderr)
+        await playing
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,325 @@
+"""The command `framesieve live`: asks about a video file while it plays, a camera or a stream, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from framesieve.cli.ask import answer_json
+from framesieve.cli.footage import is_camera, pictures
+from framesieve.cli.options import (
+    OUTPUT,
+    AdapterOption,
+    MaxNewTokensOption,
+    MaxPixelsOption,
+    PlaintextTokenOption,
+    SeedOption,
+    ServerOption,
+    SystemOption,
+    TemperatureOption,
+    ThresholdOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    TopPOption,
+    access_of,
+    in_flags,
+    print_json,
+    said_pruning,
+)
+from framesieve.cli.terminal import StatusLine, report, reported_errors, stderr, warn
+from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
+from framesieve.client.live import LiveSession
+from framesieve.client.live_events import (
+    DropReason,
+    LiveDelta,
+    LiveDropped,
+    LiveEvent,
+    LiveFinished,
+    LiveRefused,
+    LiveRestarted,
+    LiveSlice,
+    LiveUsage,
+)
+from framesieve.client.prompt import Pruning, Sampling, Trigger
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
+
+_WHEN = "When it is asked"
+_MEDIA = "Media"
+_SESSION = "Session"
+_EVERY_S = 5.0
+_FPS = 2.0
+# What the service watches itself.
+_URL = re.compile(r"(?:rtsps?|https?)://", re.IGNORECASE)
+
+
+def live(
+    *,
+    source: Annotated[
+        str,
+        typer.Argument(help="A video file, played at its own pace; a camera, such as /dev/video0; or a stream's URL."),
+    ],
+    question: Annotated[str, typer.Argument(help="The question.")],
+    every_s: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Ask whenever so many seconds of the video have passed; 0: not by time. Default: {_EVERY_S:g}, and 0 "
+            "with --on-change. With neither it is asked once, at the end.",
+            rich_help_panel=_WHEN,
+        ),
+    ] = None,
+    on_change: Annotated[
+        float | None,
+        typer.Option(
+            help="Ask when this share of the picture has changed within a slice, such as 0.3.", rich_help_panel=_WHEN
+        ),
+    ] = None,
+    transient: Annotated[
+        bool,
+        typer.Option(
+            "--transient/--remember",
+            help="Whether the model forgets this question and its answers, or sees them before the next one.",
+            rich_help_panel=_WHEN,
+        ),
+    ] = True,
+    fps: Annotated[float, typer.Option(help="Frames to use per second.", rich_help_panel=_SESSION)] = _FPS,
+    speed: Annotated[float, typer.Option(help="Play a file so many times as fast.", rich_help_panel=_SESSION)] = 1.0,
+    window_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the session remembers; the oldest part of the video goes. Default: 4096, or as "
+            "many as fit.",
+            rich_help_panel=_SESSION,
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a question and its answer together. Default: 1024.", rich_help_panel=_SESSION),
+    ] = None,
+    window_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds of video that the session remembers. Default: no limit.", rich_help_panel=_SESSION),
+    ] = None,
+    pruning_threshold: ThresholdOption = None,
+    pruning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help=f"With --method {EVS_CAUSAL}: the fraction of each slice's tokens to drop.", rich_help_panel=_MEDIA
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Which tokens are kept. {PIXEL_CHANGE}: those whose pixels changed since the slice before. "
+            f"{EVS_CAUSAL}: those that changed most. {NONE}: all. Default: {PIXEL_CHANGE}, with a threshold of "
+            f"{AUTO_THRESHOLD:g}.",
+            rich_help_panel=_MEDIA,
+        ),
+    ] = None,
+    max_pixels: MaxPixelsOption = None,
+    system: SystemOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
+    adapter: AdapterOption = None,
+    max_new_tokens: MaxNewTokensOption = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print each answer, or the error, as a line of JSON on stdout.", rich_help_panel=OUTPUT
+        ),
+    ] = False,
+    server: ServerOption = DEFAULT_ADDRESS,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+    allow_plaintext_token: PlaintextTokenOption = False,
+) -> None:
+    """Ask about a video while it plays: again and again, and whatever else comes to mind.
+
+    Each answer is printed with the time up to which the model has seen. In a terminal, type further questions; Ctrl-C
+    ends the session. What does not change is pruned by default, as `pixel_change` does.
+
+    Example: framesieve live clip.mp4 "What happens?"
+
+    Example: framesieve live /dev/video0 "Is someone at the door?" --every-s 2 --max-new-tokens 8
+
+    Example: framesieve live /dev/video0 "What has changed?" --on-change 0.3 --json
+
+    Example: framesieve live match.mp4 "Sum up what happened." --every-s 0 --speed 4
+    """
+    if not question.strip():
+        raise typer.BadParameter("the question is empty")
+    if not speed > 0:
+        raise typer.BadParameter(f"--speed must be above 0, got {speed:g}")
+    if every_s is None and on_change is None:
+        every_s = _EVERY_S
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=sampling)
+    at_end = not every_s and on_change is None
+    url = source if _URL.match(source) else None
+    said = said_pruning(pruning_rate, method, pruning_threshold)
+
+    async def watch() -> None:
+        async with FramesieveClient(server, **access) as client:
+            opening = client.live(
+                system=system,
+                pruning=None if said == Pruning() else said,
+                fps=fps,
+                max_pixels=max_pixels,
+                window_tokens=window_tokens,
+                answer_tokens=answer_tokens,
+                window_s=window_s,
+                triggers=() if at_end else (trigger,),
+                source=url,
+                adapter=adapter,
+            )
+            async with opening as session:
+                with _Printer(as_json) as printer:
+                    try:
+                        async with asyncio.TaskGroup() as tasks:
+                            following = tasks.create_task(printer.follow(session.events()))
+                            typing = tasks.create_task(_type(session, printer, sampling))
+                            if url is None:
+                                await _play(session, source, fps, speed)
+                            else:
+                                await asyncio.wait([following])
+                            if at_end:
+                                await session.answer(question, transient=transient, **sampling)
+                            typing.cancel()
+                            await session.close()
+                    except ExceptionGroup as failures:
+                        raise failures.exceptions[0] from None
+
+    with reported_errors(server, as_json=as_json):
+        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        if url is None:
+            Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
+        with in_flags():
+            asyncio.run(watch())
+
+
+async def _play(session: LiveSession, source: str, fps: float, speed: float) -> None:
+    """Shows the frames of a camera as they come, and those of a file when they are due."""
+    frames, began_s = pictures(source, fps), time.monotonic()
+    while frame := await asyncio.to_thread(next, frames, None):
+        time_s, picture = frame
+        if not is_camera(source):
+            await asyncio.sleep(began_s + time_s / speed - time.monotonic())
+        await session.show(picture, time_s)
+
+
+async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> None:
+    """Asks what is typed, a question a line, if stdin is a terminal. An empty line makes room for the next one."""
+    if not sys.stdin.isatty():
+        return
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, lambda: lines.put_nowait(sys.stdin.readline()))
+    try:
+        async with asyncio.TaskGroup() as asked:
+            while line := await lines.get():
+                printer.prompt(not line.strip())
+                if line.strip():
+                    asked.create_task(_ask(session, line.strip(), sampling))
+    finally:
+        loop.remove_reader(sys.stdin)
+
+
+async def _ask(session: LiveSession, question: str, sampling: Sampling) -> None:
+    """Its answer is printed as those of the trigger. If it is refused, the session goes on."""
+    try:
+        with in_flags():
+            await session.answer(question, **sampling)
+    except InvalidRequest as error:
+        report(error)
+
+
+class _Printer:
+    """Prints answers to stdout and how the session does to stderr, and at the end the sums of the session."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._status = StatusLine()
+        self._seen_s = 0.0
+        self._answering = False  # an answer's line has begun
+        self._answers = 0
+        self._usage: LiveUsage | None = None
+
+    def __enter__(self) -> _Printer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_line()
+        self._status.clear()
+        if (usage := self._usage) is None:
+            return
+        told = f"{self._seen_s:.1f} s · {usage.frames} frames, {usage.used_frames} used, {usage.dropped_frames} dropped"
+        if full := usage.media_tokens_full:
+            dropped = 1 - usage.media_tokens / full
+            told += f" · kept {usage.media_tokens} of {full} tokens of media ({dropped:.0%} dropped)"
+        told += f" · {self._answers} answers of {usage.completion_tokens} tokens"
+        stderr.print(f"[dim]{told}[/]", soft_wrap=True)
+
+    def prompt(self, shown: bool) -> None:
+        """Asks for a question in place of the line about the session, until the next call."""
+        self._status.prompt(shown)
+
+    async def follow(self, events: AsyncIterator[LiveEvent]) -> None:
+        async for event in events:
+            match event:
+                case LiveSlice():
+                    self._usage, self._seen_s = event.usage, event.last_time_s
+                    self._status.show(
+                        f"{self._seen_s:.1f} s · {event.usage.frames} frames, {event.usage.dropped_frames} dropped · "
+                        f"{event.usage.held_tokens} tokens held"
+                    )
+                case LiveDelta() if not self._as_json:
+                    self._say(event.delta.text)
+                case LiveFinished():
+                    self._answers += 1
+                    self._usage = event.usage
+                    self._finish(event)
+                case LiveRefused() if event.ask_id.startswith("trigger-"):
+                    raise event.error
+                case LiveDropped(reason=DropReason.UNAVAILABLE):
+                    self._end_line()
+                    warn(f"{event.frames} frames were lost: the encoder or preprocessing cannot be reached")
+                case LiveDropped(reason=DropReason.REFUSED):
+                    self._end_line()
+                    warn(f"{event.frames} frames were refused: {event.error}")
+                case LiveRestarted():
+                    self._end_line()
+                    warn(f"the session begins again with its last {event.segments} slices, questions and answers")
+
+    def _say(self, text: str) -> None:
+        if not self._answering:
+            self._status.clear()
+            typer.echo(f"{self._seen_s:.1f} s: ", nl=False)
+        self._answering = True
+        typer.echo(text, nl=False)
+
+    def _finish(self, event: LiveFinished) -> None:
+        if self._as_json:
+            self._status.clear()
+            told = {"time_s": event.seen_s, "question": event.question, **answer_json(event.answer)}
+            print_json({**told, "session": dataclasses.asdict(event.usage)})
+        else:
+            self._say("")  # an answer may be empty
+            self._end_line()
+
+    def _end_line(self) -> None:
+        if self._answering:
+            typer.echo()
+        self._answering = False

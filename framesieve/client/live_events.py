@@ -1,0 +1,123 @@
+"""The events of a live session, in the order in which they happen.
+
+    LiveSlice …  LiveDelta* LiveFinished  LiveSlice …      one answer at a time; others may come between its parts
+
+It knows nothing of protobuf (see `events`). Times are the caller's, in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from framesieve.client.answer import Answer, Delta
+from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.plan import Grid, Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class LiveUsage:
+    """The sums of a session since it was opened.
+
+    frames: that came. used_frames: of them. dropped_frames: that were late, or lost; the others came sooner than fps
+        asks for, or wait.
+    media_tokens_full, media_tokens: of slices, before and after pruning. completion_tokens: of answers.
+    evicted_tokens: of segments that went. held_tokens: those that the session holds now.
+    """
+
+    frames: int
+    used_frames: int
+    dropped_frames: int
+    media_tokens_full: int
+    media_tokens: int
+    completion_tokens: int
+    evicted_tokens: int
+    held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDelta:
+    """The next part of an answer. ask_id: see `LiveFinished`."""
+
+    ask_id: str
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFinished:
+    """An answer is finished.
+
+    ask_id: its question's: "ask-0" of the first that was asked, "trigger-0" of the first trigger.
+    answer: whole. Its prompt_tokens are all that the session holds, cached_prompt_tokens those before the question.
+    seen_s: the time of the last frame before the question; None before any.
+    """
+
+    ask_id: str
+    question: str
+    answer: Answer
+    seen_s: float | None
+    usage: LiveUsage
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRefused:
+    """A question was refused, and the session goes on. ask_id: see `LiveFinished`."""
+
+    ask_id: str
+    question: str
+    error: InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveSlice:
+    """A slice was added: frames that share their tokens.
+
+    first_time_s, last_time_s: of its first and its last frame.
+    grid: its tokens before pruning; t is 1. kept: int32 [K], strictly increasing indices of those that stayed.
+    """
+
+    first_time_s: float
+    last_time_s: float
+    grid: Grid
+    kept: Int32Array
+    usage: LiveUsage
+
+
+@dataclass(frozen=True, slots=True)
+class LiveEvicted:
+    """The oldest segments (slices, and questions with their answers) left the window. tokens: that were freed."""
+
+    segments: int
+    tokens: int
+
+
+class DropReason(Enum):
+    """Why frames were not used: LATE, because newer ones came before there was time for them, UNAVAILABLE, because the
+    encoder or preprocessing could not be reached, REFUSED, because they cannot be read or have a wrong time."""
+
+    LATE = "late"
+    UNAVAILABLE = "unavailable"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDropped:
+    """Frames were not used. frames: how many since the last such event. error: why they were refused, or empty."""
+
+    frames: int
+    reason: DropReason
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRestarted:
+    """The session begins again from its window, because its positions came to the end of what the model knows.
+
+    segments: with how many of the last it begins.
+    """
+
+    segments: int
+
+
+LiveEvent: TypeAlias = LiveDelta | LiveFinished | LiveRefused | LiveSlice | LiveEvicted | LiveDropped | LiveRestarted
