@@ -14,6 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from framesieve.common.contract.data_urls import parse_data_url
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Unavailable, within
@@ -55,7 +56,7 @@ from framesieve.v1.generation_pb2 import (
     LiveResponse,
 )
 
-Send = Callable[[ServerEvent], Awaitable[None]]
+Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 MAX_KEPT_CHARACTERS = 2**20
 """Of texts that wait for a response."""
