@@ -11,7 +11,7 @@ const FRAME_MS = 500;
 const FRAME_PX = 640; // the width of a camera's frame
 const MAX_WAITING_BYTES = 2 ** 20; // of frames that are not sent yet: beyond it the next ones are left out
 const MAX_FRAMES_KEPT = 64; // of those that may still be drawn
-const LIVE_TOKENS = { window_tokens: 2048, question_tokens: 256 };
+const QUESTION_TOKENS = 256; // room for the text of a question about the camera
 const CLIP_FIELD = /^messages\[0\]\.content\[\d\](\.(video|image)_url(\.url)?)?(?= )/; // how errors call the clip
 
 const byId = (id) => document.getElementById(id);
@@ -399,9 +399,8 @@ function handle(event) {
   const { asked } = live;
   switch (event.type) {
     case "session.created": {
-      const { window_tokens, question_tokens } = LIVE_TOKENS;
-      const answer_tokens = question_tokens + Number(byId("longest").value);
-      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { window_tokens, answer_tokens } } });
+      const answer_tokens = QUESTION_TOKENS + Number(byId("longest").value);
+      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { answer_tokens } } });
       break;
     }
     case "session.updated":
