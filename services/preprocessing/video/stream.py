@@ -64,10 +64,13 @@ def stream_frames(more: Callable[[], bytes], form: Form, fps: float, name: str) 
         stream.codec_context.thread_count = 1
         turned = may_be_turned(io.BytesIO(file.head))
         pictures = _Pictures(stream, turned, name)
+        # FFmpeg counts the times of RTP from the first packet on, to which it gives none.
+        first_pts = 0 if form is Form.RTP else None
         for frame in _decoded(container, stream, name):
-            if frame.pts is None or frame.time_base is None or frame.is_corrupt:
+            pts, first_pts = first_pts if frame.pts is None else frame.pts, None
+            if pts is None or frame.time_base is None or frame.is_corrupt:
                 continue
-            time_us = clock.shown(round(frame.pts * frame.time_base * _TICKS_PER_S))
+            time_us = clock.shown(round(pts * frame.time_base * _TICKS_PER_S))
             if intervals.begins_one(time_us):
                 yield StreamFrame(pictures.of(frame), time_us)
 
