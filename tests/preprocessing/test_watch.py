@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from PIL import Image
 
 from framesieve.common.process import free_port
 from framesieve.services.preprocessing.workers.process import Fault
@@ -173,6 +175,24 @@ async def test_a_stream_by_http_is_watched_to_its_end(service: Service) -> None:
         assert len(watched.frames) > 2
         for time_s, pixels in watched.frames:
             np.testing.assert_array_equal(pixels, expected[min(expected, key=lambda each: abs(each - time_s))])
+
+
+async def test_pictures_by_http_have_the_times_at_which_they_come(service: Service) -> None:
+    """MJPEG, as cameras send it to browsers."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(file, "JPEG")
+    part = b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n"
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
+        for _ in range(8):
+            writer.write(part % (file.tell(), file.getvalue()))
+            await writer.drain()
+            await asyncio.sleep(0.3)
+
+    async with serving(answer) as server, service.serving(server) as stub:
+        watched = await all_of(await opened(stub, f"http://clip.test:{server.port}/"))
+        assert 1.5 < watched.frames[-1][0] - watched.frames[0][0] < 20
 
 
 @pytest.mark.parametrize(
