@@ -65,9 +65,9 @@ class PreprocessingSettings(ServiceSettings):
     )
     max_streams: int = Field(
         8,
-        ge=1,
+        ge=0,
         description="maximum streams of encoded video that live sessions watch at a time, each with a decoding "
-        "process of its own; further ones are refused",
+        "process of its own, of --decode-memory-bytes; further ones are refused",
     )
 
     decode_workers: int = Field(

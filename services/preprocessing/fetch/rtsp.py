@@ -17,6 +17,7 @@ import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import structlog
 
@@ -227,7 +228,7 @@ class _Session:
 def _tracks(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """The lines of a description about the whole stream, and those about its first video track."""
     begins = [place for place, line in enumerate(lines) if line.startswith("m=")]
-    for begin, end in zip(begins, (*begins[1:], len(lines)), strict=True):
+    for begin, end in pairwise((*begins, len(lines))):
         if lines[begin].startswith("m=video "):
             return list(lines[: begins[0]]), list(lines[begin:end])
     raise MediaRejected("has no video track")

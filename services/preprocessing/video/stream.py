@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import io
 import math
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 import av
@@ -30,6 +32,9 @@ from framesieve.services.preprocessing.video.packets import OPEN_OPTIONS, check_
 from framesieve.services.preprocessing.video.resize import UInt8Array
 from framesieve.services.preprocessing.video.rgb import RgbConverter
 
+# Formats without times: JPEGs one after the other, as cameras send them by HTTP, and raw streams. Their frames have the
+# times at which they come.
+_UNTIMED = ("mpjpeg", "mjpeg", "jpeg_pipe", "h264", "hevc")
 # A clock that leaps further has begun again.
 _LEAP_S = 24 * 3600
 _TICKS_PER_S = 1_000_000
@@ -64,10 +69,15 @@ def stream_frames(more: Callable[[], bytes], form: Form, fps: float, name: str) 
         stream.codec_context.thread_count = 1
         turned = may_be_turned(io.BytesIO(file.head))
         pictures = _Pictures(stream, turned, name)
+        # FFmpeg counts the times of RTP from the first packet on, to which it gives none.
+        first_pts = 0 if form is Form.RTP else None
         for frame in _decoded(container, stream, name):
-            if frame.pts is None or frame.time_base is None or frame.is_corrupt:
+            pts, first_pts = first_pts if frame.pts is None else frame.pts, None
+            if container.format.name in _UNTIMED:
+                pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
+            if pts is None or frame.time_base is None or frame.is_corrupt:
                 continue
-            time_us = clock.shown(round(frame.pts * frame.time_base * _TICKS_PER_S))
+            time_us = clock.shown(round(pts * frame.time_base * _TICKS_PER_S))
             if intervals.begins_one(time_us):
                 yield StreamFrame(pictures.of(frame), time_us)
 

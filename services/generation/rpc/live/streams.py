@@ -135,12 +135,13 @@ class Streams:
                     self._read_bytes = event
                     self._progress.set()
             ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED)
-        except (Overloaded, Unavailable) as error:
+        except (InvalidRequest, Overloaded, Unavailable) as error:
+            if not isinstance(error, Unavailable):
+                error.field = "clip"
+            if isinstance(error, InvalidRequest):
+                raise
             log.warning("clips of a live session were lost", error=str(error))
             ended = generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(error))
-        except InvalidRequest as error:
-            error.field = "clip"
-            raise
         finally:
             watch.cancel()
             if self._clips is watch:
@@ -179,6 +180,6 @@ class Streams:
 
 def _named(error: FramesieveError) -> str:
     """The error's text, once it names the field of a live session."""
-    if isinstance(error, InvalidRequest | MediaForbidden):
+    if not isinstance(error, Unavailable):
         error.field = "open.source"
     return str(error)

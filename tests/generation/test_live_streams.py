@@ -1,0 +1,31 @@
+"""Times of a live session's streams, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from framesieve.services.generation.rpc.live.frames import Frames
+from framesieve.services.generation.rpc.live.streams import StreamTimes
+
+# The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
+SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
+
+
+@pytest.mark.parametrize("lost_s", [0.0, 0.31, 7.25])
+def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_used(lost_s: float) -> None:
+    now_s, frames = [100.0], Frames(2)
+    times = StreamTimes(2, lambda: now_s[0])
+    seen: list[float] = []
+    for first_s in (5.0, 0.3):  # on the clock of each stream
+        times.begin()
+        for time_s in SAMPLED_S:
+            now_s[0] += 0.5
+            seen.append(times.of(first_s + time_s))
+        now_s[0] += lost_s
+    slices = 0
+    for time_s in seen:
+        slices += frames.add(b"picture", time_s) is not None
+    assert slices == len(SAMPLED_S)
+    assert seen[:4] == pytest.approx([5 + time_s for time_s in SAMPLED_S])
+    assert [time_s - seen[4] for time_s in seen[4:]] == pytest.approx(SAMPLED_S)
+    assert 0.5 + lost_s <= seen[4] - seen[3] < 1.0 + lost_s
