@@ -23,7 +23,7 @@ from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
-from tests.integration.fleet import Stack, running
+from tests.integration.fleet import Stack, running, stopped_workers
 
 QUESTION, SECOND = "What moves?", "And now?"
 WHOLE = prompt_pb2.Pruning(method="none")
@@ -188,6 +188,14 @@ async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -
         assert (await live.ask(SECOND))[0]
         await live.send(close={})
         assert await live.call.read() is grpc.aio.EOF
+
+
+async def test_a_question_reads_no_picture_again(served: Served) -> None:
+    async with watching(served.address) as live:
+        await live.show(PICTURES[:2], (0, 0.5))
+        with stopped_workers(served.stack.services["preprocessing"]):
+            async with asyncio.timeout(60):
+                assert (await live.ask(QUESTION))[0]
 
 
 async def test_a_caller_that_vanishes_frees_its_blocks_within_a_second(served: Served) -> None:

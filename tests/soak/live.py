@@ -47,6 +47,8 @@ AT_ONCE = 10
 KILLED_AT_ONCE = 50
 WARM_UP = 100
 SETTLE_S = 10.0
+# Pools start a thread when all of theirs are busy, up to a bound; a leak is one for each session, or for some.
+LAZY_THREADS = 6
 # Small, so that caches are full before memory is measured.
 FLAGS = {
     "preprocessing": ("--inflight-bytes", str(8 * 2**20)),
@@ -188,12 +190,12 @@ async def settled(services: Sequence[Service], most: dict[str, dict[str, int]]) 
 
 
 def more(found: dict[str, dict[str, int]], most: dict[str, dict[str, int]]) -> list[str]:
-    """What is held beyond `most`, but for memory."""
+    """What is held beyond `most`, but for memory and the threads of pools."""
     return [
         f"{name} has {found[name][kind]} {kind}, and had {most[name][kind]}"
         for name in found
-        for kind in ("threads", "descriptors")
-        if found[name][kind] > most[name][kind]
+        for kind, lazy in (("threads", LAZY_THREADS), ("descriptors", 0))
+        if found[name][kind] > most[name][kind] + lazy
     ]
 
 
