@@ -99,7 +99,11 @@ async def test_bad_clips_and_raw_frames_are_refused(stack: Stack, sent: list[dic
 
 async def test_sources_that_cannot_be_watched_end_the_call(stack: Stack) -> None:
     for url, code, why in (
-        ("rtsp://127.0.0.1/x", "PERMISSION_DENIED", "open.source has no address that may be reached: '127.0.0.1'"),
+        (
+            f"rtsp://127.0.0.1:{PORT}/x",
+            "PERMISSION_DENIED",
+            "open.source has no address that may be reached: '127.0.0.1'",
+        ),
         (f"http://localhost:{PORT}/", "INVALID_ARGUMENT", "open.source cannot be connected to"),
         ("camera", "INVALID_ARGUMENT", "open.source must start with http:// or https:// or rtsp://"),
     ):
