@@ -49,7 +49,7 @@ class Slice:
 
 
 class Frames:
-    """Makes slices of the frames that are used. `came`: how many came so far."""
+    """Makes slices of the frames that are used."""
 
     def __init__(self, fps: float) -> None:
         self._fps = fps
@@ -57,11 +57,9 @@ class Frames:
         self._given_s = -math.inf
         self._interval = -1
         self._lone: Frame | None = None
-        self.came = 0
 
     def add(self, picture: bytes, time_s: float) -> Slice | None:
         """The slice that a frame completes. Raises InvalidRequest for its time, and for no or too large a picture."""
-        self.came += 1
         if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
             raise InvalidRequest(field="frame.picture", limit=limit, value=f"{len(picture)} bytes")

@@ -1,0 +1,377 @@
+"""The conversation of a live session: slices and questions become segments of its `Session`, one after the other.
+
+    a slice      plan and pruned tokens from upstream ─▶ make room ─▶ compute its rows
+    a question   plan from preprocessing ─▶ compute its rows and the answer
+    no room      begin again: the last segments are computed once more, then the new one
+
+It owns the session while that has no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from framesieve.common.contract.errors import Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
+from framesieve.services.generation.engine.engine import Engine
+from framesieve.services.generation.request import live_cuts
+from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.live_cuts import SliceSegment
+from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from framesieve.services.generation.request.session import Segment, Session
+from framesieve.services.generation.rpc.events import Events, Inbox
+from framesieve.services.generation.rpc.live import prompts
+from framesieve.services.generation.rpc.live.frames import Slice
+from framesieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
+from framesieve.services.generation.rpc.live.responses import LiveResponses
+from framesieve.services.generation.rpc.live.window import newest_half
+from framesieve.services.generation.rpc.responses import Responses
+from framesieve.services.generation.rpc.served_model import ServedModel
+from framesieve.services.generation.sampling.banned import spellings
+from framesieve.services.generation.sampling.detokenizer import Detokenizer
+from framesieve.services.generation.sampling.sampler import SamplingParams
+from framesieve.services.generation.stage_clock import Stage, StageClock
+from framesieve.services.generation.upstream.media import MediaClient
+from framesieve.v1 import generation_pb2, prompt_pb2
+
+# With how many of its last segments a session begins again. Their pictures stay on the host.
+MAX_REPEATED = 32
+_CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A question that was answered."""
+
+    parts: Sequence[prompt_pb2.Part]
+    answer: str
+
+
+class _Ended(PromptTooLong):
+    """A segment does not fit behind what the session has, which therefore begins again."""
+
+
+class Conversation:
+    """responses: says what happens. inbox: of the running event loop. options: of upstream calls that begin now."""
+
+    def __init__(
+        self,
+        wanted: Options,
+        session: Session,
+        responses: LiveResponses,
+        engine: Engine,
+        media: MediaClient,
+        model: ServedModel,
+        inbox: Inbox,
+        options: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._wanted, self._session, self._responses = wanted, session, responses
+        self._engine, self._media, self._model, self._inbox, self._options = engine, media, model, inbox, options
+        self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
+        self._cut: SliceSegment | None = None  # of that slice, without its embeddings
+        self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
+        self._whole = 0  # the last segment whose slice was taken whole
+        self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
+        self._window: deque[tuple[int, Slice | _Told]] = deque(maxlen=MAX_REPEATED)  # the last segments, by number
+
+    async def add(self, piece: Slice | Ask) -> float:
+        """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
+
+        The session begins again before it if it does not fit: with the segments of the window; and if it is too far
+        from them, or does not fit beside them, alone.
+        Raises InvalidRequest for what is refused, and Unavailable and Overloaded: the session can go on without it.
+        """
+        try:
+            return await self._add(piece)
+        except _Ended:
+            pass
+        try:
+            await self._begin_again(self._staying(piece))
+            return await self._add(piece)
+        except _Ended:
+            await self._begin_again(())
+            return await self._add(piece)
+
+    async def _add(self, piece: Slice | Ask) -> float:
+        if isinstance(piece, Slice):
+            return await self._watch(piece)
+        await self._answer(piece)
+        return 0.0
+
+    # --- beginning again ---------------------------------------------------------------------------------------
+
+    def _staying(self, piece: Slice | Ask) -> Sequence[tuple[int, Slice | _Told]]:
+        """The segments, by number, with which the session begins again before a piece."""
+        first = self._session.first
+        staying = [each for each in self._window if each[0] >= first or first == 1]
+        if not self._wanted.live.recurrent:
+            return staying
+        oldest_s = piece.last.time_s - self._wanted.window_s / 2 if isinstance(piece, Slice) else -math.inf
+        return newest_half(staying, self._session, oldest_s)
+
+    async def _begin_again(self, repeated: Sequence[tuple[int, Slice | _Told]]) -> None:
+        """Computes these segments again, by number, from position 0 on."""
+        session = self._session
+        gone = session.held - sum(session.rows_of(number) for number, _ in repeated)
+        await self._tell_evicted(session.count - session.first + 1 - len(repeated), gone)
+        session.forget()
+        self._shown, self._still, self._whole = None, None, 0
+        self._times.clear()
+        self._window.clear()
+        await self._responses.put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
+        lost = 0
+        for _, piece in repeated:
+            try:
+                await (self._watch(piece, again=True) if isinstance(piece, Slice) else self._tell(piece))
+            except (Unavailable, Overloaded) as error:
+                check_upstream(error)
+                lost += 1
+        if lost:
+            await self._responses.put(evicted=generation_pb2.LiveEvicted(segments=lost))
+
+    # --- slices ------------------------------------------------------------------------------------------------
+
+    async def _watch(self, piece: Slice, again: bool = False) -> float:
+        """Adds a slice. Returns the share of its tokens that changed. again: it was added before, and is not told."""
+        stale = self._session.first > max(self._whole, 1)
+        shown, cut = self._shown, self._cut
+        if shown and cut and not stale and not cut.kept.size and piece.repeats(shown):
+            await self._stand_still(shown, cut, piece, again)
+            return 0.0
+        if shown is None:
+            prompt = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
+        else:
+            prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
+        wanted = NOTHING_PRUNED if stale else self._wanted.pruning
+        pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
+        if shown and wanted.threshold is not None:
+            options["first_slice"] = 1  # the slice before is there to be compared with
+        async with self._media.open(prompt, pruning, clock, self._of_media, **options) as upstream:
+            async for received in upstream.receive((0,), clock):
+                if isinstance(received, MediaItem) and received.complete:
+                    item = received
+            if shown and cut:
+                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
+            else:
+                cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
+            await self._add_slice(piece, cut, whole=stale or shown is None, again=again)
+        return 0.0 if stale or shown is None else cut.kept.size / cut.grid.tokens
+
+    async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
+        """Adds a slice that shows the same files as the last one, which kept nothing, and so keeps nothing, either."""
+        if cut.segment.ids.size:
+            plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
+            cut = live_cuts.next_slice(plan, None, self._session, cut.place)
+            await self._add_slice(piece, cut, whole=False, again=again)
+            return
+        self._still = piece
+        await self._make_room(piece, 0)
+        await self._tell_slice(piece, cut, again)
+
+    async def _add_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
+        session, segment = self._session, cut.segment
+        await self._make_room(piece, segment.ids.size)
+        if segment.ids.size:
+            number = session.count
+            await self._compute(segment)
+            self._whole = number if whole else self._whole
+            self._times.append((number, piece.last.time_s))
+            self._window.append((number, piece))
+        else:  # nothing changed, and no text stands between slices
+            session.next_position = segment.next_position
+        self._shown, self._still = piece, None
+        self._cut = replace(cut, segment=replace(segment, embeds=None))
+        await self._tell_slice(piece, cut, again)
+
+    async def _make_room(self, piece: Slice, rows: int) -> None:
+        """Evicts what is too old beside a slice, and what has no room beside its rows."""
+        oldest = 0
+        first = 0 if self._wanted.live.recurrent else self._session.first  # of the segments that may be evicted
+        while self._times and self._times[0][0] < first:
+            self._times.popleft()
+        while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
+            oldest = self._times.popleft()[0] + 1
+        await self._evict(rows, oldest)
+
+    async def _tell_slice(self, piece: Slice, cut: SliceSegment, again: bool) -> None:
+        if again:
+            return
+        usage = self._responses.usage
+        usage.used_frames += piece.used
+        usage.media_tokens_full += cut.grid.tokens
+        usage.media_tokens += cut.kept.size
+        told = generation_pb2.LiveSlice(
+            first_time_s=piece.first.given_s,
+            last_time_s=piece.last.given_s,
+            grid=grid_message(cut.grid),
+            kept=int32_tensor(cut.kept),
+            usage=self._responses.used(),
+        )
+        await self._responses.put(slice=told)
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    async def _answer(self, ask: Ask) -> None:
+        clock, model, session = StageClock(), self._model, self._session
+        wanted, grammar = ask.wanted, None
+        if wanted.is_constrained:
+            grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
+        bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
+        prompt = prompts.question(self._before(), self._seen(), ask.parts)
+        plan = await self._media.plan(prompt, **self._options())
+        self._pass_time(plan)
+        segment = live_cuts.question(plan, session, model.defaults.eos_ids, ask.transient)
+        clock.skip(Stage.FETCH)
+        clock.finish(Stage.TRANSFER)
+        if ask.cancelled.is_set():
+            await self._responses.finish(ask.id, generation_pb2.Finished(reason=_CANCELLED))
+            return
+        left = session.answer_tokens - segment.ids.size + 1
+        if left < (wanted.max_new_tokens or 1):
+            raise PromptTooLong(
+                f"a question of {segment.ids.size} tokens and an answer of {wanted.max_new_tokens or 1} exceed "
+                f"answer_tokens {session.answer_tokens}",
+                value=segment.ids.size + (wanted.max_new_tokens or 1) - 1,
+                limit=session.answer_tokens,
+            )
+        (params,) = wanted.resolve(model.defaults, left, grammar, bad_words)
+        await self._evict(0)
+        number, held = session.count, session.held
+        events = Events(self._inbox, 1)
+        detokenizer = Detokenizer(model.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
+        question = self._request(segment, params, detokenizer, events.listener(0))
+        question.cached_tokens = held
+        tokens = question.prompt.tokens
+        usage = generation_pb2.Usage(prompt_tokens_full=tokens, prompt_tokens=tokens, cached_prompt_tokens=held)
+        self._engine.submit(question)
+        answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
+        if finished is None:
+            await asyncio.wrap_future(self._engine.interrupt(session))
+            usage.completion_tokens = len(question.output_ids)
+            finished = generation_pb2.Finished(reason=_CANCELLED, usage=usage)
+        if session.count > number:
+            self._shown = None
+            self._window.append((number, _Told(ask.parts, answer)))
+        self._responses.usage.completion_tokens += len(question.output_ids)
+        await self._responses.finish(ask.id, finished)
+
+    async def _say(self, ask: Ask, responses: Responses, events: Events) -> tuple[str, generation_pb2.Finished | None]:
+        """Sends the parts of an answer until it is finished, and returns its text; None if it is cancelled before."""
+        text = ""
+        stop = asyncio.create_task(ask.cancelled.wait())
+        arrives = asyncio.create_task(events.next())
+        try:
+            while True:
+                await asyncio.wait((stop, arrives), return_when=asyncio.FIRST_COMPLETED)
+                if not arrives.done():
+                    return text, None
+                for response in responses.of(arrives.result()):
+                    if response.HasField("finished"):
+                        return text, response.finished
+                    text += response.delta.text
+                    await self._responses.put(delta=generation_pb2.LiveDelta(ask_id=ask.id, delta=response.delta))
+                arrives = asyncio.create_task(events.next())
+        finally:
+            stop.cancel()
+            arrives.cancel()
+
+    async def _tell(self, told: _Told) -> None:
+        """Adds a question with its answer."""
+        prompt = prompts.told(self._before(), self._seen(), told.parts, told.answer or " ")
+        plan = await self._media.plan(prompt, **self._options())
+        self._pass_time(plan)
+        segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
+        await self._evict(0)
+        self._window.append((self._session.count, told))
+        await self._compute(segment)
+        self._shown = None
+
+    # --- both --------------------------------------------------------------------------------------------------
+
+    async def _evict(self, rows: int, oldest: int = 0) -> None:
+        """Makes room for rows. oldest: segments below this number go in any case.
+
+        Raises _Ended if something must go of what a recurrent state has read.
+        """
+        session, before = self._session, self._session.first
+        needed = session.held + rows
+        if self._wanted.live.recurrent and session.held and (oldest or needed > session.window_tokens):
+            raise _Ended("the window of the session is full", value=needed, limit=session.window_tokens)
+        gone = session.evict(rows, oldest)
+        await self._tell_evicted(session.first - before, gone)
+
+    async def _tell_evicted(self, segments: int, tokens: int) -> None:
+        self._responses.usage.evicted_tokens += tokens
+        if segments:
+            await self._responses.put(evicted=generation_pb2.LiveEvicted(segments=segments, tokens=tokens))
+
+    async def _compute(self, segment: Segment) -> None:
+        """Computes a segment that has no answer: the token after it is sampled, and of no use."""
+        events = Events(self._inbox, 1)
+        self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
+        while True:
+            for _, _, event in await events.next():
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Finished):
+                    return
+
+    def _request(
+        self,
+        segment: Segment,
+        params: SamplingParams,
+        detokenizer: Detokenizer | None,
+        on_event: Callable[[Event], None],
+    ) -> Request:
+        """The request that computes a segment. Raises _Ended beyond the model's positions."""
+        session, last = self._session, segment.next_position + params.max_new_tokens
+        if last > (trained := self._wanted.live.positions):
+            raise _Ended(
+                f"a window of the session needs position {last}, the model was trained on {trained}",
+                value=last,
+                limit=trained,
+                remedy="lower `window_tokens`",
+            )
+        prompt = session.begin(segment, self._model.input.embed_levels)
+        keys = (b"",) * len(prompt.plan.media)
+        number = f"{session.id}/{session.count}"
+        request = Request(number, prompt, keys, params, detokenizer, on_event, self._wanted.adapter, session)
+        request.embeds = [segment.embeds] * len(keys)
+        return request
+
+    def _before(self) -> Sequence[prompt_pb2.Message] | None:
+        """The conversation before a turn; None: one that ends with an answer."""
+        return None if self._session.held else self._wanted.messages
+
+    def _seen(self) -> list[Slice]:
+        """The last slice of the turn, and one that repeats it and added no rows."""
+        return [each for each in (self._shown, self._still) if each]
+
+    def _pass_time(self, plan: PromptPlan) -> None:
+        """Continues after the slice that added no rows, if there is one. plan: has the slices of `_seen`."""
+        if self._still and self._cut:
+            self._cut = live_cuts.next_slice(plan, None, self._session, self._cut.place)
+            self._session.next_position = self._cut.segment.next_position
+            self._shown, self._still = self._still, None
+
+    @property
+    def _of_media(self) -> Adapter | None:
+        adapter = self._wanted.adapter
+        return adapter if adapter and adapter.in_tower else None
+
+
+def check_upstream(error: Unavailable | Overloaded) -> None:
+    """Raises the error if it is generation's own; else another service cannot be reached, or has no room."""
+    if isinstance(error, Unavailable) and error.stage == "generation":
+        raise error
+    log.warning("a live session goes on without a service", error=str(error))
