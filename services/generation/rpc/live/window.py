@@ -23,7 +23,7 @@ def newest_half(
 ) -> list[tuple[int, Slice | T]]:
     """The newest segments of a window that need at most half of its tokens when the session begins with them.
 
-    window: numbers and segments, the newest one last. oldest_s: no slice is older, and none that is stays.
+    window: numbers and segments, the newest one last. oldest_s: a slice before this time goes, and all before it.
     """
     # A slice that comes first needs what segment 0 has: the opening, and a whole slice. A question needs more.
     room, first = session.window_tokens // 2 - session.rows_of(0), len(window)
