@@ -58,7 +58,7 @@ class _Told:
 
 
 class _Ended(PromptTooLong):
-    """A segment does not fit behind what the session has, which therefore begins again."""
+    """A segment does not fit after what the session holds, so the session begins again."""
 
 
 class Conversation:
