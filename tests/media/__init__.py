@@ -66,8 +66,8 @@ def stream(
 def shown(data: bytes, fps: int = 2) -> list[tuple[float, NDArray[np.uint8]]]:
     """Times and pixels of the first frame of each interval of 1 / fps, decoded by PyAV from the whole file."""
     times_s: dict[int, Fraction] = {}
-    pixels = []
-    with av.open(io.BytesIO(data)) as container:
+    pixels: list[NDArray[np.uint8]] = []
+    with av.open(io.BytesIO(data), "r") as container:
         for frame in container.decode(video=0):
             assert frame.pts is not None
             assert frame.time_base is not None
@@ -75,7 +75,7 @@ def shown(data: bytes, fps: int = 2) -> list[tuple[float, NDArray[np.uint8]]]:
             interval = int((time_s - next(iter(times_s.values()), time_s)) * fps)
             if interval not in times_s:
                 times_s[interval] = time_s
-                pixels.append(frame.to_ndarray(format="rgb24"))
+                pixels.append(frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False))
     return list(zip(map(float, times_s.values()), pixels, strict=True))
 
 

@@ -178,7 +178,7 @@ async def test_a_stream_by_http_is_watched_to_its_end(service: Service) -> None:
 
 
 async def test_pictures_by_http_have_the_times_at_which_they_come(service: Service) -> None:
-    """MJPEG, as cameras send it to browsers."""
+    """MJPEG, as cameras send it to browsers. FFmpeg's own times would be those of 25 frames a second."""
     file = io.BytesIO()
     Image.new("RGB", (64, 48)).save(file, "JPEG")
     part = b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n"
@@ -192,7 +192,7 @@ async def test_pictures_by_http_have_the_times_at_which_they_come(service: Servi
 
     async with serving(answer) as server, service.serving(server) as stub:
         watched = await all_of(await opened(stub, f"http://clip.test:{server.port}/"))
-        assert 1.5 < watched.frames[-1][0] - watched.frames[0][0] < 20
+        assert 0.5 < watched.frames[-1][0] - watched.frames[0][0] < 20
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,16 @@ class _Bytes:
 
 
 class _Packets:
-    """The description, then one packet for each read. The description ends twice, as FFmpeg asks once more."""
+    """The description, then one packet for each read. The description ends twice, as FFmpeg asks once more.
+
+    Times of packets are moved so that the first one has 1: FFmpeg takes 0 for none.
+    """
 
     def __init__(self, more: Callable[[], bytes]) -> None:
         self._more = more
         self._described = False
         self._ends = 2
+        self._moved: int | None = None
         self._rest = memoryview(b"")
         self.head = b""
 
@@ -125,7 +129,11 @@ class _Packets:
         if not self._rest:
             self._rest = memoryview(self._more())
         length = int.from_bytes(self._rest[:2])
-        packet, self._rest = self._rest[2 : 2 + length], self._rest[2 + length :]
+        packet, self._rest = bytearray(self._rest[2 : 2 + length]), self._rest[2 + length :]
+        if packet:
+            ticks = int.from_bytes(packet[4:8])
+            self._moved = 1 - ticks if self._moved is None else self._moved
+            packet[4:8] = ((ticks + self._moved) % 2**32).to_bytes(4)
         return bytes(packet[:size])
 
 
