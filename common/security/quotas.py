@@ -44,12 +44,15 @@ class ClientQuotas:
         """Number of clients with running requests."""
         return len(self._accounts)
 
-    def limited(self, behaviour: Behaviour) -> Behaviour:
-        """The behaviour within the quota of its client. Requests are still bytes; each is counted as it arrives."""
+    def limited(self, behaviour: Behaviour, keeps_messages: bool = True) -> Behaviour:
+        """The behaviour within the quota of its client. Requests are still bytes; each is counted as it arrives.
+
+        keeps_messages: whether all messages of a call count until it ends; else each until the next one is read.
+        """
 
         async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             with self.request(client_of(context)) as charge:
-                async with aclosing(behaviour(_Charged(context, charge), context)) as responses:
+                async with aclosing(behaviour(_Charged(context, charge, keeps_messages), context)) as responses:
                     async for response in responses:
                         yield response
 
@@ -106,9 +109,11 @@ class ClientQuotas:
 class _Charged:
     """Iterates over request bytes and counts them. It keeps none; gRPC's own iterator keeps the last."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge, keeps_messages: bool) -> None:
         self._context = context
         self._charge = charge
+        self._keeps_messages = keeps_messages
+        self._last_bytes = 0
 
     def __aiter__(self) -> _Charged:
         return self
@@ -117,6 +122,9 @@ class _Charged:
         data = await self._context.read()
         if data is grpc.aio.EOF:
             raise StopAsyncIteration
+        if not self._keeps_messages:
+            self._charge(-self._last_bytes)
+        self._last_bytes = len(data)
         self._charge(len(data))
         return bytes(data)
 

@@ -37,6 +37,8 @@ from framesieve.common.telemetry.metrics import MESSAGE_BYTES
 from framesieve.common.telemetry.tracing import passed_on_trace
 
 OUR_METHODS = "/framesieve."
+# Their requests come as long as a camera films: each is done with once the next one is read.
+_FILMING = frozenset({"Live", "Watch"})
 _PORTS = {
     "/framesieve.v1.PreprocessingService/Preprocess": 50051,
     "/framesieve.v1.EncoderService/Encode": 50052,
@@ -96,7 +98,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if not method.startswith(OUR_METHODS):
             return handler
         _, service, name = method.split("/")
-        behaviour = self._quotas.limited(parsed(handler, _count_received(handler.request_deserializer, name)))
+        counted = parsed(handler, _count_received(handler.request_deserializer, name))
+        behaviour = self._quotas.limited(counted, keeps_messages=name not in _FILMING)
         # Every method is served as a stream: gRPC keeps the bytes of a unary request until the call ends.
         return grpc.stream_stream_rpc_method_handler(
             _written(guarded(self._drained(behaviour, stage_of(service)), method)),

@@ -46,7 +46,9 @@ class Served:
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> Iterator[Served]:
     folder = checkpoints(request.param)
-    with running(folder, flags={"generation": ("--kv-cache-tokens", "4096", "--live-tokens", "2048")}) as stack:
+    # The frames of a session may come to more than a client's bytes, as 80 pictures do.
+    flags = ("--kv-cache-tokens", "4096", "--live-tokens", "2048", "--max-bytes-per-client", "60000")
+    with running(folder, flags={"generation": flags}) as stack:
         yield Served(folder, stack)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from framesieve.common.contract.errors import Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.services.generation.engine.engine import Engine
@@ -42,8 +43,9 @@ from framesieve.services.generation.stage_clock import Stage, StageClock
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import generation_pb2, prompt_pb2
 
-# With how many of its last segments a session begins again. Their pictures stay on the host.
-MAX_REPEATED = 32
+# With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
+# the host.
+MAX_REPEATED, MAX_REPEATED_BYTES = 32, MAX_INLINE_BYTES
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 log = structlog.get_logger()
@@ -82,7 +84,7 @@ class Conversation:
         self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
         self._whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
-        self._window: deque[tuple[int, Slice | _Told]] = deque(maxlen=MAX_REPEATED)  # the last segments, by number
+        self._window: deque[tuple[int, Slice | _Told]] = deque()  # the last segments, by number
 
     async def add(self, piece: Slice | Ask) -> float:
         """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
@@ -186,12 +188,20 @@ class Conversation:
             await self._compute(segment)
             self._whole = number if whole else self._whole
             self._times.append((number, piece.last.time_s))
-            self._window.append((number, piece))
+            self._remember(number, piece)
         else:  # nothing changed, and no text stands between slices
             session.next_position = segment.next_position
         self._shown, self._still = piece, None
         self._cut = replace(cut, segment=replace(segment, embeds=None))
         await self._tell_slice(piece, cut, again)
+
+    def _remember(self, number: int, segment: Slice | _Told) -> None:
+        window = self._window
+        window.append((number, segment))
+        size_bytes = sum(each.size_bytes for _, each in window if isinstance(each, Slice))
+        while len(window) > MAX_REPEATED or size_bytes > MAX_REPEATED_BYTES:
+            _, first = window.popleft()
+            size_bytes -= first.size_bytes if isinstance(first, Slice) else 0
 
     async def _make_room(self, piece: Slice, rows: int) -> None:
         """Evicts what is too old beside a slice, and what has no room beside its rows."""
@@ -261,7 +271,7 @@ class Conversation:
             finished = generation_pb2.Finished(reason=_CANCELLED, usage=usage)
         if session.count > number:
             self._shown = None
-            self._window.append((number, _Told(ask.parts, answer)))
+            self._remember(number, _Told(ask.parts, answer))
         self._responses.usage.completion_tokens += len(question.output_ids)
         await self._responses.finish(ask.id, finished)
 
@@ -292,7 +302,7 @@ class Conversation:
         self._pass_time(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(0)
-        self._window.append((self._session.count, told))
+        self._remember(self._session.count, told)
         await self._compute(segment)
         self._shown = None
 

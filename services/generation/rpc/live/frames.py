@@ -43,6 +43,10 @@ class Slice:
     last: Frame
     used: int = SLICE_FRAMES
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self.first.picture) + len(self.last.picture)
+
     def repeats(self, other: Slice) -> bool:
         """Whether it shows the same files."""
         return (self.first.picture, self.last.picture) == (other.first.picture, other.last.picture)
