@@ -44,6 +44,8 @@ from framesieve.v1.generation_pb2 import LiveRequest, LiveResponse
 MAX_WAITING_QUESTIONS = 16
 # With how many of its last segments a session begins again. Their pictures stay on the host.
 MAX_REPEATED = 32
+# Slices of text alone that wait to be computed with what comes next: a forward reads all weights, however few its rows.
+MAX_TEXTS = 3
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 _UNAVAILABLE = generation_pb2.FINISH_REASON_UNAVAILABLE
 
@@ -90,6 +92,7 @@ class LiveCall:
         self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
         self._cut: SliceSegment | None = None  # of that slice, without its embeddings
         self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
+        self._texts: list[Segment] = []  # slices of text alone that are not computed yet
         self._whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
         self._window: deque[tuple[int, Slice | _Told]] = deque(maxlen=MAX_REPEATED)  # the last segments, by number
@@ -182,6 +185,7 @@ class LiveCall:
     async def _repeat(self, repeated: Sequence[Slice | _Told]) -> None:
         self._session.forget()
         self._shown, self._still, self._whole = None, None, 0
+        self._texts.clear()
         self._times.clear()
         self._window.clear()
         await self._put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
@@ -236,14 +240,16 @@ class LiveCall:
     async def _add(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
         await self._make_room(piece, segment.ids.size)
+        number = session.count
         if segment.ids.size:
-            number = session.count
-            await self._compute(segment)
+            if segment.runs or len(self._texts) == MAX_TEXTS:
+                await self._compute(segment)
+            else:
+                self._texts.append(segment)
             self._whole = number if whole else self._whole
             self._times.append((number, piece.last.time_s))
             self._window.append((number, piece))
-        else:  # nothing changed, and no text stands between slices
-            session.next_position = segment.next_position
+        session.next_position = segment.next_position
         self._shown, self._still = piece, None
         self._cut = replace(cut, segment=replace(segment, embeds=None))
         await self._tell_slice(piece, cut, whole, again)
@@ -254,7 +260,9 @@ class LiveCall:
         while self._times and self._times[0][0] < self._session.first:
             self._times.popleft()
         while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
-            oldest = self._times.popleft()[0] + 1
+            number, _ = self._times.popleft()
+            if not self._times or self._times[0][0] > number:  # no newer slice is in this segment
+                oldest = number + 1
         await self._evict(rows, oldest)
 
     async def _tell_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
@@ -278,9 +286,9 @@ class LiveCall:
             self._waiting.ask_now(ask)
 
     async def _evict(self, rows: int, oldest: int = 0) -> None:
-        """Makes room for rows. oldest: segments below this number go in any case."""
+        """Makes room for rows, and the texts before them. oldest: segments below this number go in any case."""
         before = self._session.first
-        gone = self._session.evict(rows, oldest)
+        gone = self._session.evict(self._texts_size + rows, oldest)
         self._usage.evicted_tokens += gone
         if segments := self._session.first - before:
             await self._put(evicted=generation_pb2.LiveEvicted(segments=segments, tokens=gone))
@@ -288,12 +296,14 @@ class LiveCall:
     async def _compute(self, segment: Segment) -> None:
         """Computes a segment that has no answer: the token after it is sampled, and of no use."""
         events = Events(self._inbox, 1)
+        segment = segment.after(self._texts)
         self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
         while True:
             for _, _, event in await events.next():
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Finished):
+                    self._texts.clear()
                     return
 
     # --- questions ---------------------------------------------------------------------------------------------
@@ -323,6 +333,7 @@ class LiveCall:
             )
         (params,) = wanted.resolve(model.defaults, left, grammar, bad_words)
         await self._evict(0)
+        segment = segment.after(self._texts)
         number, held = session.count, session.held
         events = Events(self._inbox, 1)
         detokenizer = Detokenizer(model.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
@@ -338,6 +349,7 @@ class LiveCall:
             finished = generation_pb2.Finished(reason=_CANCELLED, usage=usage)
         if session.count > number:
             self._shown = None
+            self._texts.clear()
             self._window.append((number, _Told(ask.parts, answer)))
         self._usage.completion_tokens += len(question.output_ids)
         await self._finish(ask, finished)
@@ -407,6 +419,10 @@ class LiveCall:
         """The conversation before a turn; None: one that ends with an answer."""
         return None if self._session.held else self._wanted.messages
 
+    @property
+    def _texts_size(self) -> int:
+        return sum(each.ids.size for each in self._texts)
+
     def _seen(self) -> list[Slice]:
         """The last slice of the turn, and one that repeats it and added no rows."""
         return [each for each in (self._shown, self._still) if each]
@@ -438,7 +454,7 @@ class LiveCall:
 
     def _used(self) -> generation_pb2.LiveUsage:
         """The session so far, in a message of its own."""
-        self._usage.frames, self._usage.held_tokens = self._frames.came, self._session.held
+        self._usage.frames, self._usage.held_tokens = self._frames.came, self._session.held + self._texts_size
         used = generation_pb2.LiveUsage()
         used.CopyFrom(self._usage)
         return used
