@@ -15,7 +15,7 @@ It knows neither the scheduler nor the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -51,6 +51,16 @@ class Segment:
     embeds: Tensor | None = None
     keeps_answer: bool = False
     transient: bool = False
+
+    def after(self, texts: Sequence[Segment]) -> Segment:
+        """Segments without media rows, and it, as one."""
+        rows = sum(each.ids.size for each in texts)
+        return replace(
+            self,
+            ids=np.concatenate([*(each.ids for each in texts), self.ids]),
+            positions=np.concatenate([*(each.positions for each in texts), self.positions], axis=1),
+            runs=tuple(Run(rows + run.offset, run.length) for run in self.runs),
+        )
 
 
 @dataclass(eq=False)

@@ -46,6 +46,8 @@ from framesieve.v1 import generation_pb2, prompt_pb2
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
 # the host.
 MAX_REPEATED, MAX_REPEATED_BYTES = 32, MAX_INLINE_BYTES
+# Slices of text alone that wait to be computed with what comes next: a forward reads all weights, however few its rows.
+MAX_TEXTS = 3
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 log = structlog.get_logger()
@@ -82,6 +84,7 @@ class Conversation:
         self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
         self._cut: SliceSegment | None = None  # of that slice, without its embeddings
         self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
+        self._texts: list[Segment] = []  # slices of text alone that are not computed yet
         self._whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
         self._window: deque[tuple[int, Slice | _Told]] = deque()  # the last segments, by number
@@ -124,10 +127,12 @@ class Conversation:
     async def _begin_again(self, repeated: Sequence[tuple[int, Slice | _Told]]) -> None:
         """Computes these segments again, by number, from position 0 on."""
         session = self._session
-        gone = session.held - sum(session.rows_of(number) for number, _ in repeated)
-        await self._tell_evicted(session.count - session.first + 1 - len(repeated), gone)
+        numbers = {number for number, _ in repeated if number < session.count}
+        gone = session.held - sum(map(session.rows_of, numbers))
+        await self._tell_evicted(session.count - session.first + 1 - len(numbers), gone)
         session.forget()
         self._shown, self._still, self._whole = None, None, 0
+        self._texts.clear()
         self._times.clear()
         self._window.clear()
         await self._responses.put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
@@ -183,14 +188,16 @@ class Conversation:
     async def _add_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
         await self._make_room(piece, segment.ids.size)
+        number = session.count
         if segment.ids.size:
-            number = session.count
-            await self._compute(segment)
+            if segment.runs or self._wanted.live.recurrent or len(self._texts) == MAX_TEXTS:
+                await self._compute(segment)
+            else:
+                self._texts.append(segment)
             self._whole = number if whole else self._whole
             self._times.append((number, piece.last.time_s))
             self._remember(number, piece)
-        else:  # nothing changed, and no text stands between slices
-            session.next_position = segment.next_position
+        session.next_position = segment.next_position
         self._shown, self._still = piece, None
         self._cut = replace(cut, segment=replace(segment, embeds=None))
         await self._tell_slice(piece, cut, again)
@@ -210,7 +217,9 @@ class Conversation:
         while self._times and self._times[0][0] < first:
             self._times.popleft()
         while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
-            oldest = self._times.popleft()[0] + 1
+            number, _ = self._times.popleft()
+            if not self._times or self._times[0][0] > number:  # no newer slice is in this segment
+                oldest = number + 1
         await self._evict(rows, oldest)
 
     async def _tell_slice(self, piece: Slice, cut: SliceSegment, again: bool) -> None:
@@ -256,6 +265,7 @@ class Conversation:
             )
         (params,) = wanted.resolve(model.defaults, left, grammar, bad_words)
         await self._evict(0)
+        segment = segment.after(self._texts)
         number, held = session.count, session.held
         events = Events(self._inbox, 1)
         detokenizer = Detokenizer(model.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
@@ -271,6 +281,7 @@ class Conversation:
             finished = generation_pb2.Finished(reason=_CANCELLED, usage=usage)
         if session.count > number:
             self._shown = None
+            self._texts.clear()
             self._remember(number, _Told(ask.parts, answer))
         self._responses.usage.completion_tokens += len(question.output_ids)
         await self._responses.finish(ask.id, finished)
@@ -309,7 +320,7 @@ class Conversation:
     # --- both --------------------------------------------------------------------------------------------------
 
     async def _evict(self, rows: int, oldest: int = 0) -> None:
-        """Makes room for rows. oldest: segments below this number go in any case.
+        """Makes room for rows, and the texts before them. oldest: segments below this number go in any case.
 
         Raises _Ended if something must go of what a recurrent state has read.
         """
@@ -317,7 +328,7 @@ class Conversation:
         needed = session.held + rows
         if self._wanted.live.recurrent and session.held and (oldest or needed > session.window_tokens):
             raise _Ended("the window of the session is full", value=needed, limit=session.window_tokens)
-        gone = session.evict(rows, oldest)
+        gone = session.evict(sum(each.ids.size for each in self._texts) + rows, oldest)
         await self._tell_evicted(session.first - before, gone)
 
     async def _tell_evicted(self, segments: int, tokens: int) -> None:
@@ -328,12 +339,14 @@ class Conversation:
     async def _compute(self, segment: Segment) -> None:
         """Computes a segment that has no answer: the token after it is sampled, and of no use."""
         events = Events(self._inbox, 1)
+        segment = segment.after(self._texts)
         self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
         while True:
             for _, _, event in await events.next():
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Finished):
+                    self._texts.clear()
                     return
 
     def _request(
