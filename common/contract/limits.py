@@ -10,3 +10,7 @@ REQUEST_OVERHEAD_BYTES = 4 * 2**20
 """A request message beyond its inline media: 4 MiB of text and their encoding."""
 LARGER_FILES = "send larger files by path or URL"
 """The remedy for files that are too large to send. Clients replace it by the words of their own interface."""
+MAX_PICTURE_BYTES = 16 * 2**20
+"""The picture file of a live session's frame. The prompt of a slice has four of them, which MAX_INLINE_BYTES holds."""
+MAX_RAW_PIXELS = (MAX_PICTURE_BYTES - 64) // 3
+"""Of a frame in RGB, which with a header of at most 64 bytes is a picture file."""

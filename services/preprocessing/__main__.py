@@ -13,7 +13,7 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.serving.guards import check_ports
 from framesieve.common.serving.server import run, serve
 from framesieve.common.telemetry.logs import configure_logging
-from framesieve.common.telemetry.metrics import begin
+from framesieve.common.telemetry.metrics import begin, begin_method
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
@@ -24,6 +24,7 @@ from framesieve.services.preprocessing.sources.digests import digests
 from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
 from framesieve.services.preprocessing.workers.limits import Mechanism
 from framesieve.services.preprocessing.workers.media_reader import indexes
+from framesieve.services.preprocessing.workers.streams import StreamWorkers
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
@@ -40,9 +41,11 @@ async def main() -> ExitStatus:
         raise StartupError(f"--media-root {settings.media_root} is not a folder")
     reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
+    streams = StreamWorkers(settings.max_streams, settings.limits, count_replaced)
     checkpoint = Checkpoint.find(settings.model)
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, digests(count_kept("digest")))
     begin("preprocessing", "Preprocess", checkpoint, settings.served_model_name)
+    begin_method("Watch")
     quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(settings.plan_threads)
     watch(reading, decoding, quick, slow)
     # Exited from the right: the queues end first, so plans that wait for a worker fail before the threads are joined.
@@ -52,7 +55,7 @@ async def main() -> ExitStatus:
         observed = Observed(FETCHED_BYTES.inc, count_kept("fetch"))
         with closing(Fetcher(settings.fetch_policy, observed=observed)) as fetcher:
             servicer = PreprocessingServicer(
-                *(planner, fetcher, quick, slow, reading, decoding, settings.max_inline_bytes),
+                *(planner, fetcher, quick, slow, reading, decoding, streams, settings.max_inline_bytes),
                 known=indexes(count_kept("index")),
                 held_bytes=settings.inflight_bytes,
             )

@@ -44,18 +44,30 @@ class PreprocessingSettings(ServiceSettings):
         description="hosts that URLs may name, for example cdn.example.org,*.example.com,minio=10.20.0.0/16. Their "
         "addresses must be public or in the network after =. Unset: every host with a public address",
     )
-    fetch_schemes: Annotated[tuple[Literal["http", "https"], ...], NoDecode] = Field(
-        ("http", "https"), description="allowed schemes of URLs: http,https or one of them; '' turns fetching off"
+    fetch_schemes: Annotated[tuple[Literal["http", "https", "rtsp"], ...], NoDecode] = Field(
+        ("http", "https", "rtsp"),
+        description="allowed schemes of URLs: some of http,https,rtsp (live streams alone); '' turns fetching off",
     )
     fetch_ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], NoDecode] = Field(
-        (80, 443), description="allowed ports of URLs, for example 80,443,9000"
+        (80, 443, 554), description="allowed ports of URLs, for example 80,443,9000"
     )
-    fetch_max_bytes: int = Field(2**30, ge=1, description="maximum bytes of one fetched URL")
+    fetch_max_bytes: int = Field(
+        2**30, ge=1, description="maximum bytes of one fetched URL; a live stream has no limit"
+    )
     fetch_disk_bytes: int = Field(
         2**32, ge=1, description="maximum bytes of all fetched media in TMPDIR together; fetches beyond it are refused"
     )
     fetch_timeout_s: float = Field(
-        60.0, gt=0, description="maximum seconds for fetching a URL, from the name lookup to the last byte"
+        60.0,
+        gt=0,
+        description="maximum seconds for fetching a URL, from the name lookup to the last byte; of a live stream, to "
+        "its first byte, and from each byte to the next",
+    )
+    max_streams: int = Field(
+        8,
+        ge=0,
+        description="maximum streams of encoded video that live sessions watch at a time, each with a decoding "
+        "process of its own, of --decode-memory-bytes; further ones are refused",
     )
 
     decode_workers: int = Field(

@@ -23,6 +23,7 @@ from framesieve.services.preprocessing.rpc.planning_threads import PlanningThrea
 from framesieve.services.preprocessing.rpc.servicer import PreprocessingServicer
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.limits import Limits
+from framesieve.services.preprocessing.workers.streams import StreamWorkers
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
@@ -46,8 +47,8 @@ async def started(service: str, folder: Path, checkpoint: Path, tower: Tower) ->
     if service == "preprocessing":  # it gets only text, so its queues are never started
         reading, decoding = (JobQueue(1, LIMITS, 1, print) for _ in range(2))
         async with PlanningThreads(1) as quick, PlanningThreads(1) as slow:
-            planner = Planner(Checkpoint(checkpoint), None)
-            servicer = PreprocessingServicer(planner, Fetcher(FetchPolicy()), quick, slow, reading, decoding)
+            planner, streams = Planner(Checkpoint(checkpoint), None), StreamWorkers(1, LIMITS, print)
+            servicer = PreprocessingServicer(planner, Fetcher(FetchPolicy()), quick, slow, reading, decoding, streams)
             async with serving(f"unix:{folder}/p", servicer):
                 yield f"unix:{folder}/p", lambda: 0
     elif service == "encoder":

@@ -193,7 +193,8 @@ def test_memory_limits_cover_what_the_settings_allow(
         if name == "preprocessing":
             assert held > (settings.fetch_disk_bytes if settings.fetch_schemes else 0)
             reading_workers = 2
-            held += (settings.decode_workers + reading_workers) * settings.decode_memory_bytes + settings.inflight_bytes
+            workers = settings.decode_workers + reading_workers + settings.max_streams
+            held += workers * settings.decode_memory_bytes + settings.inflight_bytes
         elif name == "encoder":
             held += 2 * settings.output_buffer_bytes + settings.cache_bytes
         elif name == "generation":

@@ -42,3 +42,45 @@ def picture(width: int, height: int, seed: int = 0) -> bytes:
 def _squares(rng: np.random.Generator, low: int, high: int, width: int, height: int) -> NDArray[np.uint8]:
     squares = rng.integers(low, high, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
     return squares.repeat(8, 0).repeat(8, 1)[:height, :width]
+
+
+def stream(
+    form: str, frames: int = 30, *, fps: int = 10, width: int = 112, height: int = 112, b_frames: int = 2
+) -> bytes:
+    """A video as a camera sends it, readable without seeking: "fmp4" or "mpegts"."""
+    options = {"movflags": "frag_keyframe+empty_moov+default_base_moof"} if form == "fmp4" else {}
+    file, ground = io.BytesIO(), _squares(np.random.default_rng(frames), 40, 120, width, height)
+    with av.open(file, "w", format="mp4" if form == "fmp4" else form, options=options) as container:
+        track = container.add_stream("libx264", rate=Fraction(fps), options={"g": "7", "bf": str(b_frames)})
+        track.width, track.height, track.pix_fmt = width, height, "yuv420p"
+        track.codec_context.thread_count = 1
+        for number in range(frames):
+            picture = ground.copy()
+            left = 7 * number % (width - 24)
+            picture[left : left + 24, 40:64] = (250, 8 * number % 256, 30)
+            container.mux(track.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(track.encode())
+    return file.getvalue()
+
+
+def shown(data: bytes, fps: int = 2) -> list[tuple[float, NDArray[np.uint8]]]:
+    """Times and pixels of the first frame of each interval of 1 / fps, decoded by PyAV from the whole file."""
+    times_s: dict[int, Fraction] = {}
+    pixels = []
+    with av.open(io.BytesIO(data)) as container:
+        for frame in container.decode(video=0):
+            assert frame.pts is not None
+            assert frame.time_base is not None
+            time_s = frame.pts * frame.time_base
+            interval = int((time_s - next(iter(times_s.values()), time_s)) * fps)
+            if interval not in times_s:
+                times_s[interval] = time_s
+                pixels.append(frame.to_ndarray(format="rgb24"))
+    return list(zip(map(float, times_s.values()), pixels, strict=True))
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """A PNG of uint8 [H, W, 3]."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -31,6 +31,7 @@ from framesieve.services.preprocessing.rpc.servicer import PreprocessingServicer
 from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
 from framesieve.services.preprocessing.workers.limits import Limits
 from framesieve.services.preprocessing.workers.process import Fault
+from framesieve.services.preprocessing.workers.streams import StreamWorkers
 from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.preprocessing.media_server import Server, fetcher_of
@@ -44,10 +45,11 @@ MAX_INLINE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """Queues of one worker each, and the faults of replaced workers."""
+    """Queues of one worker each, two streams, and the faults of replaced workers."""
 
     reading: JobQueue
     decoding: JobQueue
+    streams: StreamWorkers
     replaced: list[Fault]
 
     @property
@@ -63,7 +65,7 @@ async def running_queues() -> AsyncIterator[Queues]:
     reading = JobQueue(1, limits, 2**20, replaced.append)
     decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
     async with started(reading, decoding):
-        yield Queues(reading, decoding, replaced)
+        yield Queues(reading, decoding, StreamWorkers(2, limits, replaced.append), replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class Service:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
             reading, decoding = self.queues.reading, self.queues.decoding
             made = PreprocessingServicer(
-                planner, fetcher, quick, slow, reading, decoding, MAX_INLINE_BYTES, held_bytes=held_bytes
+                *(planner, fetcher, quick, slow, reading, decoding, self.queues.streams, MAX_INLINE_BYTES),
+                held_bytes=held_bytes,
             )
             preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)
             address = f"unix:{self.folder}/socket"

@@ -34,6 +34,7 @@ from framesieve.services.generation.request.request import Adapter
 from framesieve.services.generation.stage_clock import Stage, StageClock
 from framesieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput, Progress
 from framesieve.services.generation.upstream.retried_call import RetriedCall, Selected
+from framesieve.services.generation.upstream.watch import Watch
 from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
 from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
@@ -111,6 +112,10 @@ class MediaClient:
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
                 yield MediaSession(plan, prunings, adapter, upstream, self._model, self._media_buffer, held)
+
+    def watch(self, fps: float, url: str, timeout: float | None = None, metadata: Metadata = ()) -> Watch:
+        """A call that watches a stream, which the URL names, or whose bytes are sent (an empty URL)."""
+        return Watch(self._preprocessing.Watch(timeout=timeout, metadata=metadata), fps, url)
 
     def _encode_call(
         self,

@@ -1,10 +1,10 @@
-"""Fetches media from http and https URLs, safe against server-side request forgery (SSRF).
+"""Fetches media from http and https URLs, and opens streams, safe against server-side request forgery (SSRF).
 
 Each host name is resolved once, all of its addresses are checked against the policy, and one of exactly these addresses
 is dialled. httpx gets the address, the Host header and the name that the certificate must hold, so it cannot resolve
-the name again (DNS rebinding). Every redirect repeats the whole check. A connection serves one request only. Only
-httpx's transport is used: it knows no cookies, no proxies from the environment, no credentials, no content decoding
-and no redirects.
+the name again (DNS rebinding); `rtsp` gets the addresses alone. Every redirect repeats the whole check. A connection
+serves one request only. Only httpx's transport is used: it knows no cookies, no proxies from the environment, no
+credentials, no content decoding and no redirects.
 
 Error texts reveal nothing about the internal network: no address, no target of a redirect, and no difference between an
 unknown name and a forbidden one. The log holds the details.
@@ -16,27 +16,31 @@ import asyncio
 import hashlib
 import ssl
 import string
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import quote, urljoin
 
 import httpx
 import structlog
 
 from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, within
+from framesieve.services.preprocessing.fetch import rtsp
 from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
 from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
 from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
 from framesieve.services.preprocessing.fetch.policy import FetchPolicy
-from framesieve.services.preprocessing.fetch.urls import Url, parse_url
+from framesieve.services.preprocessing.fetch.urls import STREAM_SCHEMES, Url, parse_url
+from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 # Resolves a host name to its addresses. Raises OSError for a name without any.
 Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
@@ -122,15 +126,61 @@ class Fetcher:
                 raise MediaRejected(f"took longer than the allowed {self._policy.total_s:g} s") from error
 
     async def _fetch(self, name: str, url: str) -> Source:
-        body = await self._follow(url)
+        body = await self._follow(parse_url(url), self._get)
         return Source(name, body.digest, body.file.descriptor, body.file.close)
 
-    async def _follow(self, text: str) -> Body:
-        url = parse_url(text)
+    @asynccontextmanager
+    async def stream(self, name: str, url: str) -> AsyncIterator[tuple[Form, AsyncIterator[bytes]]]:
+        """Opens a stream, whose bytes come as the server sends them. Leaving the block closes the connection.
+
+        name: of the field that holds the URL, for error texts.
+        Opening and reading it raise as `fetch` does, except that a stream has no largest size: MediaRejected also where
+        it breaks off, or is silent for longer than a fetch may take.
+        """
+        async with AsyncExitStack() as stack:
+            with within(name):
+                try:
+                    async with asyncio.timeout(self._policy.total_s):
+                        form, pieces = await self._begin(stack, parse_url(url, STREAM_SCHEMES))
+                except TimeoutError as error:
+                    raise MediaRejected(f"did not begin within the allowed {self._policy.total_s:g} s") from error
+            yield form, self._read(name, pieces)
+
+    async def _begin(self, stack: AsyncExitStack, url: Url) -> tuple[Form, AsyncIterator[bytes]]:
+        if url.scheme == "rtsp":
+            addresses = await self._addresses(url)
+            playing = rtsp.playing(url, addresses, self._policy.connect_s, self._policy.total_s)
+            return Form.RTP, await stack.enter_async_context(playing)
+        return Form.CONTAINER, await self._follow(url, partial(self._open, stack))
+
+    async def _read(self, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        with within(name):
+            async for piece in pieces:
+                self._observed.fetched(len(piece))
+                yield piece
+
+    async def _open(
+        self, stack: AsyncExitStack, url: Url, addresses: Sequence[IPAddress]
+    ) -> AsyncIterator[bytes] | str:
+        """The body as it comes, while `stack` is open; or the Location of a redirect."""
+        async with AsyncExitStack() as opening:
+            with _broken_off(url):
+                transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
+                await opening.enter_async_context(transport)
+                answer = self._answer(transport, url, addresses, {}, read_s=self._policy.total_s)
+                response = await opening.enter_async_context(aclosing(await answer))
+                if response.has_redirect_location:
+                    return _escaped(response.headers["Location"].encode(response.headers.encoding))
+                _check_answer(response)
+            await stack.enter_async_context(opening.pop_all())
+            return _body(url, response)
+
+    async def _follow(self, url: Url, get: Callable[[Url, Sequence[IPAddress]], Awaitable[T | str]]) -> T:
+        """What `get` makes of the URL, or of the last one that it redirects to."""
         addresses = await self._addresses(url)
         for _ in range(self._policy.max_redirects + 1):
-            answer = await self._get(url, addresses)
-            if isinstance(answer, Body):
+            answer = await get(url, addresses)
+            if not isinstance(answer, str):
                 return answer
             try:
                 url = parse_url(urljoin(str(url), answer))
@@ -187,7 +237,7 @@ class Fetcher:
     async def _ask(self, url: Url, addresses: Sequence[IPAddress], kept: Body | None) -> Body | str:
         """Fetches the body, unless the server says that the one that was kept has not changed."""
         conditions = kept.conditions if kept else {}
-        try:
+        with _broken_off(url):
             async with (
                 httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport,
                 aclosing(await self._answer(transport, url, addresses, conditions)) as response,
@@ -198,13 +248,11 @@ class Fetcher:
                     return kept
                 if response.has_redirect_location:
                     return _escaped(response.headers["Location"].encode(response.headers.encoding))
-                self._check(response)
+                _check_answer(response)
+                self._check_size(int(response.headers.get("Content-Length", 0)))
                 body = replace(await self._receive(response), terms=terms)
                 self._bodies.keep(str(url), body)
                 return body
-        except (httpx.TransportError, ssl.SSLError) as error:  # httpx does not wrap SSLErrors in mid-stream
-            log.warning("media not fetched", host=url.host.name, error=repr(error))
-            raise MediaRejected("could not be fetched: the connection or the response broke off") from error
 
     async def _answer(
         self,
@@ -212,8 +260,12 @@ class Fetcher:
         url: Url,
         addresses: Sequence[IPAddress],
         conditions: Mapping[str, str],
+        read_s: float | None = None,
     ) -> httpx.Response:
-        """The response of the first address that accepts a connection; its body is not read yet."""
+        """The response of the first address that accepts a connection; its body is not read yet.
+
+        read_s: how long the server may be silent; None: for as long as the fetch lasts.
+        """
         failed: httpx.TransportError | None = None
         for address in addresses:
             request = httpx.Request(
@@ -223,7 +275,7 @@ class Fetcher:
                 extensions={
                     "sni_hostname": url.host.name,
                     "target": url.target.encode(),
-                    "timeout": {"connect": self._policy.connect_s},
+                    "timeout": {"connect": self._policy.connect_s, "read": read_s},
                 },
             )
             try:
@@ -232,15 +284,6 @@ class Fetcher:
                 log.warning("address failed", host=url.host.name, address=str(address), error=repr(error))
                 failed = error
         raise MediaRejected("cannot be connected to, or has no valid certificate") from failed
-
-    def _check(self, response: httpx.Response) -> None:
-        """Raises MediaRejected for a status, encoding or length that is not accepted."""
-        if response.status_code != httpx.codes.OK:
-            raise MediaRejected(f"was answered with status {response.status_code}, only 200 is accepted")
-        encoding = response.headers.get("Content-Encoding", "identity")
-        if encoding.lower() != "identity":
-            raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity is accepted")
-        self._check_size(int(response.headers.get("Content-Length", 0)))
 
     async def _receive(self, response: httpx.Response) -> Body:
         """Writes and hashes on a thread: a piece takes milliseconds, which other requests would wait."""
@@ -261,6 +304,31 @@ class Fetcher:
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._policy.max_bytes:
             raise MediaRejected(f"has more than the {self._policy.max_bytes} bytes that --fetch-max-bytes allows")
+
+
+@contextmanager
+def _broken_off(url: Url) -> Iterator[None]:
+    """Raises MediaRejected for errors of the connection inside."""
+    try:
+        yield
+    except (httpx.TransportError, ssl.SSLError) as error:  # httpx does not wrap SSLErrors in mid-stream
+        log.warning("media not fetched", host=url.host.name, error=repr(error))
+        raise MediaRejected("could not be fetched: the connection or the response broke off") from error
+
+
+def _check_answer(response: httpx.Response) -> None:
+    """Raises MediaRejected for a status or encoding that is not accepted."""
+    if response.status_code != httpx.codes.OK:
+        raise MediaRejected(f"was answered with status {response.status_code}, only 200 is accepted")
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise MediaRejected(f"was answered with Content-Encoding {encoding[:32]!r}, only identity is accepted")
+
+
+async def _body(url: Url, response: httpx.Response) -> AsyncIterator[bytes]:
+    with _broken_off(url):
+        async for piece in response.aiter_raw():
+            yield piece
 
 
 def _escaped(location: bytes) -> str:

@@ -55,13 +55,14 @@ class AllowedDomain:
 
 @dataclass(frozen=True, slots=True)
 class FetchPolicy:
-    """domains: empty allows every host at public addresses. total_s: from the name lookup to the last byte.
+    """domains: empty allows every host at public addresses. total_s: from the name lookup to the last byte; of a
+    stream, to its first byte, and from each byte to the next.
 
-    max_bytes: of one body. disk_bytes: of all open fetched media together.
+    max_bytes: of one body; streams have no end, and are not stored. disk_bytes: of all open fetched media together.
     """
 
-    schemes: frozenset[str] = frozenset({"http", "https"})
-    ports: frozenset[int] = frozenset({80, 443})
+    schemes: frozenset[str] = frozenset({"http", "https", "rtsp"})
+    ports: frozenset[int] = frozenset({80, 443, 554})
     domains: tuple[AllowedDomain, ...] = ()
     max_bytes: int = 2**30
     disk_bytes: int = 2**32

@@ -1,4 +1,4 @@
-"""Parses http(s) URLs strictly, so that no two parsers can read one URL differently, and file URLs.
+"""Parses http(s) and rtsp URLs strictly, so that no two parsers can read one URL differently, and file URLs.
 
 A URL follows RFC 3986 in ASCII: other hosts must be in punycode, other paths percent-encoded. Stricter than the RFC
 where parsers differ: no user name, no backslash, no empty port, no escapes in the host, and IPv4 addresses only as four
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import unquote_to_bytes
@@ -20,7 +21,9 @@ from framesieve.services.preprocessing.fetch.addresses import IPAddress
 MAX_URL_CHARACTERS = 8192
 MAX_HOST_CHARACTERS = 253
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_DEFAULT_PORTS = {"http": 80, "https": 443, "rtsp": 554}
+# Of URLs that name a file, and of those that name a stream.
+FILE_SCHEMES, STREAM_SCHEMES = ("http", "https"), ("http", "https", "rtsp")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _AFTER_SCHEME = re.compile(
     r"//(?P<host>\[[^\]/?#@]*\]|[^\[\]:/?#@]+)(?::(?P<port>[0-9]{1,5}))?(?P<path>/[^?#]*)?(?P<query>\?[^#]*)?(?:#.*)?"
@@ -41,7 +44,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """An http or https URL without its fragment. target: path and query as given, at least "/"."""
+    """An http, https or rtsp URL without its fragment. target: path and query as given, at least "/"."""
 
     scheme: str
     host: Host
@@ -58,18 +61,19 @@ class Url:
         return f"{self.scheme}://{self.authority}{self.target}"
 
 
-def parse_url(text: str) -> Url:
+def parse_url(text: str, schemes: Sequence[str] = FILE_SCHEMES) -> Url:
     """Parses a URL. Raises InvalidRequest for a malformed or ambiguous one, MediaForbidden for other schemes."""
+    begins = " or ".join(f"{scheme}://" for scheme in schemes)
     if len(text) > MAX_URL_CHARACTERS:
         raise InvalidRequest(f"must have at most {MAX_URL_CHARACTERS} characters, got {len(text)}")
     if not _PRINTABLE_ASCII.fullmatch(text):
         raise InvalidRequest("must be printable ASCII without spaces and backslashes")
     scheme = _SCHEME.match(text)
     if scheme is None:
-        raise InvalidRequest("must start with http:// or https://")
+        raise InvalidRequest(f"must start with {begins}")
     name = scheme[1].lower()
-    if name not in _DEFAULT_PORTS:
-        raise MediaForbidden(f"must start with http:// or https://, got {name[:16]!r}")
+    if name not in schemes:
+        raise MediaForbidden(f"must start with {begins}, got {name[:16]!r}")
     parts = _AFTER_SCHEME.fullmatch(text, scheme.end())
     if parts is None:
         raise InvalidRequest(f"must be {name}://host[:port][/path], without a user name")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from functools import partial
 from time import monotonic_ns
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -32,6 +32,7 @@ from framesieve.services.preprocessing.rpc.decode_stats import DecodeStats, reco
 from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from framesieve.services.preprocessing.rpc.metrics import count_frames
 from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from framesieve.services.preprocessing.rpc.watching import Watching
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import ReceivedFile
 from framesieve.services.preprocessing.video.repeats import Repeats, repeats_of
@@ -40,8 +41,9 @@ from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import slices_job
 from framesieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
 from framesieve.services.preprocessing.workers.segments import slices_of
+from framesieve.services.preprocessing.workers.streams import StreamWorkers
 from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse, WatchRequest, WatchResponse
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]
@@ -64,12 +66,14 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         slow: PlanningThreads,
         reading_queue: JobQueue,
         decoding_queue: JobQueue,
+        streams: StreamWorkers,
         max_inline_bytes: int = MAX_INLINE_BYTES,
         known: Indexes | None = None,
         held_bytes: int = 2**28,
     ) -> None:
         self._planner = planner
         self._fetcher = fetcher
+        self._watching = Watching(streams, fetcher)
         self._quick = quick
         self._slow = slow
         self._reading_queue = reading_queue
@@ -104,6 +108,11 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 async with aclosing(queue.until_done(task)) as responses:
                     async for response in responses:
                         yield response
+
+    async def Watch(self, request_iterator: AsyncIterator[WatchRequest], context: Any) -> AsyncIterator[WatchResponse]:
+        async with aclosing(self._watching.responses(aiter(request_iterator))) as responses:
+            async for response in responses:
+                yield response
 
     async def _parse(self, request: PreprocessRequest | None) -> Conversation:
         if request is None or not request.HasField("prompt"):

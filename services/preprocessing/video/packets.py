@@ -35,7 +35,7 @@ MAX_PACKETS = 2**22
 MAX_PTS = 2**62
 
 # A playlist inside a file must not open other files or hosts. The source itself is read without any protocol.
-_OPEN_OPTIONS = {"protocol_whitelist": "none"}
+OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
 _NO_TIME_BASE = Fraction(1, 1000)
 # The orientation is taken from a frame within this many first packets.
@@ -78,22 +78,28 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
             raise MediaRejected(f"is {unread}", field=source.name)
         file.seek(0)
         try:
-            container = av.open(file, mode="r", options=_OPEN_OPTIONS)
+            container = av.open(file, mode="r", options=OPEN_OPTIONS)
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:
-            text = f"cannot be read as an image or a video: {_reason(error)}"
+            text = f"cannot be read as an image or a video: {reason_of(error)}"
             raise MediaRejected(text, field=source.name) from error
         with container:
-            streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
-            if not streams:
-                sound = ", only audio" if container.streams.audio else ""
-                raise MediaRejected(f"has no video stream{sound}", field=source.name)
+            stream = video_stream(container, source.name)
             if _reads_one_picture(container.format.name):
                 text = f"is a picture that is not read ({container.format.name.removesuffix('_pipe')})"
                 raise MediaRejected(text, field=source.name, remedy="convert it to JPEG, PNG, WebP or AVIF")
-            # An animated AVIF has its first frame as a stream of its own, before the others.
-            yield container, max(streams, key=lambda stream: stream.frames > 1)
+            yield container, stream
+
+
+def video_stream(container: InputContainer, name: str) -> VideoStream:
+    """The first video stream that is not a cover image. Raises MediaRejected without one."""
+    streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
+    if not streams:
+        sound = ", only audio" if container.streams.audio else ""
+        raise MediaRejected(f"has no video stream{sound}", field=name)
+    # An animated AVIF has its first frame as a stream of its own, before the others.
+    return max(streams, key=lambda stream: stream.frames > 1)
 
 
 def _reads_one_picture(demuxer: str) -> bool:
@@ -210,5 +216,6 @@ def check_frame_size(name: str, height_px: int, width_px: int) -> None:
         raise MediaRejected(text, field=name)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What FFmpeg or PyAV says."""
     return str(getattr(error, "strerror", None) or error)

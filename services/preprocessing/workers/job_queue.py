@@ -240,7 +240,7 @@ class JobQueue:
                 raise PeerContract("a worker reports progress too often")
             message = await self._receive(run, worker)
         if message.kind is Kind.FAILED and not message.descriptors:
-            raise self._failure(message.facts)
+            raise failure_of(message.facts, self._limits)
         if message.kind is not Kind.PIECE or len(message.descriptors) > 1:
             message.close()
             raise PeerContract(f"a worker sent {message.kind} instead of a piece, or too many arrays")
@@ -265,15 +265,6 @@ class JobQueue:
         finally:
             run.left_s -= clock() - start
 
-    def _failure(self, facts: Facts) -> Exception:
-        """Maps a worker's FAILED message to the error that is raised."""
-        reason, text, field, remedy = map(facts.text, ("reason", "text", "field", "remedy"))
-        if reason == "MEMORY":
-            return WorkerFault(Fault.MEMORY, f"it needed more than {self._limits.memory_bytes >> 20} MiB")
-        if reason in _REFUSALS:
-            return _REFUSALS[reason](text, field=field or None, remedy=remedy or None)
-        return PeerContract(f"a worker failed: {text}")
-
 
 @asynccontextmanager
 async def started(*queues: JobQueue) -> AsyncIterator[None]:
@@ -286,6 +277,16 @@ async def started(*queues: JobQueue) -> AsyncIterator[None]:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         yield
+
+
+def failure_of(facts: Facts, limits: Limits) -> Exception:
+    """The error that a worker's FAILED message becomes."""
+    reason, text, field, remedy = map(facts.text, ("reason", "text", "field", "remedy"))
+    if reason == "MEMORY":
+        return WorkerFault(Fault.MEMORY, f"it needed more than {limits.memory_bytes >> 20} MiB")
+    if reason in _REFUSALS:
+        return _REFUSALS[reason](text, field=field or None, remedy=remedy or None)
+    return PeerContract(f"a worker failed: {text}")
 
 
 def _stopping() -> Unavailable:

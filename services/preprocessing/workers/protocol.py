@@ -6,7 +6,8 @@ one datagram of JSON with fixed keys, arrays come in sealed memory, and anything
     service  JOB ── NEXT ── NEXT ──────────── NEXT ─── …      one NEXT for each piece that the worker may make
     worker   READY       PIECE 0    PIECE 1         PIECE 2 ── DONE      or FAILED ── DONE
 
-A worker that makes one piece for long sends PROGRESS at most once in PROGRESS_S.
+A worker that makes one piece for long sends PROGRESS at most once in PROGRESS_S. One that reads a stream asks for more
+of it with READ; DATA answers, with the bytes in sealed memory, or without memory once the stream has ended.
 STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP, which crossed its DONE.
 """
 
@@ -41,6 +42,8 @@ class Kind(StrEnum):
     STOP = "stop"
     PIECE = "piece"
     PROGRESS = "progress"
+    READ = "read"
+    DATA = "data"
     DONE = "done"
     FAILED = "failed"
 

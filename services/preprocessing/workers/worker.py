@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first stream, when no more files may be read
@@ -27,11 +28,13 @@ from framesieve.common.contract.errors import FramesieveError, MediaRejected
 from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
 from framesieve.common.process import give_back_freed_memory
 from framesieve.common.sealed_memory import sealed
+from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.sources.source import Source, check_file_size
 from framesieve.services.preprocessing.video.decode import RemainingPlaces
 from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from framesieve.services.preprocessing.video.stream import stream_frames
 from framesieve.services.preprocessing.workers.indexes import (
     index_facts,
     index_of,
@@ -56,13 +59,17 @@ _RETRY_S = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A job as it arrived: the media, its fields, and an array of numbers, int64 [N]. progress: says that it works."""
+    """A job as it arrived: the media, its fields, and an array of numbers, int64 [N].
+
+    progress: says that it works. more: waits for the next bytes of a stream; empty once it has ended.
+    """
 
     source: Source
     limits: Limits
     facts: Facts
     numbers: NDArray[np.int64]
     progress: Callable[[], None] = lambda: None
+    more: Callable[[], bytes] = lambda: b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,6 +145,14 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
     return _pieces(picture.slices(task.facts.integer("first", 0, len(views))))
 
 
+def watched_frames(task: Task) -> Generator[Piece, None, None]:
+    """The frames of a stream, which comes in answer to READ. The media's file is empty."""
+    form, fps = Form(task.facts.text("form")), task.facts.seconds("fps")
+    for frame in stream_frames(task.more, form, fps, task.source.name):
+        height, width, _ = frame.pixels.shape
+        yield Piece({"time_us": frame.time_us, "height_px": height, "width_px": width}, frame.pixels)
+
+
 def _tile_px(facts: Facts) -> SizePx | None:
     size_px = facts.integers("tile_px", 2, 1, MAX_FRAME_SIDE_PX)
     return (size_px[0], size_px[1]) if size_px else None
@@ -150,6 +165,7 @@ JOBS: JobTable = {
     "video_slices": video_slices,
     "picture_frames": picture_frames,
     "picture_slices": picture_slices,
+    "watched_frames": watched_frames,
 }
 
 
@@ -170,12 +186,12 @@ def main(jobs: JobTable = JOBS) -> None:
 def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobTable) -> None:
     """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
-        task = _task(message, limits, _progress(connection))
+        task = _task(message, limits, connection)
         with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
-                if _receive(connection).kind is Kind.STOP:
+                if _receive(connection).kind is Kind.STOP or (piece := next(pieces, None)) is None:
                     break
-                _send_piece(connection, next(pieces))
+                _send_piece(connection, piece)
     except FramesieveError as error:
         _fail(connection, error.reason, error.message, field=error.field or "", remedy=error.remedy or "")
     except MemoryError:
@@ -201,12 +217,23 @@ def _progress(connection: socket.socket) -> Callable[[], None]:
     return progress
 
 
-def _task(message: Message, limits: Limits, progress: Callable[[], None]) -> Task:
+def _more(connection: socket.socket) -> bytes:
+    """Asks for the next bytes of a stream, and waits for them."""
+    _send(connection, Kind.READ)
+    answer = _receive(connection)
+    try:
+        return b"".join(os.pread(each, os.fstat(each).st_size, 0) for each in answer.descriptors)
+    finally:
+        answer.close()
+
+
+def _task(message: Message, limits: Limits, connection: socket.socket) -> Task:
     media, numbers = message.descriptors
     name = message.facts.text("media")
     check_file_size(name, media, limits.file_bytes)
     many = np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64)
-    return Task(Source(name, b"", descriptor=media), limits, message.facts, many, progress)
+    source = Source(name, b"", descriptor=media)
+    return Task(source, limits, message.facts, many, _progress(connection), partial(_more, connection))
 
 
 def _pieces(slices: Generator[Slice, None, None]) -> Generator[Piece, None, None]:

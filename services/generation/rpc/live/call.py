@@ -31,6 +31,8 @@ from framesieve.services.generation.rpc.events import Events, Inbox
 from framesieve.services.generation.rpc.live import prompts
 from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
 from framesieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
+from framesieve.services.generation.rpc.live.raw_frame import picture_of
+from framesieve.services.generation.rpc.live.streams import Streams
 from framesieve.services.generation.rpc.live.triggers import Triggers
 from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.rpc.served_model import ServedModel
@@ -87,6 +89,7 @@ class LiveCall:
         self._asked: list[Ask] = []  # questions that are not finished, in order
         self._triggers = Triggers(self._wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
+        self._kind = "source" if self._wanted.source else ""  # of what brings its frames; empty: nothing has yet
         self._shown: Slice | None = None  # the last slice of the present turn; None before its first one
         self._place = np.zeros(3, np.int32)  # of that slice, see `live_cuts.SliceSegment`
         self._whole = 0  # the last segment whose slice was taken whole
@@ -103,7 +106,10 @@ class LiveCall:
             reserved = len(session.blocks) * session.block_tokens
             await self._put(accepted=generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved))
             async with asyncio.TaskGroup() as group:
-                for step in (self._read(requests), self._work()):
+                streams = Streams(self._media, self._wanted.fps, self._options, self._see, self._put, group)
+                if self._wanted.source:
+                    streams.watch(self._wanted.source)
+                for step in (self._read(requests, streams), self._work()):
                     group.create_task(step)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -112,18 +118,23 @@ class LiveCall:
 
     # --- what came ---------------------------------------------------------------------------------------------
 
-    async def _read(self, requests: AsyncIterator[LiveRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[LiveRequest], streams: Streams) -> None:
         async for request in requests:
-            match request.WhichOneof("request"):
+            match kind := request.WhichOneof("request"):
+                case "frame" | "clip" if self._kind not in ("", kind):
+                    raise InvalidRequest(f"must not be sent: this session's frames come by {self._kind}", field=kind)
                 case "frame":
+                    self._kind = kind
                     try:
-                        piece = self._frames.add(request.frame.picture, request.frame.time_s)
+                        self._see(picture_of(request.frame), request.frame.time_s)
                     except InvalidRequest as error:
                         await self._refuse_frames(1, error)
                         continue
-                    if piece:
-                        self._waiting.add(piece)
+                case "clip":
+                    self._kind = kind
+                    await streams.add(request.clip)
                 case "ask":
+                    await streams.caught_up()
                     try:
                         self._asked.append(self._question(request.ask))
                     except (InvalidRequest, Overloaded) as error:
@@ -138,8 +149,18 @@ class LiveCall:
                 case other:
                     raise InvalidRequest(f"a live session takes no {other or 'empty request'} after it was opened")
             self._came.set()
+        await streams.close()
         self._closed = True
         self._came.set()
+
+    def _see(self, picture: bytes, time_s: float, replaced: int = 0) -> None:
+        """Takes a frame. replaced: frames that were left out before it, because newer ones came."""
+        if replaced:
+            self._count_dropped(replaced, generation_pb2.DROP_REASON_LATE)
+            self._frames.came += replaced
+        if piece := self._frames.add(picture, time_s):
+            self._waiting.add(piece)
+            self._came.set()
 
     def _question(self, message: generation_pb2.LiveAsk) -> Ask:
         if len(self._asked) > MAX_WAITING_QUESTIONS:
@@ -408,8 +429,11 @@ class LiveCall:
         await self._put(dropped=generation_pb2.LiveDropped(frames=frames, reason=refused, error=status_message(error)))
 
     def _drop(self, late: Slice, reason: generation_pb2.DropReason) -> None:
-        self._dropped[reason] += late.used
-        self._usage.dropped_frames += late.used
+        self._count_dropped(late.used, reason)
+
+    def _count_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
+        self._dropped[reason] += frames
+        self._usage.dropped_frames += frames
 
     async def _tell_dropped(self) -> None:
         told, self._dropped = self._dropped, Counter()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.limits import MAX_PICTURE_BYTES
 
-MAX_PICTURE_BYTES = 16 * 2**20
 MAX_LENGTH_S = 7 * 24 * 3600
 # Frames of a slice, as in videos of these families.
 SLICE_FRAMES = 2

@@ -54,7 +54,7 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Options:
     """messages: the conversation before the first frame. window_s: infinite without a limit. max_pixels: of a frame;
-    None: the checkpoint's own."""
+    None: the checkpoint's own. source: a URL, or empty."""
 
     messages: Sequence[prompt_pb2.Message]
     pruning: Pruning
@@ -66,6 +66,7 @@ class Options:
     adapter: Adapter | None
     triggers: Sequence[generation_pb2.LiveTrigger]
     live: LiveModel
+    source: str
 
     @classmethod
     def of(cls, message: generation_pb2.LiveOpen, model: ServedModel) -> Self:
@@ -105,6 +106,7 @@ class Options:
             adapter=model.adapters.find(message.adapter) if message.HasField("adapter") else None,
             triggers=message.triggers,
             live=model.live,
+            source=message.source,
         )
 
     def session(self, request_id: str) -> Session:

@@ -1,0 +1,184 @@
+"""The encoded video of a live session: clips that its caller sends, or a source that preprocessing opens.
+
+    clip clip clip ─▶ Watch ─▶ frames, and how far the bytes are read
+    source         ─▶ Watch ─▶ frames … lost ─▶ wait ─▶ Watch ─▶ frames …
+
+Each stream has a clock of its own. The frames of the first one have its times; those of another one go on by the time
+that passed, in whole intervals of 1 / fps, because preprocessing counts its intervals from its first frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, Overloaded, Unavailable
+from framesieve.common.contract.limits import MAX_PICTURE_BYTES
+from framesieve.services.generation.rpc.live.raw_frame import ppm
+from framesieve.services.generation.upstream.media import MediaClient
+from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
+from framesieve.v1 import generation_pb2
+from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_LOST
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+# What a source may do at any time, without ending the session.
+_LOST = (InvalidRequest, MediaForbidden, Overloaded, Unavailable)
+
+log = structlog.get_logger()
+
+
+class StreamTimes:
+    """Times of the frames of several streams, one after the other, on one clock.
+
+    now_s: seconds on any clock that never falls back.
+    """
+
+    def __init__(self, fps: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._fps, self._now_s = fps, now_s
+        self._first_s: float | None = None
+        self._last_s = self._came_s = self._shift_s = 0.0
+        self._begins = True
+
+    def begin(self) -> None:
+        """The next frame is the first one of a stream."""
+        self._begins = True
+
+    def of(self, time_s: float) -> float:
+        """The time of the next frame. time_s: on the clock of its stream."""
+        came_s = self._now_s()
+        if self._first_s is None:
+            self._first_s = time_s
+        elif self._begins:
+            since_s = self._last_s + came_s - self._came_s - self._first_s
+            self._shift_s = self._first_s + math.ceil(since_s * self._fps) / self._fps - time_s
+        self._begins, self._came_s, self._last_s = False, came_s, time_s + self._shift_s
+        return self._last_s
+
+
+class Streams:
+    """The streams of one session.
+
+    options: of upstream calls that begin now. see: takes the picture file and the time of each frame, and how many were
+    left out before it. tell: sends a response, given as its field of LiveResponse. group: runs what reads the streams;
+    an error there ends the session.
+    """
+
+    def __init__(
+        self,
+        media: MediaClient,
+        fps: float,
+        options: Callable[[], dict[str, Any]],
+        see: Callable[[bytes, float, int], None],
+        tell: Callable[..., Awaitable[None]],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        self._media, self._fps, self._options = media, fps, options
+        self._see, self._tell, self._group = see, tell, group
+        self._times = StreamTimes(fps)
+        self._source: asyncio.Task[None] | None = None
+        self._clips: Watch | None = None  # None: the next clip that begins a stream is waited for
+        self._reading: asyncio.Task[None] | None = None
+        self._begun = False
+        self._sent_bytes = self._read_bytes = 0
+        self._progress = asyncio.Event()
+
+    def watch(self, url: str) -> None:
+        """Watches a source until the session is closed."""
+        self._source = self._group.create_task(self._watch(url))
+
+    async def add(self, clip: generation_pb2.LiveClip) -> None:
+        """Sends a clip to preprocessing. Raises InvalidRequest for one of no bytes or too many."""
+        if not 1 <= len(clip.data) <= MAX_PICTURE_BYTES:
+            limit = f"1 to {MAX_PICTURE_BYTES} bytes"
+            raise InvalidRequest(field="clip.data", limit=limit, value=f"{len(clip.data)} bytes")
+        if clip.begins or not self._begun:
+            await self._end_clips()
+            self._begun = True
+            self._sent_bytes = self._read_bytes = 0
+            self._clips = self._media.watch(self._fps, "", **self._options())
+            self._reading = self._group.create_task(self._read_clips(self._clips))
+            await self._clips.open()
+        if self._clips:
+            self._sent_bytes += len(clip.data)
+            await self._clips.send(clip.data)
+
+    async def caught_up(self) -> None:
+        """Returns when all clips so far are read, or cannot be."""
+        while self._clips and self._read_bytes < self._sent_bytes:
+            self._progress.clear()
+            await self._progress.wait()
+
+    async def close(self) -> None:
+        """No more clips follow, and nothing more of a source: returns when the last frame was seen."""
+        if self._source:
+            self._source.cancel()
+        await self._end_clips()
+
+    async def _end_clips(self) -> None:
+        watch, self._clips = self._clips, None
+        if watch and self._reading:
+            await watch.end()
+            await asyncio.wait([self._reading])
+
+    async def _read_clips(self, watch: Watch) -> None:
+        self._times.begin()
+        try:
+            async for event in watch.events():
+                if isinstance(event, WatchedFrame):
+                    self._show(event)
+                else:
+                    self._read_bytes = event
+                    self._progress.set()
+            ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED)
+        except (Overloaded, Unavailable) as error:
+            log.warning("clips of a live session were lost", error=str(error))
+            ended = generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(error))
+        except InvalidRequest as error:
+            error.field = "clip"
+            raise
+        finally:
+            watch.cancel()
+            if self._clips is watch:
+                self._clips = None
+            self._progress.set()
+        await self._tell(stream=ended)
+
+    async def _watch(self, url: str) -> None:
+        wait_s, seen = FIRST_WAIT_S, False
+        while True:
+            self._times.begin()
+            watch = self._media.watch(self._fps, url, **self._options())
+            try:
+                await watch.open()
+                async for event in watch.events():
+                    if isinstance(event, WatchedFrame):
+                        self._show(event)
+                        wait_s, seen = FIRST_WAIT_S, True
+                await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_ENDED))
+                return
+            except _LOST as error:
+                reason = _named(error)
+                if not seen:
+                    raise
+            finally:
+                watch.cancel()
+            log.warning("the source of a live session was lost", error=reason)
+            await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=reason))
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _show(self, frame: WatchedFrame) -> None:
+        picture = ppm(frame.width_px, frame.height_px, frame.rgb)
+        self._see(picture, self._times.of(frame.time_s), frame.replaced)
+
+
+def _named(error: FramesieveError) -> str:
+    """The error's text, once it names the field of a live session."""
+    if isinstance(error, InvalidRequest | MediaForbidden):
+        error.field = "open.source"
+    return str(error)

@@ -1,0 +1,106 @@
+"""Watch: the frames of one stream of encoded video, which comes in the requests or is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from framesieve.common.contract.errors import InvalidRequest, within
+from framesieve.common.contract.tensors import MAX_PIECE_BYTES, DType
+from framesieve.common.contract.wire import tensor_chunks
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher
+from framesieve.services.preprocessing.sources.form import Form
+from framesieve.services.preprocessing.video.stream import StreamFrame
+from framesieve.services.preprocessing.workers.streams import Read, StreamWorkers
+from framesieve.v1 import preprocessing_pb2
+from framesieve.v1.preprocessing_pb2 import WatchRequest, WatchResponse
+
+MAX_FPS = 60.0
+_US_PER_S = 1_000_000
+
+Events: TypeAlias = AsyncGenerator[StreamFrame | Read]
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """Serves Watch calls."""
+
+    streams: StreamWorkers
+    fetcher: Fetcher
+
+    async def responses(self, requests: AsyncIterator[WatchRequest]) -> AsyncGenerator[WatchResponse]:
+        """Raises InvalidRequest for requests out of order, and what `StreamWorkers.events` and `Fetcher.stream` do."""
+        first = await anext(requests, None)
+        if first is None or not first.HasField("open"):
+            raise InvalidRequest("the first request of a stream must open it")
+        opened = first.open
+        if not 0 < opened.fps <= MAX_FPS:
+            raise InvalidRequest(field="open.fps", limit=f"above 0 and at most {MAX_FPS:g}", value=opened.fps)
+        if not opened.url:
+            data = _data(requests)
+            events = self.streams.events("data", Form.CONTAINER, opened.fps, lambda: anext(data, b""))
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Read):
+                        yield WatchResponse(read_bytes=event.size_bytes)
+                        continue
+                    for response in _frame_responses(event, 0):
+                        yield response
+            return
+        with within("open"):
+            async with self.fetcher.stream("url", opened.url) as (form, pieces):
+                events = self.streams.events("url", form, opened.fps, lambda: anext(pieces, b""))
+                async with aclosing(newest(events)) as frames:
+                    async for frame, replaced in frames:
+                        for response in _frame_responses(frame, replaced):
+                            yield response
+
+
+async def _data(requests: AsyncIterator[WatchRequest]) -> AsyncIterator[bytes]:
+    async for request in requests:
+        if not 1 <= len(request.data) <= MAX_PIECE_BYTES:
+            limit = f"1 to {MAX_PIECE_BYTES} bytes"
+            raise InvalidRequest(field="data", limit=limit, value=f"{len(request.data)} bytes")
+        yield request.data
+
+
+async def newest(events: Events) -> AsyncGenerator[tuple[StreamFrame, int]]:
+    """The frames, each with the number of those that it took the place of while the reader was busy."""
+    waiting: list[StreamFrame] = []
+    replaced = 0
+    came = asyncio.Event()
+
+    async def read() -> None:
+        nonlocal replaced
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, StreamFrame):
+                    replaced += len(waiting)
+                    waiting[:] = [event]
+                    came.set()
+
+    task = asyncio.create_task(read())
+    task.add_done_callback(lambda _: came.set())
+    try:
+        while waiting or not task.done():
+            if not waiting:
+                came.clear()
+                await came.wait()
+                continue
+            frame, count, replaced = waiting.pop(), replaced, 0
+            yield frame, count
+        task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _frame_responses(frame: StreamFrame, replaced: int) -> Iterator[WatchResponse]:
+    """A frame in pieces."""
+    first: dict[str, Any] = {"time_s": frame.time_us / _US_PER_S, "replaced": replaced}
+    for chunk in tensor_chunks(DType.UINT8, frame.pixels.shape, frame.pixels.data):
+        yield WatchResponse(frame=preprocessing_pb2.WatchedFrame(chunk=chunk, **first))
+        first = {}

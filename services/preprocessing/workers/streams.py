@@ -1,0 +1,149 @@
+"""Decodes streams of encoded video as they come: each in a worker process of its own, for as long as it lasts.
+
+    worker    READ        READ        PIECE       READ …       it says one thing at a time, and waits for the answer
+    service        DATA        DATA         NEXT
+
+So a worker waits for bytes or for the reader of its frames, or it works, which takes at most so long for each answer. A
+stream that crashes or hangs its decoder costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+import structlog
+
+from framesieve.common.contract.errors import MediaRejected, Overloaded, PeerContract
+from framesieve.common.contract.limits import MAX_RAW_PIXELS
+from framesieve.common.sealed_memory import SealedMemory, sealed
+from framesieve.services.preprocessing.sources.form import Form
+from framesieve.services.preprocessing.sources.source import resource_errors_as_overloaded
+from framesieve.services.preprocessing.video.stream import StreamFrame
+from framesieve.services.preprocessing.workers.job_queue import failure_of
+from framesieve.services.preprocessing.workers.limits import Limits
+from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts, Kind, Message
+
+_WORKER = "framesieve.services.preprocessing.workers.worker"
+# The longest work between two things that a worker says, where --decode-timeout-s is not shorter.
+_STALL_S = 30.0
+_PIECES = 2**31 - 1
+# FFmpeg asks some times more once a stream has ended.
+_READS_AFTER_END = 100
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A worker has read all bytes so far, and asks for more. size_bytes: how many those were."""
+
+    size_bytes: int
+
+
+class StreamWorkers:
+    """The streams that are watched, at most so many at a time."""
+
+    def __init__(self, most: int, limits: Limits, on_replaced: Callable[[Fault], None]) -> None:
+        """most: --max-streams. on_replaced: called when a stream ends with a fault of its worker."""
+        self._most, self._limits, self._on_replaced = most, limits, on_replaced
+        self.running = 0
+
+    async def events(
+        self, name: str, form: Form, fps: float, more: Callable[[], Awaitable[bytes]]
+    ) -> AsyncGenerator[StreamFrame | Read]:
+        """What the worker of a stream does, until the stream ends. Closing the generator ends the worker.
+
+        name: of the stream, for error texts. more: waits for the next bytes; empty once the stream has ended.
+        Raises Overloaded where too many streams are watched, MediaRejected for bytes that are no video, and whatever
+        `more` raises.
+        """
+        if self.running >= self._most:
+            raise Overloaded(f"{self._most} streams are watched, and no more may be (--max-streams)", field=name)
+        self.running += 1
+        worker: WorkerProcess | None = None
+        try:
+            with resource_errors_as_overloaded(name):
+                worker = WorkerProcess.start(_WORKER, self._limits)
+                async with aclosing(self._talk(worker, name, form, fps, more)) as events:
+                    async for event in events:
+                        yield event
+        except WorkerFault as error:
+            self._on_replaced(error.fault)
+            log.warning("a stream's worker failed", fault=error.fault, error=str(error))
+            raise MediaRejected(f"cannot be decoded: {error}", field=name) from error
+        except PeerContract:
+            self._on_replaced(Fault.CONTRACT)
+            raise
+        finally:
+            self.running -= 1
+            if worker:
+                await worker.end()
+
+    async def _talk(
+        self, worker: WorkerProcess, name: str, form: Form, fps: float, more: Callable[[], Awaitable[bytes]]
+    ) -> AsyncGenerator[StreamFrame | Read]:
+        await worker.ready()
+        nothing = sealed(memoryview(b""))
+        facts = {"job": "watched_frames", "media": name, "pieces": _PIECES, "form": form, "fps": float(fps)}
+        try:
+            worker.send(Kind.JOB, Facts(facts), (nothing, nothing))
+        finally:
+            os.close(nothing)
+        worker.send(Kind.NEXT)
+        given_bytes, empty = 0, 0
+        while True:
+            message = await self._receive(worker)
+            match message.kind, len(message.descriptors):
+                case Kind.READ, 0:
+                    if given_bytes:
+                        yield Read(given_bytes)
+                    data = await more()
+                    given_bytes += len(data)
+                    empty += not data
+                    if empty > _READS_AFTER_END:
+                        raise PeerContract("a worker does not notice the end of a stream")
+                    _give(worker, data)
+                case Kind.PIECE, 1:
+                    yield _frame(message)
+                    worker.send(Kind.NEXT)
+                case Kind.DONE, 0:
+                    return
+                case Kind.FAILED, 0:
+                    raise failure_of(message.facts, self._limits)
+                case kind, _:
+                    message.close()
+                    raise PeerContract(f"a worker sent {kind} of a stream, or the wrong number of arrays")
+
+    async def _receive(self, worker: WorkerProcess) -> Message:
+        stall_s = min(_STALL_S, self._limits.stall_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(stall_s):
+                return await worker.receive()
+        raise WorkerFault(Fault.SLOW, f"it made no progress for {stall_s:g} s")
+
+
+def _give(worker: WorkerProcess, data: bytes) -> None:
+    if not data:
+        worker.send(Kind.DATA)
+        return
+    memory = sealed(memoryview(data))
+    try:
+        worker.send(Kind.DATA, None, (memory,))
+    finally:
+        os.close(memory)
+
+
+def _frame(message: Message) -> StreamFrame:
+    with SealedMemory(message.descriptors[0]) as memory:
+        facts = message.facts
+        height, width = (facts.integer(each, 1, MAX_RAW_PIXELS) for each in ("height_px", "width_px"))
+        if height * width > MAX_RAW_PIXELS:
+            raise PeerContract(f"a worker's frame has {width}×{height} pixels")
+        size_bytes = 3 * height * width
+        pixels = memory.mapped(size_bytes, size_bytes).reshape(height, width, 3)
+        return StreamFrame(pixels, facts.integer("time_us", -MAX_INT, MAX_INT))

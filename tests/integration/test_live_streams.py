@@ -1,0 +1,158 @@
+"""Live sessions that see encoded video and raw frames, through three real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from framesieve.common.process import free_port
+from framesieve.v1 import generation_pb2
+from framesieve.v1.generation_pb2 import LiveClip, LiveFrame, RawFrame
+from tests import media
+from tests.integration.fleet import Stack, running
+from tests.integration.test_live import QUESTION, Watching, watching
+from tests.preprocessing.media_server import head, serving
+
+PORT = free_port()
+STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
+PNG = media.picture(112, 112)
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoints: Callable[[str], Path]) -> Iterator[Stack]:
+    flags = {
+        "generation": ("--kv-cache-tokens", "4096", "--live-tokens", "2048"),
+        "preprocessing": (
+            "--fetch-ports",
+            f"80,{PORT}",
+            "--allow-media-domain",
+            "*,localhost=127.0.0.0/8,localhost=::1",
+        ),
+    }
+    with running(checkpoints("qwen2_5_vl"), flags=flags) as made:
+        yield made
+
+
+async def show(live: Watching, way: str, form: str) -> None:
+    """Sends a video: as clips, cut anywhere, as its pictures or as pixels."""
+    if way == "clip":
+        for place in range(0, len(STREAMS[form]), 1777):
+            await live.send(clip=LiveClip(data=STREAMS[form][place : place + 1777]))
+            await asyncio.sleep(0.2)  # otherwise newer slices would take the place of those that wait
+        return
+    for number, (time_s, pixels) in enumerate(media.shown(STREAMS[form])):
+        height, width, _ = pixels.shape
+        raw = RawFrame(width=width, height=height, rgb=pixels.tobytes())
+        content: dict[str, Any] = {"picture": media.png(pixels)} if way == "picture" else {"raw": raw}
+        await live.send(frame=LiveFrame(time_s=time_s, **content))
+        if number % 2:
+            await live.until("slice")
+
+
+@pytest.mark.parametrize("form", STREAMS)
+async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: Stack, form: str) -> None:
+    """The question follows the last clip at once, and is about all that can be decoded until then."""
+    answers = {}
+    for way in ("picture", "raw", "clip"):
+        async with watching(stack.address) as live:
+            await show(live, way, form)
+            answers[way] = await live.ask(QUESTION)
+            slices = [each.slice for each in live.seen if each.HasField("slice")]
+            times_s = [time_s for each in slices for time_s in (each.first_time_s, each.last_time_s)]
+            assert times_s == pytest.approx([time_s for time_s, _ in media.shown(STREAMS[form])], abs=1e-6)
+            if way == "clip":
+                await live.send(close={})
+                assert (await live.until("stream")).state == generation_pb2.STREAM_STATE_ENDED
+                assert await live.call.read() is grpc.aio.EOF
+    tokens, logprobs = answers.pop("picture")
+    for way, answer in answers.items():
+        assert answer == (tokens, pytest.approx(logprobs, abs=1e-6)), way
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        ([{"clip": {"data": b"nonsense" * 999}}, {"close": {}}], "clip cannot be read as a video"),
+        ([{"clip": {}}], "clip.data must be 1 to 16777216 bytes, got '0 bytes'"),
+        (
+            [{"frame": {"raw": {"width": 2, "height": 2, "rgb": b"123"}}}],
+            "frame.raw.rgb must be 12 bytes, 3 for each of",
+        ),
+        ([{"frame": {"raw": {"width": 0, "height": 2}}}], "frame.raw.width must be at least 1, got 0"),
+        ([{"frame": {"raw": {"width": 4000, "height": 4000}}}], "frame.raw has 4000×4000 pixels, at most 5592384"),
+        ([{"frame": {"picture": PNG}}, {"clip": {"data": b"1"}}], "clip must not be sent: .* come by frame"),
+    ],
+)
+async def test_bad_clips_and_raw_frames_are_refused(stack: Stack, sent: list[dict[str, Any]], why: str) -> None:
+    async with watching(stack.address) as live:
+        for each in sent:
+            await live.send(**each)
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
+            await live.until("finished")
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_sources_that_cannot_be_watched_end_the_call(stack: Stack) -> None:
+    for url, code, why in (
+        ("rtsp://127.0.0.1/x", "PERMISSION_DENIED", "open.source has no address that may be reached: '127.0.0.1'"),
+        (f"http://localhost:{PORT}/", "INVALID_ARGUMENT", "open.source cannot be connected to"),
+        ("camera", "INVALID_ARGUMENT", "open.source must start with http:// or https:// or rtsp://"),
+    ):
+        async with watching(stack.address, source=url) as live:
+            with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
+                await live.until("slice")
+            assert refused.value.code() is grpc.StatusCode[code]
+
+
+async def test_a_source_that_is_lost_is_opened_again_and_the_session_goes_on(stack: Stack) -> None:
+    """A camera whose connection breaks off and whose clock begins again at 0, and which then ends."""
+    breaks = [True, False]
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        broken = breaks.pop(0)
+        writer.write(head(200, "Transfer-Encoding: chunked"))
+        data = STREAMS["mpegts"]
+        for place in range(0, len(data), 1777):
+            piece = data[place : place + 1777]
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        writer.write(b"" if broken else b"0\r\n\r\n")
+
+    async with serving(answer, port=PORT), watching(stack.address, source=f"http://localhost:{PORT}/camera") as live:
+        lost = await live.until("stream")
+        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        assert "open.source could not be fetched: the connection or the response broke off" in lost.reason
+        before = [each.slice.last_time_s for each in live.seen if each.HasField("slice")]
+        assert len(before) >= 2
+        assert (await live.ask(QUESTION))[0]
+        ended = await live.until("stream")
+        assert (ended.state, ended.reason) == (generation_pb2.STREAM_STATE_ENDED, "")
+        times_s = [each.slice.last_time_s for each in live.seen if each.HasField("slice")]
+        assert len(times_s) >= len(before) + 2
+        assert times_s == sorted(times_s)
+        assert (await live.ask(QUESTION))[0]
+        await live.send(frame=LiveFrame(picture=PNG))
+        with pytest.raises(grpc.aio.AioRpcError, match="frame must not be sent: this session's frames come by source"):
+            await live.until("slice")
+
+
+async def test_clips_are_lost_with_preprocessing_and_begin_again(stack: Stack) -> None:
+    preprocessing, data = stack.services["preprocessing"], STREAMS["fmp4"]
+    async with watching(stack.address) as live:
+        await show(live, "clip", "fmp4")
+        await asyncio.to_thread(preprocessing.kill)
+        assert (await live.until("stream")).state == generation_pb2.STREAM_STATE_LOST
+        await asyncio.to_thread(preprocessing.start)
+        await asyncio.to_thread(preprocessing.ready)
+        await asyncio.sleep(2)  # channels connect again
+        await live.send(clip=LiveClip(data=data[len(data) // 2 :]))  # of the stream that was lost
+        await live.send(clip=LiveClip(data=data, begins=True))
+        before = max(each.slice.last_time_s for each in live.seen if each.HasField("slice"))
+        assert (await live.until("slice")).first_time_s > before
+        assert (await live.ask(QUESTION))[0]

@@ -1,0 +1,264 @@
+"""Watch calls to a real service: streams of encoded video that come in pieces, by HTTP and by RTSP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from framesieve.common.process import free_port
+from framesieve.services.preprocessing.workers.process import Fault
+from framesieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
+from tests import media
+from tests.preprocessing.media_server import Server, head, redirect, serving
+from tests.preprocessing.service import Service, refused
+from tests.preprocessing.worker_jobs import until
+from tests.processes import children
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
+
+
+@dataclass
+class Watched:
+    """What a Watch call sent so far: times and pixels of frames, how many of them came before each `read_bytes`."""
+
+    call: Any
+    frames: list[tuple[float, np.ndarray[Any, Any]]] = field(default_factory=list)
+    read: list[tuple[int, int]] = field(default_factory=list)
+    pieces: list[bytes] = field(default_factory=list)
+
+    async def next(self) -> bool:
+        """Reads a response; False at the end."""
+        response = await self.call.read()
+        if response is grpc.aio.EOF:
+            return False
+        if response.HasField("read_bytes"):
+            self.read.append((response.read_bytes, len(self.frames)))
+            return True
+        chunk = response.frame.chunk
+        if not chunk.offset_bytes:
+            self.time_s = response.frame.time_s
+            self.pieces.clear()
+        self.pieces.append(chunk.data)
+        whole = b"".join(self.pieces)
+        if len(whole) == np.prod(chunk.shape):
+            self.frames.append((self.time_s, np.frombuffer(whole, np.uint8).reshape(chunk.shape)))
+        return True
+
+
+async def opened(stub: Any, url: str = "", fps: float = 2) -> Watched:
+    call = stub.Watch()
+    await call.write(WatchRequest(open=WatchOpen(fps=fps, url=url)))
+    return Watched(call)
+
+
+async def all_of(watched: Watched, pieces: Sequence[bytes] = ()) -> Watched:
+    """Sends pieces, and reads to the end."""
+    for piece in pieces:
+        await watched.call.write(WatchRequest(data=piece))
+    await watched.call.done_writing()
+    while await watched.next():
+        pass
+    return watched
+
+
+def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """Pieces of these sizes, again and again."""
+    pieces = []
+    while data:
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(data[:size])
+        data = data[size:]
+    return pieces
+
+
+def assert_shown(watched: Watched, data: bytes) -> None:
+    expected = media.shown(data)
+    assert [time_s for time_s, _ in watched.frames] == pytest.approx([time_s for time_s, _ in expected], abs=1e-6)
+    for (_, pixels), (_, whole) in zip(watched.frames, expected, strict=True):
+        np.testing.assert_array_equal(pixels, whole)
+
+
+@pytest.mark.parametrize("form", STREAMS)
+async def test_the_frames_of_pieces_are_those_of_the_whole_file(service: Service, form: str) -> None:
+    data = STREAMS[form]
+    async with service.serving() as stub:
+        watched = await all_of(await opened(stub), cut(data, (1, 999, 188, 3, 4001)))
+        assert_shown(watched, data)
+        assert watched.read[-1][0] == len(data)
+
+
+async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: Service) -> None:
+    data = STREAMS["fmp4"]
+    half = data.rindex(b"moof") - 4  # a fragment of a second ends there
+    async with service.serving() as stub:
+        watched = await opened(stub)
+        await watched.call.write(WatchRequest(data=data[:half]))
+        while not watched.read:
+            assert await watched.next()
+        assert watched.read == [(half, len(watched.frames))]
+        assert len(watched.frames) >= 4
+        assert_shown(await all_of(watched, [data[half:]]), data)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "why"),
+    [
+        ([b"nonsense" * 999], "data cannot be read as a video.*MPEG-TS, fragmented MP4"),
+        ([media.clip()[:200] + b"\0" * 5000], "data has no video stream"),
+        ([b""], "data must be 1 to 2097152 bytes, got '0 bytes'"),
+        ([], "data cannot be read as a video"),
+    ],
+    ids=["nonsense", "a broken header", "an empty piece", "nothing"],
+)
+async def test_bad_bytes_are_refused_with_their_field(service: Service, pieces: list[bytes], why: str) -> None:
+    async with service.serving() as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as failed:
+            await all_of(await opened(stub), pieces)
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_decoder_that_crashes_ends_its_stream_alone(service: Service) -> None:
+    data, before = STREAMS["mpegts"], set(children(os.getpid()))
+    async with service.serving() as stub:
+        crashed = await opened(stub)
+        await crashed.call.write(WatchRequest(data=data[: len(data) // 2]))
+        while not crashed.frames:
+            assert await crashed.next()
+        [worker] = set(children(os.getpid())) - before
+        other = await opened(stub)
+        await other.call.write(WatchRequest(data=data[: len(data) // 2]))
+        while not other.frames:
+            assert await other.next()
+        with pytest.raises(grpc.aio.AioRpcError, match="2 streams are watched, and no more may be"):
+            await all_of(await opened(stub))
+        os.kill(worker, signal.SIGSEGV)
+        with pytest.raises(grpc.aio.AioRpcError, match="data cannot be decoded: its decoder crashed"):
+            await all_of(crashed)
+        assert_shown(await all_of(other, [data[len(data) // 2 :]]), data)
+        assert service.queues.replaced == [Fault.CRASHED]
+        service.queues.replaced.clear()
+        await until(lambda: set(children(os.getpid())) == before)
+
+
+# --- by URL -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_by_http_is_watched_to_its_end(service: Service) -> None:
+    data = STREAMS["mpegts"]
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200))
+        for piece in cut(data, (5000, 7)):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)  # a camera's: newer frames would replace those that wait
+
+    async with serving(answer) as server, service.serving(server) as stub:
+        watched = await all_of(await opened(stub, f"http://clip.test:{server.port}/camera"))
+        expected = dict(media.shown(data))
+        assert len(watched.frames) > 2
+        for time_s, pixels in watched.frames:
+            np.testing.assert_array_equal(pixels, expected[min(expected, key=lambda each: abs(each - time_s))])
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "why"),
+    [
+        ("rtsp://10.0.0.7/x", "PERMISSION_DENIED", "open.url has no address that may be reached"),
+        ("rtsp://clip.test:8554/x", "PERMISSION_DENIED", "open.url must have port"),
+        (
+            "file:///etc/passwd",
+            "PERMISSION_DENIED",
+            "open.url must start with http:// or https:// or rtsp",
+        ),
+        ("rtsp://user:word@clip.test/", "INVALID_ARGUMENT", "open.url must be rtsp://"),
+        ("concat:x", "PERMISSION_DENIED", "open.url must start with"),
+    ],
+)
+async def test_urls_that_the_policy_forbids_are_refused(service: Service, url: str, code: str, why: str) -> None:
+    async with serving(b"") as server, service.serving(server) as stub:
+        refusal = await refused((await opened(stub, url.replace("10.0.0.7", f"10.0.0.7:{server.port}"))).call)
+        assert refusal[0] is grpc.StatusCode[code]
+        assert why in refusal[2]
+        assert not server.connections
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "why"),
+    [
+        ("http", redirect("http://10.0.0.7/"), "redirects to an address that may not be reached"),
+        ("http", redirect("rtsp://clip.test/"), "redirects to an address that may not be reached"),
+        ("http", head(404), "was answered with status 404"),
+        (
+            "rtsp",
+            b"RTSP/1.0 302 X\r\nCSeq: 1\r\nLocation: rtsp://10.0.0.7/\r\n\r\n",
+            "was answered with status 302",
+        ),
+        ("rtsp", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", "does not speak RTSP"),
+        ("rtsp", b"RTSP/1.0 200 OK\r\nCSeq: 1\r\nContent-Length: 5\r\n\r\nv=0\r\n", "has no video track"),
+        ("rtsp", b"", "broke off"),
+    ],
+)
+async def test_servers_that_lead_elsewhere_or_refuse_are_left(
+    service: Service, scheme: str, answer: bytes, why: str
+) -> None:
+    async with serving(answer) as server, service.serving(server) as stub:
+        code, _, text = await refused((await opened(stub, f"{scheme}://clip.test:{server.port}/")).call)
+        assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED)
+        assert text.startswith("open.url ")
+        assert why in text
+        assert server.connections == 1
+
+
+@asynccontextmanager
+async def camera(folder: Path) -> AsyncIterator[Server]:
+    """An RTSP server of another author's, which plays the files of a folder at their own pace."""
+    if find_spec("aio_rtsp_toolkit") is None:
+        pytest.skip("needs aio-rtsp-toolkit")
+    port = free_port()
+    program = (
+        "import asyncio, sys; from aio_rtsp_toolkit.server import serve; "
+        "asyncio.run(serve(sys.argv[1], '127.0.0.1', int(sys.argv[2])))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, str(folder), str(port)), stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(30):
+            while True:
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                    break
+                await asyncio.sleep(0.1)
+        yield Server(b"", port)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_stream_by_rtsp_is_watched_to_its_end(service: Service, tmp_path: Path) -> None:
+    data = media.stream("fmp4", b_frames=0)  # the server sends times of decoding
+    (tmp_path / "clip.mp4").write_bytes(data)
+    async with camera(tmp_path) as server, service.serving(server) as stub:
+        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/clip.mp4"))
+        expected = media.shown(data)
+        first_s = watched.frames[0][0] - expected[0][0]
+        times_s = [time_s - first_s for time_s, _ in watched.frames]
+        assert times_s == pytest.approx([time_s for time_s, _ in expected], abs=0.002)
+        for (_, pixels), (_, whole) in zip(watched.frames, expected, strict=True):
+            np.testing.assert_array_equal(pixels, whole)
