@@ -294,14 +294,16 @@ class _Printer:
                 case LiveRefused() if event.ask_id.startswith("trigger-"):
                     raise event.error
                 case LiveDropped(reason=DropReason.UNAVAILABLE):
-                    self._end_line()
-                    warn(f"{event.frames} frames were lost: the encoder or preprocessing cannot be reached")
+                    self._warn(f"{event.frames} frames were lost: the encoder or preprocessing cannot be reached")
                 case LiveDropped(reason=DropReason.REFUSED):
-                    self._end_line()
-                    warn(f"{event.frames} frames were refused: {event.error}")
+                    self._warn(f"{event.frames} frames were refused: {event.error}")
                 case LiveRestarted():
-                    self._end_line()
-                    warn(f"the session begins again with its last {event.segments} slices, questions and answers")
+                    self._warn(f"the session begins again with its last {event.segments} slices, questions and answers")
+
+    def _warn(self, text: str) -> None:
+        self._end_line()
+        self._status.clear()
+        warn(text)
 
     def _say(self, text: str) -> None:
         if not self._answering:
