@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +54,7 @@ from framesieve.client.live_events import (
     StreamState,
 )
 from framesieve.client.prompt import Pruning, Sampling, Trigger
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.errors import InvalidRequest, Unavailable
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
 
 _WHEN = "When it is asked"
@@ -251,7 +252,7 @@ async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> 
 async def _ask(session: LiveSession, question: str, sampling: Sampling) -> None:
     """Its answer is printed as those of the trigger. If it is refused, the session goes on."""
     try:
-        with in_flags():
+        with in_flags(), suppress(Unavailable):  # which is told with the events
             await session.answer(question, **sampling)
     except InvalidRequest as error:
         report(error)
@@ -302,8 +303,10 @@ class _Printer:
                     self._answers += 1
                     self._usage = event.usage
                     self._finish(event)
-                case LiveRefused() if event.ask_id.startswith("trigger-"):
+                case LiveRefused(error=InvalidRequest()) if event.ask_id.startswith("trigger-"):
                     raise event.error
+                case LiveRefused(error=Unavailable()):
+                    self._warn(f"not answered: {event.error}")
                 case LiveDropped(reason=DropReason.UNAVAILABLE):
                     self._warn(f"{event.frames} frames were lost: the encoder or preprocessing cannot be reached")
                 case LiveDropped(reason=DropReason.REFUSED):

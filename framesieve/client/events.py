@@ -32,7 +32,7 @@ from framesieve.client.live_events import (
     StreamState,
 )
 from framesieve.client.tools import ToolCallDelta
-from framesieve.common.contract.errors import InvalidRequest, PeerContract
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unavailable
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.wire import int32_array, modality_of
 from framesieve.v1 import generation_pb2
@@ -115,14 +115,19 @@ class LiveEvents:
         if message.ask_id not in self._questions:
             raise PeerContract(f"the service answered {message.ask_id!r}, which was not asked")
         question, usage = self._questions[message.ask_id], _live_usage(message.usage)
-        if message.finished.reason == generation_pb2.FINISH_REASON_REFUSED:
-            field = message.error_field if message.HasField("error_field") else None
-            error = InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
-            return LiveRefused(message.ask_id, question, error)
-        finished, deltas = _finished(message.finished), self._deltas
-        self._deltas = []
+        deltas, self._deltas = self._deltas, []
+        if message.error:
+            return LiveRefused(message.ask_id, question, _refusal(message))
+        finished = _finished(message.finished)
         answer = Answer(self._request_id, (choice_of(finished, deltas),), finished.usage, finished.timings)
         return LiveFinished(message.ask_id, question, answer, self._seen_s, usage)
+
+
+def _refusal(message: generation_pb2.LiveFinished) -> FramesieveError:
+    if message.finished.reason != generation_pb2.FINISH_REASON_REFUSED:  # a service was away
+        return Unavailable(message.error, "generation")
+    field = message.error_field if message.HasField("error_field") else None
+    return InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
 
 
 def _live_usage(usage: generation_pb2.LiveUsage) -> LiveUsage:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from framesieve.client.answer import Answer, Delta
-from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.errors import FramesieveError
 from framesieve.common.contract.plan import Grid, Int32Array
 
 
@@ -62,11 +62,14 @@ class LiveFinished:
 
 @dataclass(frozen=True, slots=True)
 class LiveRefused:
-    """A question was refused, and the session goes on. ask_id: see `LiveFinished`."""
+    """A question is not answered, and the session goes on. ask_id: see `LiveFinished`.
+
+    error: InvalidRequest for what it asks, Unavailable where a service was away: it can be asked again.
+    """
 
     ask_id: str
     question: str
-    error: InvalidRequest
+    error: FramesieveError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

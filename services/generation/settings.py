@@ -47,8 +47,8 @@ class GenerationSettings(UpstreamSettings):
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
-        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU; on CUDA as many as "
-        "fit into the memory that the largest step leaves free, measured at startup",
+        description="size of the KV cache in tokens, over all requests; unset: 32768 on the CPU, beside those of "
+        "--live-tokens; on CUDA as many as fit into the memory that the largest step leaves free, measured at startup",
     )
     state_slots: int | None = Field(
         None,
@@ -74,8 +74,9 @@ class GenerationSettings(UpstreamSettings):
         None,
         ge=0,
         description="tokens of the KV cache that live sessions may hold together, each what it asked for, from its "
-        "opening to its end; other requests cannot count on them; 0: no live sessions; unset: a quarter of the cache, "
-        "as far as the longest sequence (--max-model-len) leaves it; 0 for models that are not served live",
+        "opening to its end; other requests cannot count on them; 0: no live sessions; unset: 0 for models that are "
+        "not served live; else 16384 on the CPU without --kv-cache-tokens; else a quarter of the cache, as far as the "
+        "longest sequence (--max-model-len) leaves it",
     )
     pruning_rate: float | None = Field(
         None,

@@ -14,6 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import TypeAlias
 
 from framesieve.common.contract.data_urls import parse_data_url
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Unavailable, within
@@ -46,9 +47,16 @@ from framesieve.services.gateway.realtime.request import (
     event_id_of,
     parse,
 )
-from framesieve.v1.generation_pb2 import DROP_REASON_REFUSED, LiveFinished, LiveFrame, LiveOpen, LiveResponse
+from framesieve.v1.generation_pb2 import (
+    DROP_REASON_REFUSED,
+    FINISH_REASON_REFUSED,
+    LiveFinished,
+    LiveFrame,
+    LiveOpen,
+    LiveResponse,
+)
 
-Send = Callable[[ServerEvent], Awaitable[None]]
+Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 MAX_KEPT_CHARACTERS = 2**20
 """Of texts that wait for a response."""
@@ -219,11 +227,7 @@ class Session:
         answer = await self._answer_of(finished.ask_id)
         del self._answers[finished.ask_id]
         add_request_stats(completion_tokens=finished.finished.usage.completion_tokens)
-        error = None
-        if finished.error:
-            field = name_of(finished.error_field) if finished.error_field else None
-            message = finished.error.removeprefix(f"{finished.error_field} ")
-            error = InvalidRequest(message, field=field)
+        if error := _error_of(finished):
             await self._send(error_event(self.names, error, answer.event_id))
         await self._send_all(answer.finished(finished, error))
         if answer.stays and not error:
@@ -247,3 +251,15 @@ class Session:
     def _answer(self, fields: ResponseFields, event_id: str | None) -> Answer:
         limit = limit_of(fields, self._fields)
         return Answer(self.names, fields, limit, self._conversation_id, event_id, self._last_item)
+
+
+def _error_of(finished: LiveFinished) -> FramesieveError | None:
+    """Why a question has no answer; None: it has one."""
+    if not finished.error:
+        return None
+    if finished.finished.reason != FINISH_REASON_REFUSED:
+        return Unavailable(finished.error, "generation")
+    if not finished.error_field:
+        return InvalidRequest(finished.error)
+    message = finished.error.removeprefix(f"{finished.error_field} ")
+    return InvalidRequest(message, field=name_of(finished.error_field))

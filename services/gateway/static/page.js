@@ -1,4 +1,5 @@
-// Asks a question about one clip by the gateway's API, and draws its cost and which tokens pruning kept.
+// Asks questions about one clip, or about what a camera sees, by the gateway's API. Draws their cost and which tokens
+// pruning kept.
 
 const STAGE_COLOURS = {
   fetch: "#7a6ff0", plan: "#4f8ff7", decode: "#26a69a", resize: "#66bb6a", wait_for_encoder: "#c0ca33",
@@ -6,6 +7,11 @@ const STAGE_COLOURS = {
 };
 const MAX_SLICES_DRAWN = 64;
 const TOKEN_PX = 24; // the side of a token in a drawn frame
+const FRAME_MS = 500;
+const FRAME_PX = 640; // the width of a camera's frame
+const MAX_WAITING_BYTES = 2 ** 20; // of frames that are not sent yet: beyond it the next ones are left out
+const MAX_FRAMES_KEPT = 64; // of those that may still be drawn
+const QUESTION_TOKENS = 256; // room for the text of a question about the camera
 const CLIP_FIELD = /^messages\[0\]\.content\[\d\](\.(video|image)_url(\.url)?)?(?= )/; // how errors call the clip
 
 const byId = (id) => document.getElementById(id);
@@ -13,12 +19,14 @@ const percent = (rate) => `${Math.round(rate * 100)} %`;
 const ms = (seconds) => Math.round(seconds * 1000);
 
 let clip = null; // {name, isVideo, url: a data URL}
-let running = null; // AbortController of the question
+let running = null; // AbortController of the question; of a live one, what cancels it
+let live = null; // what the camera is watched with, see watch()
 let automatic = null; // {name, suggested_threshold} of the method that has a threshold
 
 // The clip
 
 async function choose(file) {
+  leave();
   const [, kind] = /^(video|image)\//.exec(file.type) ?? [];
   clip = null;
   byId("file-error").textContent = kind ? "" : `${file.name} is neither a video nor an image.`;
@@ -73,7 +81,11 @@ byId("automatic").addEventListener("change", () => {
 byId("stop").addEventListener("click", () => running.abort());
 byId("ask").addEventListener("submit", async (event) => {
   event.preventDefault();
-  for (const id of ["file-error", "token-error", "question-error"]) byId(id).textContent = "";
+  clearErrors();
+  if (live) {
+    askLive();
+    return;
+  }
   if (!clip) {
     byId("file-error").textContent = "Choose a clip first.";
     byId("file").focus();
@@ -99,6 +111,10 @@ byId("ask").addEventListener("submit", async (event) => {
     byId("stop").hidden = true;
   }
 });
+
+function clearErrors() {
+  for (const id of ["file-error", "token-error", "question-error"]) byId(id).textContent = "";
+}
 
 function showError(error) {
   if (error.status === 401) {
@@ -137,7 +153,7 @@ function requestWith(pruning) {
 }
 
 async function ask(pruning, signal) {
-  const article = byId("answer").content.cloneNode(true).firstElementChild;
+  const article = newArticle();
   const isAutomatic = pruning.threshold !== undefined;
   const heading = article.querySelector("h2");
   heading.textContent = isAutomatic ? "Pruned automatically" : pruning.rate ? `Pruned by ${percent(pruning.rate)}` : "Not pruned";
@@ -166,13 +182,21 @@ async function ask(pruning, signal) {
   }
 }
 
+function newArticle() {
+  return byId("answer").content.cloneNode(true).firstElementChild;
+}
+
 function authorization() {
   return byId("token").value ? { authorization: `Bearer ${byId("token").value}` } : {};
 }
 
-async function post(path, value, signal) {
-  const headers = { "content-type": "application/json", ...authorization() };
-  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(value), signal });
+function post(path, value, signal) {
+  const headers = { "content-type": "application/json" };
+  return fetched(path, { method: "POST", headers, body: JSON.stringify(value), signal });
+}
+
+async function fetched(path, { headers, ...options } = {}) {
+  const answer = await fetch(path, { headers: { ...headers, ...authorization() }, ...options });
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
   throw Object.assign(new Error(told?.error?.message ?? `The server answered ${answer.status}.`), { status: answer.status });
@@ -196,18 +220,13 @@ async function* events(answer) {
 
 function drawCost(article, usage) {
   const { prompt_tokens_full: full, time_to_first_token_s: firstS, generate_s: generateS, stages_s: stages } = usage.framesieve;
-  const cost = {
+  list(article, {
     "Prompt tokens": full,
     "After pruning": usage.prompt_tokens,
     "From the cache": usage.prompt_tokens_details.cached_tokens,
     "First token": `${ms(firstS)} ms`,
     "All others": `${ms(generateS)} ms`,
-  };
-  article.querySelector(".tokens").replaceChildren(...Object.entries(cost).map(([name, value]) => {
-    const pair = document.createElement("div");
-    pair.append(element("dt", { textContent: name }), element("dd", { textContent: value }));
-    return pair;
-  }));
+  });
   const used = Object.entries(stages).filter(([, seconds]) => seconds > 0);
   article.querySelector(".bar").replaceChildren(...used.map(([stage, seconds]) => {
     const part = element("span", { title: `${stage.replaceAll("_", " ")}: ${(seconds * 1000).toFixed(1)} ms` });
@@ -224,6 +243,14 @@ function drawCost(article, usage) {
   article.querySelector(".stages").hidden = false;
 }
 
+function list(article, values) {
+  article.querySelector(".tokens").replaceChildren(...Object.entries(values).map(([name, value]) => {
+    const pair = document.createElement("div");
+    pair.append(element("dt", { textContent: name }), element("dd", { textContent: value }));
+    return pair;
+  }));
+}
+
 function element(name, properties) {
   return Object.assign(document.createElement(name), properties);
 }
@@ -232,33 +259,37 @@ function element(name, properties) {
 
 async function drawKept(article, request, signal) {
   const answer = await post("v1/framesieve/kept", request, signal);
-  const { grid: { t, h, w }, kept, frame_times_s: times } = (await answer.json()).media[0];
+  const { grid, kept, frame_times_s: times } = (await answer.json()).media[0];
+  const { t, h, w } = grid;
   const isKept = new Uint8Array(t * h * w);
   for (const token of kept) isKept[token] = 1;
   const figure = article.querySelector(".kept");
-  const drawn = Math.min(t, MAX_SLICES_DRAWN);
+  const shown = Math.min(t, MAX_SLICES_DRAWN);
   figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept, the others `
     + `(${percent(1 - kept.length / (t * h * w))}) are dimmed.`
-    + (drawn < t ? ` The first ${drawn} of ${t} slices are shown.` : "");
+    + (shown < t ? ` The first ${shown} of ${t} slices are shown.` : "");
   figure.hidden = false;
   const video = await opened(clip.url);
-  for (let slice = 0; slice < drawn && !signal.aborted; slice += 1) {
+  for (let slice = 0; slice < shown && !signal.aborted; slice += 1) {
     const ofSlice = isKept.subarray(slice * h * w, (slice + 1) * h * w);
     const timeS = times[slice * times.length / t];
-    const canvas = element("canvas", { width: w * TOKEN_PX, height: h * TOKEN_PX, role: "img" });
-    const count = ofSlice.reduce((sum, one) => sum + one, 0);
-    canvas.ariaLabel = canvas.title = `Second ${timeS.toFixed(1)}: ${count} of ${h * w} tokens kept`;
-    const context = canvas.getContext("2d");
-    if (video) {
-      await seek(video, timeS);
-      context.drawImage(video, 0, 0, canvas.width, canvas.height);
-    }
-    context.fillStyle = "rgb(20 22 26 / 80%)";
-    ofSlice.forEach((one, token) => {
-      if (!one) context.fillRect((token % w) * TOKEN_PX, Math.floor(token / w) * TOKEN_PX, TOKEN_PX, TOKEN_PX);
-    });
-    figure.querySelector(".frames").append(canvas);
+    if (video) await seek(video, timeS);
+    figure.querySelector(".frames").append(drawn(video, grid, ofSlice, timeS));
   }
+}
+
+// A canvas with a slice's frame, in which the tokens that were not kept are dimmed. picture: null for none.
+function drawn(picture, { h, w }, isKept, timeS) {
+  const canvas = element("canvas", { width: w * TOKEN_PX, height: h * TOKEN_PX, role: "img" });
+  const count = isKept.reduce((sum, one) => sum + one, 0);
+  canvas.ariaLabel = canvas.title = `Second ${timeS.toFixed(1)}: ${count} of ${h * w} tokens kept`;
+  const context = canvas.getContext("2d");
+  if (picture) context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  context.fillStyle = "rgb(20 22 26 / 80%)";
+  isKept.forEach((one, token) => {
+    if (!one) context.fillRect((token % w) * TOKEN_PX, Math.floor(token / w) * TOKEN_PX, TOKEN_PX, TOKEN_PX);
+  });
+  return canvas;
 }
 
 // A <video> with its first frame, or null where this browser cannot decode the clip.
@@ -276,6 +307,172 @@ function seek(video, timeS) {
     video.onseeked = resolve;
     video.currentTime = timeS + 0.001; // inside the frame that begins then
   });
+}
+
+// The camera
+
+byId("camera").addEventListener("click", () => (live ? leave() : watch()));
+
+async function watch() {
+  clearErrors();
+  let stream;
+  try {
+    if (!navigator.mediaDevices) throw new Error("browsers give it to pages from https or localhost only.");
+    stream = await navigator.mediaDevices.getUserMedia({ video: { width: FRAME_PX } });
+  } catch (error) {
+    byId("file-error").textContent = `The camera cannot be used: ${error.message}`;
+    return;
+  }
+  leave();
+  clip = null;
+  const address = new URL("v1/realtime", location);
+  address.protocol = address.protocol.replace("http", "ws");
+  const token = byId("token").value;
+  const key = token ? [`openai-insecure-api-key.${encodeURIComponent(token)}`] : [];
+  const article = newArticle();
+  const socket = new WebSocket(address, ["realtime", ...key]);
+  // sent: the frames by their times. article: what was seen last. asked: the article of the question that is answered.
+  live = { socket, stream, article, sent: new Map(), timer: 0, asked: null };
+  socket.onmessage = ({ data }) => { if (live?.socket === socket) handle(JSON.parse(data)); };
+  socket.onclose = ({ code }) => { if (live?.socket === socket) lost(code); };
+  byId("picture").hidden = true;
+  byId("player").hidden = byId("player").controls = false;
+  byId("player").srcObject = stream;
+  byId("player").play().catch(() => {}); // it was left before it began
+  byId("camera").textContent = "Stop the camera";
+  byId("file-name").textContent = "What does not change is dropped, whatever the rate.";
+  article.classList.add("live");
+  article.ariaLive = "off";
+  article.querySelector("h2").textContent = "What the camera saw last";
+  article.querySelector(".text").remove();
+  byId("answers").replaceChildren(article);
+  byId("note").textContent = "";
+}
+
+function leave() {
+  if (!live) return;
+  const { socket, stream, timer, article } = live;
+  finishLive();
+  live = null;
+  clearInterval(timer);
+  socket.close();
+  for (const track of stream.getTracks()) track.stop();
+  article.ariaBusy = "false";
+  byId("player").srcObject = null;
+  byId("player").hidden = byId("player").controls = true;
+  byId("camera").textContent = "Use the camera";
+  byId("file-name").textContent = "";
+}
+
+// The server ended the connection, or refused it: browsers do not tell why.
+async function lost(code) {
+  leave();
+  const isRefused = code === 1006 && !byId("question-error").textContent;
+  try {
+    if (isRefused) await fetched("v1/models");
+    byId("question-error").textContent ||= "The server ended the live session.";
+  } catch (error) {
+    showError(error);
+  }
+}
+
+function tell(event) {
+  if (live.socket.readyState === WebSocket.OPEN) live.socket.send(JSON.stringify(event));
+}
+
+function item(...content) {
+  return { type: "conversation.item.create", item: { type: "message", role: "user", content } };
+}
+
+function sendFrame() {
+  const player = byId("player");
+  if (!player.videoWidth || live.socket.bufferedAmount > MAX_WAITING_BYTES) return;
+  const canvas = element("canvas", { width: FRAME_PX, height: Math.round(FRAME_PX * player.videoHeight / player.videoWidth) });
+  canvas.getContext("2d").drawImage(player, 0, 0, canvas.width, canvas.height);
+  const timeS = performance.now() / 1000;
+  live.sent.set(timeS, canvas);
+  if (live.sent.size > MAX_FRAMES_KEPT) live.sent.delete(live.sent.keys().next().value);
+  tell(item({ type: "input_image", image_url: canvas.toDataURL("image/jpeg", 0.8), time_s: timeS }));
+}
+
+function handle(event) {
+  const { asked } = live;
+  switch (event.type) {
+    case "session.created": {
+      const answer_tokens = QUESTION_TOKENS + Number(byId("longest").value);
+      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { answer_tokens } } });
+      break;
+    }
+    case "session.updated":
+      live.timer = setInterval(sendFrame, FRAME_MS);
+      break;
+    case "framesieve.slice":
+      drawSlice(event);
+      break;
+    case "response.output_text.delta":
+      asked?.querySelector(".text").append(event.delta);
+      break;
+    case "response.done":
+      if (asked) answered(asked, event.response);
+      break;
+    case "error":
+      byId("question-error").textContent = event.error.message;
+      if (event.error.event_id === "ask") finishLive();
+      if (event.error.event_id === "open") leave();
+  }
+}
+
+function drawSlice({ grid, kept, last_time_s: timeS, usage }) {
+  const isKept = new Uint8Array(grid.h * grid.w);
+  for (const token of kept) isKept[token] = 1;
+  const figure = live.article.querySelector(".kept");
+  const frame = live.sent.get(timeS) ?? null;
+  for (const earlier of [...live.sent.keys()].filter((each) => each <= timeS)) live.sent.delete(earlier);
+  figure.querySelector(".frames").replaceChildren(drawn(frame, grid, isKept, timeS));
+  figure.querySelector("figcaption").textContent = `${kept.length} of ${isKept.length} visual tokens are new, the others are dimmed.`;
+  figure.hidden = false;
+  list(live.article, {
+    "Frames": usage.used_frames,
+    "Left out": usage.dropped_frames,
+    "Tokens seen": usage.media_tokens_full,
+    "Kept": usage.media_tokens,
+    "Held now": usage.held_tokens,
+  });
+}
+
+function askLive() {
+  const article = newArticle();
+  article.querySelector("h2").textContent = byId("question").value;
+  live.article.after(article);
+  live.asked = article;
+  running = { abort: () => tell({ type: "response.cancel" }) };
+  byId("send").disabled = true;
+  byId("stop").hidden = false;
+  tell(item({ type: "input_text", text: byId("question").value }));
+  tell({ type: "response.create", event_id: "ask", response: { max_output_tokens: Number(byId("longest").value) } });
+}
+
+function answered(article, { status, usage }) {
+  if (status === "incomplete") article.querySelector(".text").append(" […]");
+  const { time_to_first_token_s: firstS, generate_s: generateS } = usage.framesieve;
+  list(article, {
+    "Prompt tokens": usage.input_tokens,
+    "From the cache": usage.input_token_details.cached_tokens,
+    "First token": `${ms(firstS)} ms`,
+    "All others": `${ms(generateS)} ms`,
+  });
+  finishLive();
+}
+
+// The question is answered, or never will be.
+function finishLive() {
+  const { asked } = live;
+  if (!asked) return;
+  if (!asked.querySelector(".text").textContent) asked.remove();
+  asked.ariaBusy = "false";
+  live.asked = null;
+  byId("send").disabled = false;
+  byId("stop").hidden = true;
 }
 
 // At the start

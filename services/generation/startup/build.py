@@ -32,6 +32,8 @@ from framesieve.services.generation.startup.cache_size import CudaMemory, Memory
 
 BLOCK_TOKENS = 16
 CPU_CACHE_TOKENS = 32768
+# Beside it, for live sessions: three of the default size.
+CPU_LIVE_TOKENS = 16384
 # Context length at which the largest step is measured if --max-model-len is unset. Without a kernel that reads paged
 # blocks, a step needs more memory for a longer context, so longer prompts may run out of memory.
 UNLIMITED_CONTEXT_TOKENS = 32768
@@ -97,8 +99,9 @@ def build(
     if settings.draft_model:
         model = replace(model, draft=_draft_head(settings.draft_model, checkpoint, model))
     limits, state_slots = with_states(settings, limits, model, _memory_bytes(device, group))
-    blocks = -(-_cache_tokens(settings, limits, state_slots, model, group) // BLOCK_TOKENS)
-    live_blocks = _live_blocks(settings, checkpoint, model, blocks)
+    live_tokens = _live_tokens(settings, checkpoint, device)
+    blocks = -(-_cache_tokens(settings, limits, state_slots, model, group, live_tokens or 0) // BLOCK_TOKENS)
+    live_blocks = _live_blocks(settings, model, blocks, live_tokens)
     limit_tokens = _limit_tokens(settings, model, (blocks - live_blocks) * BLOCK_TOKENS)
     runner = Runner(model, blocks, BLOCK_TOKENS, workers, state_slots)
     if group is None and _compiles(settings, checkpoint, model):
@@ -180,13 +183,18 @@ def _compiles(settings: GenerationSettings, checkpoint: Checkpoint, model: Langu
 
 
 def _cache_tokens(
-    settings: GenerationSettings, limits: StepLimits, state_slots: int, model: LanguageModel, group: Group | None
+    settings: GenerationSettings,
+    limits: StepLimits,
+    state_slots: int,
+    model: LanguageModel,
+    group: Group | None,
+    live_tokens: int,
 ) -> int:
     """Size of the KV cache: the setting, else what fits. Raises StartupError if no prompt fits."""
     if settings.kv_cache_tokens is not None:
         return settings.kv_cache_tokens
     if model.device.type != "cuda":
-        return CPU_CACHE_TOKENS
+        return CPU_CACHE_TOKENS + live_tokens
     memory, capture = CudaMemory(model.device), partial(_capture, group=group)
     return fitting_tokens(settings, limits, model, group, memory, capture, state_slots)
 
@@ -263,17 +271,29 @@ def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
     return min(limits.max_num_batched_tokens, limits.max_num_seqs * (1 + settings.max_draft_tokens))
 
 
-def _live_blocks(settings: GenerationSettings, checkpoint: Checkpoint, model: LanguageModel, blocks: int) -> int:
-    """The most that live sessions may own. Raises StartupError if the setting leaves nothing, or cannot be served."""
-    served, wanted = checkpoint.pick(FAMILIES).live, settings.live_tokens
-    if wanted is None:
+def _live_tokens(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> int | None:
+    """The most that live sessions may hold; None: what the longest sequence leaves. Raises StartupError."""
+    if not checkpoint.pick(FAMILIES).live:
+        if settings.live_tokens:
+            raise StartupError(
+                "--live-tokens: live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model"
+            )
+        return 0
+    if settings.live_tokens is None and settings.kv_cache_tokens is None and device.type != "cuda":
+        return CPU_LIVE_TOKENS
+    return settings.live_tokens
+
+
+def _live_blocks(settings: GenerationSettings, model: LanguageModel, blocks: int, live_tokens: int | None) -> int:
+    """The most that live sessions may own of the cache's blocks. Raises StartupError if that leaves nothing."""
+    if live_tokens is None:
         longest = _limit_tokens(settings, model, blocks * BLOCK_TOKENS)
-        return min(blocks // 4, blocks - -(-longest // BLOCK_TOKENS)) if served else 0
-    if wanted and not served:
-        raise StartupError("--live-tokens: live sessions are served for Qwen2.5-VL and Qwen3-VL, not for this model")
-    live_blocks = -(-wanted // BLOCK_TOKENS)
+        return min(blocks // 4, blocks - -(-longest // BLOCK_TOKENS))
+    live_blocks = -(-live_tokens // BLOCK_TOKENS)
     if live_blocks >= blocks:
-        raise StartupError(f"--live-tokens {wanted} leaves nothing of a KV cache of {blocks * BLOCK_TOKENS} tokens")
+        raise StartupError(
+            f"--live-tokens {live_tokens} leaves nothing of a KV cache of {blocks * BLOCK_TOKENS} tokens"
+        )
     return live_blocks
 
 

@@ -1,0 +1,375 @@
+"""GET /v1/realtime: OpenAI's client gets what gRPC's Live call tells, in events of OpenAI's types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types.realtime import RealtimeServerEvent
+from playwright.async_api import async_playwright, expect
+from pydantic import TypeAdapter
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from framesieve.common.process import ExitStatus
+from framesieve.v1 import prompt_pb2
+from framesieve.v1.generation_pb2 import Sampling
+from tests.integration.fleet import Stack, running
+from tests.integration.gateway import Gateway, data_url, gateway
+from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
+
+FRAMES = [data_url("image/png", picture) for picture in PICTURES]
+OWN = {"pruning": {"method": "none"}, "max_pixels": MAX_PIXELS, "window_tokens": 512, "answer_tokens": 128}
+WATCHING = {"type": "realtime", "temperature": 0, "max_output_tokens": 6, "framesieve": OWN}
+ANSWER_MS = 60_000
+TOKEN = "a/secret+of0123456789=="
+CHECKED = TypeAdapter(RealtimeServerEvent)
+
+
+@pytest.fixture(scope="module")
+def stack(tiny_checkpoint: Path) -> Iterator[Stack]:
+    with running(tiny_checkpoint, flags={"generation": ("--kv-cache-tokens", "16384", "--live-tokens", "8192")}) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def door(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(stack.address, tmp_path_factory.mktemp("door")) as started:
+        yield started
+
+
+class Talk:
+    """A session by OpenAI's client, and its events so far. Those with OpenAI's names are of its types."""
+
+    def __init__(self, connection: Any) -> None:
+        self.by = connection
+        self.seen: list[dict[str, Any]] = []
+
+    async def until(self, kind: str) -> dict[str, Any]:
+        """Reads up to the next event of this kind."""
+        while True:
+            data = await asyncio.wait_for(self.by.recv_bytes(), 60)
+            event = json.loads(data)
+            assert self.by.parse_event(data).type == event["type"]  # it takes ours, too
+            if not event["type"].startswith("framesieve."):
+                CHECKED.validate_python(event)
+            self.seen.append(event)
+            if event["type"] == kind:
+                return event
+
+    async def show(self, first: int, end: int, **part: Any) -> None:
+        """Sends frames, a slice at a time, and waits for each."""
+        for place in range(first, end):
+            await self.send(image(place, time_s=place / 2) | part)
+            if place % 2:
+                await self.until("framesieve.slice")
+
+    async def send(self, *parts: dict[str, Any]) -> None:
+        await self.by.conversation.item.create(item={"type": "message", "role": "user", "content": list(parts)})
+
+    async def answer(self, **response: Any) -> dict[str, Any]:
+        await self.by.response.create(response=response)
+        return (await self.until("response.done"))["response"]
+
+    def text(self) -> str:
+        return "".join(each["delta"] for each in self.seen if each["type"] == "response.output_text.delta")
+
+
+def image(place: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": FRAMES[place], **fields}
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
+@asynccontextmanager
+async def talking(door: Gateway, session: dict[str, Any] | None = WATCHING) -> AsyncIterator[Talk]:
+    client = AsyncOpenAI(base_url=f"{door.url}/v1", api_key="unused")
+    async with client, client.realtime.connect() as connection:
+        talk = Talk(connection)
+        await talk.until("session.created")
+        if session is not None:
+            await connection.session.update(session=session)
+            await talk.until("session.updated")
+        yield talk
+
+
+async def test_it_answers_as_by_grpc(door: Gateway, stack: Stack) -> None:
+    """A question that stays, one that does not, and one after more frames."""
+    greedy = Sampling(max_new_tokens=6, temperature=0)
+    async with watching(stack.address, messages=[system("Be brief.")]) as live:
+        expected = []
+        for first, end, question, transient in ((0, 4, QUESTION, False), (4, 6, SECOND, True), (6, 8, SECOND, False)):
+            await live.show(PICTURES[first:end], [place / 2 for place in range(first, end)])
+            before = len(live.seen)
+            await live.ask(question, greedy, transient=transient)
+            expected.append("".join(each.delta.delta.text for each in live.seen[before:]))
+        usage = live.seen[-1].finished.finished.usage
+        slices = [list(each.slice.grid.ListFields()) for each in live.seen if each.HasField("slice")]
+    async with talking(door, WATCHING | {"instructions": "Be brief."}) as talk:
+        await talk.show(0, 4)
+        await talk.send(words(QUESTION))
+        first = await talk.answer(metadata={"number": "1"})
+        begun = len(talk.seen)
+        await talk.show(4, 6)
+        second = await talk.answer(instructions=SECOND, conversation="none")
+        await talk.show(6, 8)
+        third = await talk.answer(instructions=SECOND)
+    answers = [first, second, third]
+    assert [each["output"][0]["content"][0]["text"] for each in answers] == expected
+    assert talk.text() == "".join(expected)
+    assert first["metadata"] == {"number": "1"}
+    assert [each["conversation_id"] is None for each in answers] == [False, True, False]
+    assert third["usage"]["input_tokens"] == usage.prompt_tokens
+    assert third["usage"]["input_token_details"]["cached_tokens"] == usage.cached_prompt_tokens
+    assert third["usage"]["output_tokens"] == usage.completion_tokens
+    assert third["usage"]["framesieve"]["session"]["used_frames"] == 8
+    told = [each for each in talk.seen if each["type"] == "framesieve.slice"]
+    assert len(told) == len(slices) == 4
+    assert [(each["first_time_s"], each["last_time_s"]) for each in told] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
+    assert all(each["kept"] == list(range(each["grid"]["h"] * each["grid"]["w"])) for each in told)
+    kinds = [each["type"] for each in talk.seen[:begun] if each["type"].startswith(("response.", "conversation."))]
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds[10:] == [
+        "response.created",
+        "response.output_item.added",
+        "conversation.item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "conversation.item.done",
+        "response.done",
+    ]
+
+
+def system(text: str) -> prompt_pb2.Message:
+    return prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text=text)])
+
+
+async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, stack: Stack) -> None:
+    async with talking(door, WATCHING | {"max_output_tokens": None}) as talk:
+        await talk.show(0, 2)
+        for _ in range(2):
+            await talk.by.response.create(response={"instructions": "Go on and on."})
+        await talk.until("response.created")
+        await talk.until("response.created")
+        await talk.by.response.cancel()
+        for _ in range(2):
+            response = (await talk.until("response.done"))["response"]
+            # A model of random weights may end the first one by itself.
+            assert response["status"] in ("cancelled", "completed", "incomplete")
+        assert response["status"] == "cancelled"
+        assert response["status_details"] == {"type": "cancelled", "reason": "client_cancelled"}
+        await talk.by.response.cancel(event_id="late")
+        error = (await talk.until("error"))["error"]
+        assert (error["event_id"], error["param"]) == ("late", "response_id")
+        assert (await talk.answer(instructions=SECOND))["status"] in ("completed", "incomplete")
+    generation = stack.services["generation"]
+    async with asyncio.timeout(1):  # from the moment the client left
+        while await asyncio.to_thread(generation.in_use):
+            await asyncio.sleep(0.05)
+
+
+def made(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": list(parts)}}
+
+
+def updated(**session: Any) -> dict[str, Any]:
+    return {"type": "session.update", "session": session}
+
+
+def asked(**response: Any) -> dict[str, Any]:
+    return {"type": "response.create", "response": response}
+
+
+OF_TRIGGER = "session.framesieve.triggers[0]"
+WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "input_audio_buffer.append", "audio"),
+    ({"type": "conversation.item.delete", "item_id": "1"}, "conversation.item.delete", "stays until it is evicted"),
+    ({"type": "session.dance"}, "type", "must be one of session.update"),
+    (updated(output_modalities=["audio"]), "session.output_modalities[0]", "'text'"),
+    (updated(audio={"output": {}}), "session.audio", "must not be set"),
+    (updated(voice="alloy"), "session.voice", "not a field"),
+    (updated(framesieve={"window": 1}), "session.framesieve.window", "not a field"),
+    (updated(framesieve={"window_tokens": 4}), "session.framesieve.window_tokens", "at least 16"),
+    (updated(framesieve={"pruning": {"method": "evs", "rate": 0.5}}), "session.framesieve.pruning", "evs_causal"),
+    (updated(framesieve={"triggers": [{"response": {}}]}), f"{OF_TRIGGER}.response.instructions", "set"),
+    (updated(model="other"), "session.model", "must stay"),
+    (made({"type": "input_audio", "audio": "AAAA"}), "item.content[0].type", "input_text, input_image"),
+    (made({"type": "input_image", "image_url": "https://example.org/a.png"}), "item.content[0].image_url", "data:"),
+    (asked(), "response.instructions", "input_text"),
+    (asked(instructions="?", input=[]), "response.input", "must not be set"),
+    (asked(instructions="?", max_output_tokens=0), "response.max_output_tokens", "at least 1"),
+    (asked(instructions="word " * 500), "", "exceed answer_tokens 128"),
+)  # fmt: skip
+
+
+async def test_an_error_is_about_one_event_and_the_session_goes_on(door: Gateway) -> None:
+    async with talking(door) as talk:
+        for number, (event, param, message) in enumerate(WRONG):
+            await talk.by.send_raw(json.dumps({**event, "event_id": f"mine_{number}"}))
+            error = (await talk.until("error"))["error"]
+            told = (error["type"], error["event_id"], error["param"] or "")
+            assert told == ("invalid_request_error", f"mine_{number}", param), error
+            assert message in error["message"]
+        refused = [each["response"] for each in talk.seen if each["type"] == "response.created"]
+        while len(ends := [each for each in talk.seen if each["type"] == "response.done"]) < len(refused):
+            await talk.until("response.done")
+        assert {each["response"]["status"] for each in ends} == {"failed"}
+        await talk.by.send_raw("[")
+        assert "not valid JSON" in (await talk.until("error"))["error"]["message"]
+        await talk.show(0, 2)
+        for event, param in (
+            (made(image(2, time_s=0.1)), "item.content[0].time_s"),
+            (updated(instructions="Be brief."), "session.instructions"),
+            (updated(framesieve={"fps": 1}), "session.framesieve"),
+        ):
+            await talk.by.send_raw(json.dumps(event))
+            assert (await talk.until("error"))["error"]["param"] == param
+        for time_s in (1, 1.5):  # no picture: preprocessing finds out
+            await talk.send({"type": "input_image", "image_url": "data:image/png;base64,AAAA", "time_s": time_s})
+        assert "picture" in (await talk.until("error"))["error"]["message"]
+        dropped = await talk.until("framesieve.dropped")
+        assert (dropped["frames"], dropped["reason"]) == (2, "refused")
+        await talk.by.session.update(session={"type": "realtime", "max_output_tokens": 2})
+        assert (await talk.until("session.updated"))["session"]["framesieve"]["window_tokens"] == 512
+        response = await talk.answer(instructions=QUESTION)
+        assert 1 <= response["usage"]["output_tokens"] <= 2
+
+
+async def test_a_trigger_asks_by_itself(door: Gateway) -> None:
+    response = {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 16, "metadata": {"who": "me"}}
+    response["framesieve"] = {"structured_outputs": {"json": {"enum": ["yes", "no"]}}}
+    own = OWN | {"triggers": [{"every_s": 1, "response": response}]}
+    async with talking(door, WATCHING | {"framesieve": own}) as talk:
+        await talk.show(0, 4)
+        done = (await talk.until("response.done"))["response"]
+    assert done["metadata"] == {"who": "me"}
+    assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
+
+
+async def refusal(door: Gateway, **options: Any) -> tuple[int, str]:
+    with pytest.raises(InvalidStatus) as refused:
+        async with opened(door, **options):
+            pass
+    response = refused.value.response
+    assert response.headers["x-request-id"]
+    return response.status_code, json.loads(response.body)["error"]["type"]
+
+
+def opened(door: Gateway, query: str = "", **options: Any) -> Any:
+    return connect(f"ws://127.0.0.1:{door.port}/v1/realtime{query}", proxy=None, **options)
+
+
+async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text(f"alice {TOKEN}\n")
+    flags = ["--auth-tokens-file", str(tmp_path / "tokens"), "--cors-origins", "https://page.example"]
+    flags += ["--max-inline-bytes", "300000", "--max-requests", "1", "--drain-s", "0.2"]
+    key = {"additional_headers": {"authorization": f"Bearer {TOKEN}"}}
+    with gateway(stack.address, tmp_path, *flags) as guarded:
+        assert await refusal(guarded) == (401, "authentication_error")
+        assert await refusal(guarded, **key, query="?model=other") == (404, "not_found_error")
+        assert await refusal(guarded, **key, origin="https://other.example") == (403, "permission_error")
+        for origin in ("https://page.example", guarded.url):
+            async with opened(guarded, **key, origin=origin) as socket:
+                assert json.loads(await socket.recv())["type"] == "session.created"
+        encoded = TOKEN.replace("/", "%2F").replace("=", "%3D")
+        async with opened(guarded, subprotocols=["realtime", f"openai-insecure-api-key.{encoded}"]) as socket:
+            assert socket.subprotocol == "realtime"
+            await socket.recv()
+            assert await refusal(guarded, **key) == (429, "rate_limit_error")
+            with suppress(ConnectionClosed):
+                await socket.send("x" * 5_000_000)
+            await socket.wait_closed()
+            assert socket.close_code == 1009
+        async with opened(guarded, **key) as socket:
+            await socket.recv()
+            guarded.process.send_signal(signal.SIGTERM)
+            assert "draining" in json.loads(await socket.recv())["error"]["message"]
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.recv()
+            assert closed.value.rcvd.code == 1012
+        assert await asyncio.to_thread(guarded.process.wait, 20) == ExitStatus.CUT_OFF
+    log = guarded.log.read_text()
+    assert TOKEN not in log
+    lines = [json.loads(line) for line in log.splitlines()]
+    ends = [line["code"] for line in lines if line["event"] == "request ended" and line["method"] == "Realtime"]
+    assert Counter(ends) == {
+        "UNAUTHENTICATED": 1,
+        "INVALID_ARGUMENT": 2,
+        "RESOURCE_EXHAUSTED": 1,
+        "OK": 3,
+        "UNAVAILABLE": 1,
+    }
+
+
+async def test_a_client_that_does_not_read_is_not_read_either(door: Gateway) -> None:
+    async with opened(door, max_queue=1) as socket:
+        sent_bytes = await sent_until_stuck(socket)
+        assert sent_bytes < 30_000_000  # what the kernel and both ends buffer
+
+
+async def sent_until_stuck(socket: ClientConnection) -> int:
+    """Sends events that are answered at length, and reads nothing."""
+    text = json.dumps(asked(metadata={"x" * 400: "y"}, **{"z" * 60_000: 1}))
+    sent_bytes = 0
+    with suppress(TimeoutError):
+        while sent_bytes < 200_000_000:
+            await asyncio.wait_for(socket.send(text), 5)
+            sent_bytes += len(text)
+    return sent_bytes
+
+
+async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: Path, chromium: str) -> None:
+    (tmp_path / "tokens").write_text(f"alice {TOKEN}\n")
+    raised: list[str] = []
+    arguments = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+    with gateway(stack.address, tmp_path, "--auth-tokens-file", str(tmp_path / "tokens")) as guarded:
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(executable_path=chromium, args=arguments)
+            page = await browser.new_page()
+            page.on("pageerror", lambda error: raised.append(str(error)))
+            await page.goto(guarded.url)
+            camera = page.locator("#camera")
+            await camera.click()
+            await expect(page.locator("#token-error")).to_contain_text("bearer token")
+            await expect(camera).to_have_text("Use the camera")
+            await page.locator("#token").fill(TOKEN)
+            await camera.click()
+            seen = page.locator("article.live")
+            await expect(seen.locator("canvas")).to_be_visible(timeout=ANSWER_MS)
+            for number in (1, 2):
+                await page.get_by_label("Question").fill(f"What moves? {number}")
+                await page.get_by_label("Longest answer").fill("8")
+                await page.get_by_role("button", name="Ask").click()
+                answers = page.locator("article:not(.live)")
+                await expect(page.locator("article:not(.live)[aria-busy=false]")).to_have_count(
+                    number, timeout=ANSWER_MS
+                )
+                await expect(answers.first.locator("h2")).to_have_text(f"What moves? {number}")
+                await expect(answers.first.locator(".text")).not_to_be_empty()
+                await expect(answers.first.locator("dt").first).to_have_text("Prompt tokens")
+            # What does not change in the fake camera's picture is dimmed.
+            some = re.compile(r"^(\d+) of (?!\1 )\d+ visual tokens are new")
+            await expect(seen.locator(".kept figcaption")).to_have_text(some, timeout=ANSWER_MS)
+            full, kept = [int(await seen.locator("dd").nth(place).inner_text()) for place in (2, 3)]
+            assert 0 < kept < full
+            await camera.click()
+            await expect(camera).to_have_text("Use the camera")
+            await expect(page.locator("#question-error")).to_be_empty()
+            await browser.close()
+        assert not raised
+        while await asyncio.to_thread(stack.services["generation"].in_use):
+            await asyncio.sleep(0.05)
