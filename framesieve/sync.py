@@ -19,6 +19,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from framesieve.client import client as asynchronous
 from framesieve.client import live as watching
 from framesieve.client.answer import Answer, Delta, Event, Finished
@@ -140,8 +143,11 @@ class LiveSession:
     def request_id(self) -> str:
         return self._session.request_id
 
-    def show(self, picture: bytes | StrPath, time_s: float | None = None) -> None:
+    def show(self, picture: bytes | NDArray[np.uint8] | StrPath, time_s: float | None = None) -> None:
         self._run(self._session.show(picture, time_s))
+
+    def send_clip(self, data: bytes, *, begins: bool = False) -> None:
+        self._run(self._session.send_clip(data, begins=begins))
 
     def ask(
         self, question: str, *, transient: bool = False, **sampling: Unpack[Sampling]

@@ -49,7 +49,9 @@ from framesieve.client.live_events import (
     LiveRefused,
     LiveRestarted,
     LiveSlice,
+    LiveStream,
     LiveUsage,
+    StreamState,
 )
 from framesieve.client.prompt import Pruning, Sampling, Trigger
 from framesieve.common.contract.errors import InvalidRequest, Unavailable
@@ -158,6 +160,8 @@ def live(
 
     Example: framesieve live /dev/video0 "What has changed?" --on-change 0.3 --json
 
+    Example: framesieve live rtsp://camera.example/stream "Is someone at the door?" --on-change 0.3
+
     Example: framesieve live match.mp4 "Sum up what happened." --every-s 0 --speed 4
     """
     if not question.strip():
@@ -190,12 +194,12 @@ def live(
                 with _Printer(as_json) as printer:
                     try:
                         async with asyncio.TaskGroup() as tasks:
-                            following = tasks.create_task(printer.follow(session.events()))
+                            tasks.create_task(printer.follow(session.events()))
                             typing = tasks.create_task(_type(session, printer, sampling))
                             if url is None:
                                 await _play(session, source, fps, speed)
                             else:
-                                await asyncio.wait([following])
+                                await _ended(session.events())
                             if at_end:
                                 await session.answer(question, transient=transient, **sampling)
                             typing.cancel()
@@ -209,6 +213,13 @@ def live(
             Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
         with in_flags():
             asyncio.run(watch())
+
+
+async def _ended(events: AsyncIterator[LiveEvent]) -> None:
+    """Returns when the source has come to its end."""
+    async for event in events:
+        if isinstance(event, LiveStream) and event.state is StreamState.ENDED:
+            return
 
 
 async def _play(session: LiveSession, source: str, fps: float, speed: float) -> None:
@@ -302,6 +313,8 @@ class _Printer:
                     self._warn(f"{event.frames} frames were refused: {event.error}")
                 case LiveRestarted():
                     self._warn(f"the session begins again with its last {event.segments} slices, questions and answers")
+                case LiveStream(state=StreamState.LOST):
+                    self._warn(f"the stream broke off and is opened again: {event.reason}")
 
     def _warn(self, text: str) -> None:
         self._end_line()

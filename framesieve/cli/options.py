@@ -44,6 +44,7 @@ _FLAGS = {
     "pruning.threshold": "--pruning-threshold",
     "adapter": "--adapter",
     "open.pruning": "--method",
+    "open.source": "SOURCE",
     "window_tokens": "--window-tokens",
     "prompt.template_options.enable_thinking": "--thinking",
 }

@@ -26,7 +26,9 @@ from framesieve.client.live_events import (
     LiveRefused,
     LiveRestarted,
     LiveSlice,
+    LiveStream,
     LiveUsage,
+    StreamState,
 )
 from framesieve.client.prompt import Embeds, Frames, Image, Message, Pruning, Text, Trigger, Video
 from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
@@ -73,6 +75,7 @@ __all__ = [
     "LiveRestarted",
     "LiveSession",
     "LiveSlice",
+    "LiveStream",
     "LiveUsage",
     "MediaDamaged",
     "MediaForbidden",
@@ -85,6 +88,7 @@ __all__ = [
     "PromptTooLong",
     "Pruning",
     "StartupError",
+    "StreamState",
     "Text",
     "Timings",
     "Tool",

@@ -27,7 +27,9 @@ from framesieve.client.live_events import (
     LiveRefused,
     LiveRestarted,
     LiveSlice,
+    LiveStream,
     LiveUsage,
+    StreamState,
 )
 from framesieve.client.tools import ToolCallDelta
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unavailable
@@ -45,6 +47,10 @@ _DROPS = {
     generation_pb2.DROP_REASON_LATE: DropReason.LATE,
     generation_pb2.DROP_REASON_UNAVAILABLE: DropReason.UNAVAILABLE,
     generation_pb2.DROP_REASON_REFUSED: DropReason.REFUSED,
+}
+_STATES = {
+    generation_pb2.STREAM_STATE_ENDED: StreamState.ENDED,
+    generation_pb2.STREAM_STATE_LOST: StreamState.LOST,
 }
 
 
@@ -97,6 +103,11 @@ class LiveEvents:
                 return LiveDropped(response.dropped.frames, reason, response.dropped.error)
             case "restarted":
                 return LiveRestarted(response.restarted.segments)
+            case "stream":
+                state = _STATES.get(response.stream.state)
+                if state is None:
+                    raise PeerContract(f"the service sent the unknown stream state {response.stream.state}")
+                return LiveStream(state, response.stream.reason)
             case _:
                 raise PeerContract("the service sent an unknown kind of event")
 

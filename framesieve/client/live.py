@@ -21,6 +21,9 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 from weakref import WeakSet
 
+import numpy as np
+from numpy.typing import NDArray
+
 from framesieve.client.answer import Answer, Delta, Finished
 from framesieve.client.events import LiveEvents
 from framesieve.client.live_events import LiveDelta, LiveEvent, LiveFinished, LiveRefused
@@ -28,7 +31,16 @@ from framesieve.client.messages import in_words_of_python, live_ask
 from framesieve.client.prompt import Sampling, StrPath
 from framesieve.common.channels import read_from, write_to
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, PeerContract
-from framesieve.v1.generation_pb2 import LiveCancel, LiveClose, LiveFrame, LiveOpen, LiveRequest, LiveResponse
+from framesieve.v1.generation_pb2 import (
+    LiveCancel,
+    LiveClip,
+    LiveClose,
+    LiveFrame,
+    LiveOpen,
+    LiveRequest,
+    LiveResponse,
+    RawFrame,
+)
 
 
 class LiveSession:
@@ -78,18 +90,29 @@ class LiveSession:
         self._reading.cancel()
         await asyncio.wait([self._reading])
 
-    async def show(self, picture: bytes | StrPath, time_s: float | None = None) -> None:
+    async def show(self, picture: bytes | NDArray[np.uint8] | StrPath, time_s: float | None = None) -> None:
         """Sends a frame. Frames have one size, and the service uses the first one of each interval of 1 / fps.
 
-        picture: a picture file (JPEG, PNG, WebP, ...), as its bytes or its path; at most 16 MiB.
+        picture: a picture file (JPEG, PNG, WebP, ...), as its bytes or its path, or the pixels, uint8
+            [height, width, 3], RGB; at most 16 MiB.
         time_s: when it was filmed, on any clock, not before the frame before it. None: now, in seconds since the
             session was opened.
         """
         if time_s is None:
             time_s = time.monotonic() - self._began
+        if isinstance(picture, np.ndarray):
+            await self._send(frame=LiveFrame(raw=_raw(picture), time_s=time_s))
+            return
         if not isinstance(picture, bytes):
             picture = await asyncio.to_thread(Path(picture).read_bytes)
         await self._send(frame=LiveFrame(picture=picture, time_s=time_s))
+
+    async def send_clip(self, data: bytes, *, begins: bool = False) -> None:
+        """Sends the next bytes of encoded video, in place of frames: fragmented MP4, MPEG-TS or WebM, cut anywhere.
+
+        begins: they begin another stream, with the container's header.
+        """
+        await self._send(clip=LiveClip(data=data, begins=begins))
 
     async def ask(
         self, question: str, *, transient: bool = False, **sampling: Unpack[Sampling]
@@ -196,3 +219,12 @@ class LiveSession:
             yield event
         if self._failure:
             raise self._failure
+
+
+def _raw(pixels: NDArray[np.uint8]) -> RawFrame:
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise InvalidRequest(
+            f"must be uint8 [height, width, 3], got {pixels.dtype} {list(pixels.shape)}", field="frame.raw"
+        )
+    height, width, _ = pixels.shape
+    return RawFrame(width=width, height=height, rgb=pixels.tobytes())

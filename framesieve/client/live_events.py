@@ -123,4 +123,22 @@ class LiveRestarted:
     segments: int
 
 
-LiveEvent: TypeAlias = LiveDelta | LiveFinished | LiveRefused | LiveSlice | LiveEvicted | LiveDropped | LiveRestarted
+class StreamState(Enum):
+    """What happened to the encoded video of a session: ENDED, or LOST. Then a source is opened again, and of clips one
+    that begins another stream is waited for."""
+
+    ENDED = "ended"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStream:
+    """The source or the clips came to an end, or broke off. reason: why, for people; empty at an end."""
+
+    state: StreamState
+    reason: str
+
+
+LiveEvent: TypeAlias = (
+    LiveDelta | LiveFinished | LiveRefused | LiveSlice | LiveEvicted | LiveDropped | LiveRestarted | LiveStream
+)

@@ -150,8 +150,6 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
     """The first request of a live session. Raises InvalidRequest for a value that its field cannot hold."""
     if unknown := options.keys() - LiveOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r} of a live session")
-    if options.get("source"):
-        raise InvalidRequest("is not served: show frames instead", field="open.source", value=options["source"])
     system, pruning = options.get("system"), options.get("pruning")
     first = (Message("system", (Text(system),)),) if system else ()
     before = prompt_pb2.Prompt()
@@ -178,6 +176,7 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
             )
             for index, each in enumerate(options.get("triggers") or ())
         ],
+        source=options.get("source") or "",
     )
 
 

@@ -322,7 +322,7 @@ class LiveOptions(TypedDict, total=False):
     answer_tokens: of a question and its answer together, 1024 by default.
     window_s: slices that are older than the newest one by more than this go.
     triggers: questions that the session asks by itself, at most 16; `LiveSession.events` tells their answers.
-    source: a URL that the service watches itself, in place of frames.
+    source: an rtsp, http or https URL that preprocessing watches under its policy, in place of frames.
     adapter, request_id: as in `Options`.
     """
 

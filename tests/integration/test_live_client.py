@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -25,16 +27,22 @@ from framesieve import (
     LiveFinished,
     LiveSession,
     LiveSlice,
+    LiveStream,
+    StreamState,
     Trigger,
 )
 from framesieve.__main__ import app
 from framesieve.cli.footage import pictures
 from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.process import free_port
 from framesieve.sync import FramesieveClient as SynchronousClient
+from tests import media
 from tests.framesieve.terminal import CTRL_C, in_terminal
 from tests.integration.fleet import Stack, running
+from tests.preprocessing.media_server import head, serving
 
 MOVES, HAPPENS = QUESTIONS
+PORT = free_port()
 GREEDY: Any = {"max_new_tokens": 32, "temperature": 0}
 
 
@@ -46,8 +54,12 @@ def frames() -> tuple[tuple[float, bytes], ...]:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    flags = {"generation": ("--kv-cache-tokens", "16384", "--live-tokens", "12288", "--compile", "off")}
-    with running(DEMO_MODEL, flags=flags | {"encoder": ("--compile", "off")}) as stack:
+    flags = {
+        "preprocessing": ("--fetch-ports", str(PORT), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1"),
+        "encoder": ("--compile", "off"),
+        "generation": ("--kv-cache-tokens", "16384", "--live-tokens", "12288", "--compile", "off"),
+    }
+    with running(DEMO_MODEL, flags=flags) as stack:
         yield stack
 
 
@@ -122,6 +134,26 @@ async def test_a_cancelled_answer_ends_and_the_session_goes_on(address: str) -> 
         assert (await session.answer(MOVES.text, **GREEDY)).reason is FinishReason.STOP
 
 
+async def test_pixels_and_pieces_of_encoded_video_are_shown_too(address: str) -> None:
+    film = media.stream("mpegts")
+    async with FramesieveClient(address) as client:
+        async with client.live() as session:
+            events = session.events()
+            for time_s, pixels in media.shown(film)[:2]:
+                await session.show(pixels, time_s)
+            by_pixels = await anext(events)
+        async with client.live() as session:
+            events = session.events()
+            for place in range(0, len(film), 1777):
+                await session.send_clip(film[place : place + 1777])
+            await session.close()
+            seen = await all_of(events)
+    assert [each.state for each in seen if isinstance(each, LiveStream)] == [StreamState.ENDED]
+    assert isinstance(by_pixels, LiveSlice)
+    grids = [each.grid for each in seen if isinstance(each, LiveSlice)]  # of those that were not late
+    assert by_pixels.grid == grids[0]
+
+
 async def test_errors_name_field_value_and_limit_and_a_refused_question_does_not_end_the_session(address: str) -> None:
     async with FramesieveClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
@@ -182,6 +214,21 @@ def test_a_file_is_played_and_each_answer_is_a_line(address: str) -> None:
     told = live(str(CLIP), HAPPENS.text, "--every-s", "0", "--speed", "32", "--server", address)
     assert told.stdout.startswith("15.5 s: ")
     assert "1 answers of" in told.stderr
+
+
+async def test_a_source_is_watched_by_its_url(address: str) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200) + media.stream("mpegts"))
+
+    async def watched() -> dict[str, Any]:
+        command = [sys.executable, "-m", "framesieve", "live", f"http://localhost:{PORT}/", "?", "--every-s", "0"]
+        process = await asyncio.create_subprocess_exec(*command, "--json", "--server", address, stdout=PIPE)
+        told: dict[str, Any] = json.loads((await process.communicate())[0])
+        return told
+
+    async with serving(answer, port=PORT):
+        assert (await watched())["session"]["used_frames"] >= 2
+    assert (await watched())["error"]["message"].startswith("SOURCE cannot be connected to")
 
 
 def test_questions_are_typed_while_it_runs_and_ctrl_c_ends_it(address: str) -> None:
