@@ -79,22 +79,32 @@ async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: St
     [
         ([{"clip": {"data": b"nonsense" * 999}}, {"close": {}}], "clip cannot be read as a video"),
         ([{"clip": {}}], "clip.data must be 1 to 16777216 bytes, got '0 bytes'"),
-        (
-            [{"frame": {"raw": {"width": 2, "height": 2, "rgb": b"123"}}}],
-            "frame.raw.rgb must be 12 bytes, 3 for each of",
-        ),
-        ([{"frame": {"raw": {"width": 0, "height": 2}}}], "frame.raw.width must be at least 1, got 0"),
-        ([{"frame": {"raw": {"width": 4000, "height": 4000}}}], "frame.raw has 4000×4000 pixels, at most 5592384"),
         ([{"frame": {"picture": PNG}}, {"clip": {"data": b"1"}}], "clip must not be sent: .* come by frame"),
     ],
 )
-async def test_bad_clips_and_raw_frames_are_refused(stack: Stack, sent: list[dict[str, Any]], why: str) -> None:
+async def test_bad_clips_are_refused(stack: Stack, sent: list[dict[str, Any]], why: str) -> None:
     async with watching(stack.address) as live:
         for each in sent:
             await live.send(**each)
         with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
             await live.until("finished")
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_bad_raw_frames_are_dropped_and_the_session_goes_on(stack: Stack) -> None:
+    bad = {
+        "frame.raw.rgb must be 12 bytes, 3 for each of": {"width": 2, "height": 2, "rgb": b"123"},
+        "frame.raw.width must be at least 1, got 0": {"width": 0, "height": 2},
+        "frame.raw has 4000×4000 pixels, at most 5592384": {"width": 4000, "height": 4000},
+    }
+    async with watching(stack.address) as live:
+        for why, raw in bad.items():
+            await live.send(frame={"raw": raw})
+            dropped = await live.until("dropped")
+            assert (dropped.frames, dropped.reason) == (1, generation_pb2.DROP_REASON_REFUSED)
+            assert why in dropped.error
+        await live.ask(QUESTION)
+        assert live.seen[-1].finished.usage.frames == len(bad)
 
 
 async def test_sources_that_cannot_be_watched_end_the_call(stack: Stack) -> None:
