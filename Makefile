@@ -40,7 +40,7 @@ demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, t
 	@$(BIN)/python -m demo.run
 
 test: setup  ## Run the tests (about 11 minutes on two cores)
-	$(PYTEST) -n 3
+	$(PYTEST) -n 2
 
 test-deep: setup  ## Run the slow variations of tests, the fuzzers and the soaks (about 30 minutes)
 	$(PYTEST) -n 2 -m deep
