@@ -155,6 +155,7 @@ def test_layers_with_the_same_inputs_are_joined(awq: Twins) -> None:
     assert {kind for name, kind in kinds.items() if name in ("o_proj", "down_proj")} == {Int4Linear}
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
 def test_a_compiled_model_obeys_the_law(awq: Twins) -> None:
     engine = TinyEngine(load(awq.quantised, torch.bfloat16), max_num_batched_tokens=11)
