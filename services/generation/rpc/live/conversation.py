@@ -383,8 +383,10 @@ class Conversation:
     def _pass_time(self, plan: PromptPlan) -> None:
         """Continues after the slice that added no rows, if there is one. plan: has the slices of `_seen`."""
         if self._still and self._cut:
-            self._cut = live_cuts.next_slice(plan, None, self._session, self._cut.place)
-            self._session.next_position = self._cut.segment.next_position
+            # The slices of the plan are stand-ins of another size.
+            passed = live_cuts.next_slice(plan, None, self._session, self._cut.place)
+            self._cut = replace(passed, grid=self._cut.grid)
+            self._session.next_position = passed.segment.next_position
             self._shown, self._still = self._still, None
 
     @property
