@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import FramesieveError, Overloaded, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
@@ -61,6 +61,14 @@ class _Told:
     answer: str
 
 
+class SegmentFailed(Exception):
+    """The engine could not compute a segment, of which a part may have stayed, so the session cannot go on."""
+
+    def __init__(self, error: FramesieveError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Ended(PromptTooLong):
     """A segment does not fit after what the session holds, so the session begins again."""
 
@@ -95,6 +103,7 @@ class Conversation:
         The session begins again before it if it does not fit: with the segments of the window; and if it is too far
         from them, or does not fit beside them, alone.
         Raises InvalidRequest for what is refused, and Unavailable and Overloaded: the session can go on without it.
+        Raises SegmentFailed: it cannot.
         """
         try:
             return await self._add(piece)
@@ -274,7 +283,10 @@ class Conversation:
         tokens = question.prompt.tokens
         usage = generation_pb2.Usage(prompt_tokens_full=tokens, prompt_tokens=tokens, cached_prompt_tokens=held)
         self._engine.submit(question)
-        answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
+        try:
+            answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
+        except FramesieveError as error:
+            raise SegmentFailed(error) from error
         if finished is None:
             await asyncio.wrap_future(self._engine.interrupt(session))
             usage.completion_tokens = len(question.output_ids)
@@ -344,7 +356,7 @@ class Conversation:
         while True:
             for _, _, event in await events.next():
                 if isinstance(event, Failed):
-                    raise event.error
+                    raise SegmentFailed(event.error)
                 if isinstance(event, Finished):
                     self._texts.clear()
                     return
