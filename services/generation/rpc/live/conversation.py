@@ -180,7 +180,8 @@ class Conversation:
                 cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
                 cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
-            await self._add_slice(piece, cut, whole=stale or shown is None, again=again)
+        # Not before the call upstream has ended: to tell of the slice waits for a caller that reads nothing.
+        await self._add_slice(piece, cut, whole=stale or shown is None, again=again)
         return 0.0 if stale or shown is None else cut.kept.size / cut.grid.tokens
 
     async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
