@@ -14,11 +14,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import FramesieveError, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
@@ -128,8 +129,8 @@ class Conversation:
         """The segments, by number, with which the session begins again before a piece."""
         first = self._session.first
         staying = [each for each in self._window if each[0] >= first or first == 1]
-        if not self._wanted.live.recurrent:
-            return staying
+        if not self._wanted.live.recurrent:  # the first one stays for ever, so it is a slice
+            return list(dropwhile(lambda each: isinstance(each[1], _Told), staying))
         oldest_s = piece.last.time_s - self._wanted.window_s / 2 if isinstance(piece, Slice) else -math.inf
         return newest_half(staying, self._session, oldest_s)
 
@@ -149,6 +150,10 @@ class Conversation:
         for _, piece in repeated:
             try:
                 await (self._watch(piece, again=True) if isinstance(piece, Slice) else self._tell(piece))
+            except _Ended:
+                raise
+            except InvalidRequest:
+                lost += 1
             except (Unavailable, Overloaded) as error:
                 check_upstream(error)
                 lost += 1
@@ -325,7 +330,7 @@ class Conversation:
         plan = await self._media.plan(prompt, **self._options())
         self._pass_time(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
-        await self._evict(0)
+        await self._evict(max(0, segment.ids.size - self._session.answer_tokens))
         self._remember(self._session.count, told)
         await self._compute(segment)
         self._shown = None
@@ -335,13 +340,19 @@ class Conversation:
     async def _evict(self, rows: int, oldest: int = 0) -> None:
         """Makes room for rows, and the texts before them. oldest: segments below this number go in any case.
 
-        Raises _Ended if something must go of what a recurrent state has read.
+        Raises _Ended if something must go of what a recurrent state has read, or of what stays for ever; of a session
+        without rows PromptTooLong.
         """
         session, before = self._session, self._session.first
         needed = session.held + rows
         if self._wanted.live.recurrent and session.held and (oldest or needed > session.window_tokens):
             raise _Ended("the window of the session is full", value=needed, limit=session.window_tokens)
-        gone = session.evict(sum(each.ids.size for each in self._texts) + rows, oldest)
+        try:
+            gone = session.evict(sum(each.ids.size for each in self._texts) + rows, oldest)
+        except PromptTooLong as error:
+            if not session.held:
+                raise
+            raise _Ended("the session's first segment leaves too little room", value=needed) from error
         await self._tell_evicted(session.first - before, gone)
 
     async def _tell_evicted(self, segments: int, tokens: int) -> None:
