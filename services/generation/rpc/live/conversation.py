@@ -94,6 +94,7 @@ class Conversation:
         self._cut: SliceSegment | None = None  # of that slice, without its embeddings
         self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
         self._texts: list[Segment] = []  # slices of text alone that are not computed yet
+        self._opening = 0  # rows of text before the first slice, the last time that the session began with one
         self._whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
         self._window: deque[tuple[int, Slice | _Told]] = deque()  # the last segments, by number
@@ -202,6 +203,16 @@ class Conversation:
 
     async def _add_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
+        if not session.held:
+            self._opening = segment.ids.size - cut.kept.size
+        if (needed := self._opening + cut.grid.tokens) > session.window_tokens:
+            raise PromptTooLong(
+                f"the messages before a session's first frame and a slice need {needed} tokens, its window has "
+                f"{session.window_tokens}",
+                value=needed,
+                limit=session.window_tokens,
+                remedy="raise `window_tokens`, or lower `max_pixels`",
+            )
         await self._make_room(piece, segment.ids.size)
         number = session.count
         if segment.ids.size:
