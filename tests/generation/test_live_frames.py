@@ -54,3 +54,20 @@ def test_the_newest_slice_takes_the_place_of_one_that_waits() -> None:
     waiting.add(fourth)
     assert [waiting.take() for _ in range(len(waiting))] == [second, "what?", fourth]
     assert dropped == [first, third]
+
+
+def test_slices_that_wait_have_bounded_bytes() -> None:
+    """Before each of many questions two slices wait: the newest one, and one of a lone frame."""
+    frames, dropped = Frames(2), list[Slice]()
+    waiting: Waiting[str] = Waiting(dropped.append)
+    picture = bytes(5 << 20)
+    for number in range(16):
+        for half in range(3):
+            if made := frames.add(picture, (3 * number + half) / 2):
+                waiting.add(made)
+        waiting.ask(f"{number}", frames.flush())
+    waits = [waiting.take() for _ in range(len(waiting))]
+    slices = [each for each in waits if isinstance(each, Slice)]
+    assert sum(each.size_bytes for each in slices) == 60 << 20
+    assert [each.first.given_s for each in (*dropped, *slices)] == [1.5 * k + s for k in range(16) for s in (0, 1)]
+    assert [each for each in waits if isinstance(each, str)] == [f"{number}" for number in range(16)]

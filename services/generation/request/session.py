@@ -105,13 +105,14 @@ class Session:
     def evict(self, rows: int = 0, before: int = 0) -> int:
         """Evicts the segments below number `before`, and older ones until `rows` more fit into the window.
 
-        Returns how many rows went. Raises PromptTooLong if they do not fit beside the first segment.
+        Returns how many rows went. Raises PromptTooLong, and evicts nothing, if they do not fit beside the first
+        segment.
         """
         start = -(-self._rows_before(1) // self.block_tokens) * self.block_tokens
-        gone = 0
-        while self.first < self.count and (self.first < before or self.held - gone + rows > self.window_tokens):
-            self.first += 1
-            gone = max(0, self._rows_before(self.first) - start) // self.block_tokens * self.block_tokens
+        gone, oldest = 0, self.first
+        while oldest < self.count and (oldest < before or self.held - gone + rows > self.window_tokens):
+            oldest += 1
+            gone = max(0, self._rows_before(oldest) - start) // self.block_tokens * self.block_tokens
         if self.held - gone + rows > self.window_tokens:
             needed = self.held - gone + rows
             raise PromptTooLong(
@@ -121,6 +122,7 @@ class Session:
                 limit=self.window_tokens,
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
+        self.first = oldest
         first, end = start // self.block_tokens, (start + gone) // self.block_tokens
         self.blocks = [*self.blocks[:first], *self.blocks[end:], *self.blocks[first:end]]
         kept = np.r_[:start, start + gone : self.held] if gone else slice(None)

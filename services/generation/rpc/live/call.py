@@ -13,7 +13,7 @@ from typing import Any
 from framesieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.rpc.events import Inbox
-from framesieve.services.generation.rpc.live.conversation import Conversation, check_upstream
+from framesieve.services.generation.rpc.live.conversation import Conversation, SegmentFailed, check_upstream
 from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
 from framesieve.services.generation.rpc.live.options import Ask, Options
 from framesieve.services.generation.rpc.live.raw_frame import picture_of
@@ -74,7 +74,8 @@ class LiveCall:
                 for step in (self._read(requests, streams), self._work()):
                     group.create_task(step)
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            first = failures.exceptions[0]
+            raise (first.error if isinstance(first, SegmentFailed) else first) from None
         finally:
             self._engine.close(session)
 

@@ -14,11 +14,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
@@ -61,6 +62,14 @@ class _Told:
     answer: str
 
 
+class SegmentFailed(Exception):
+    """The engine could not compute a segment, of which a part may have stayed, so the session cannot go on."""
+
+    def __init__(self, error: FramesieveError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Ended(PromptTooLong):
     """A segment does not fit after what the session holds, so the session begins again."""
 
@@ -85,6 +94,7 @@ class Conversation:
         self._cut: SliceSegment | None = None  # of that slice, without its embeddings
         self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
         self._texts: list[Segment] = []  # slices of text alone that are not computed yet
+        self._opening = 0  # rows of text before the first slice, the last time that the session began with one
         self._whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
         self._window: deque[tuple[int, Slice | _Told]] = deque()  # the last segments, by number
@@ -95,6 +105,7 @@ class Conversation:
         The session begins again before it if it does not fit: with the segments of the window; and if it is too far
         from them, or does not fit beside them, alone.
         Raises InvalidRequest for what is refused, and Unavailable and Overloaded: the session can go on without it.
+        Raises SegmentFailed: it cannot.
         """
         try:
             return await self._add(piece)
@@ -119,8 +130,8 @@ class Conversation:
         """The segments, by number, with which the session begins again before a piece."""
         first = self._session.first
         staying = [each for each in self._window if each[0] >= first or first == 1]
-        if not self._wanted.live.recurrent:
-            return staying
+        if not self._wanted.live.recurrent:  # the first one stays for ever, so it is a slice
+            return list(dropwhile(lambda each: isinstance(each[1], _Told), staying))
         oldest_s = piece.last.time_s - self._wanted.window_s / 2 if isinstance(piece, Slice) else -math.inf
         return newest_half(staying, self._session, oldest_s)
 
@@ -140,6 +151,10 @@ class Conversation:
         for _, piece in repeated:
             try:
                 await (self._watch(piece, again=True) if isinstance(piece, Slice) else self._tell(piece))
+            except _Ended:
+                raise
+            except InvalidRequest:
+                lost += 1
             except (Unavailable, Overloaded) as error:
                 check_upstream(error)
                 lost += 1
@@ -171,7 +186,8 @@ class Conversation:
                 cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
                 cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
-            await self._add_slice(piece, cut, whole=stale or shown is None, again=again)
+        # Not before the call upstream has ended: to tell of the slice waits for a caller that reads nothing.
+        await self._add_slice(piece, cut, whole=stale or shown is None, again=again)
         return 0.0 if stale or shown is None else cut.kept.size / cut.grid.tokens
 
     async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
@@ -187,6 +203,16 @@ class Conversation:
 
     async def _add_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
+        if not session.held:
+            self._opening = segment.ids.size - cut.kept.size
+        if (needed := self._opening + cut.grid.tokens) > session.window_tokens:
+            raise PromptTooLong(
+                f"the messages before a session's first frame and a slice need {needed} tokens, its window has "
+                f"{session.window_tokens}",
+                value=needed,
+                limit=session.window_tokens,
+                remedy="raise `window_tokens`, or lower `max_pixels`",
+            )
         await self._make_room(piece, segment.ids.size)
         number = session.count
         if segment.ids.size:
@@ -274,7 +300,10 @@ class Conversation:
         tokens = question.prompt.tokens
         usage = generation_pb2.Usage(prompt_tokens_full=tokens, prompt_tokens=tokens, cached_prompt_tokens=held)
         self._engine.submit(question)
-        answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
+        try:
+            answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
+        except FramesieveError as error:
+            raise SegmentFailed(error) from error
         if finished is None:
             await asyncio.wrap_future(self._engine.interrupt(session))
             usage.completion_tokens = len(question.output_ids)
@@ -312,7 +341,7 @@ class Conversation:
         plan = await self._media.plan(prompt, **self._options())
         self._pass_time(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
-        await self._evict(0)
+        await self._evict(max(0, segment.ids.size - self._session.answer_tokens))
         self._remember(self._session.count, told)
         await self._compute(segment)
         self._shown = None
@@ -322,13 +351,19 @@ class Conversation:
     async def _evict(self, rows: int, oldest: int = 0) -> None:
         """Makes room for rows, and the texts before them. oldest: segments below this number go in any case.
 
-        Raises _Ended if something must go of what a recurrent state has read.
+        Raises _Ended if something must go of what a recurrent state has read, or of what stays for ever; of a session
+        without rows PromptTooLong.
         """
         session, before = self._session, self._session.first
         needed = session.held + rows
         if self._wanted.live.recurrent and session.held and (oldest or needed > session.window_tokens):
             raise _Ended("the window of the session is full", value=needed, limit=session.window_tokens)
-        gone = session.evict(sum(each.ids.size for each in self._texts) + rows, oldest)
+        try:
+            gone = session.evict(sum(each.ids.size for each in self._texts) + rows, oldest)
+        except PromptTooLong as error:
+            if not session.held:
+                raise
+            raise _Ended("the session's first segment leaves too little room", value=needed) from error
         await self._tell_evicted(session.first - before, gone)
 
     async def _tell_evicted(self, segments: int, tokens: int) -> None:
@@ -344,7 +379,7 @@ class Conversation:
         while True:
             for _, _, event in await events.next():
                 if isinstance(event, Failed):
-                    raise event.error
+                    raise SegmentFailed(event.error)
                 if isinstance(event, Finished):
                     self._texts.clear()
                     return
@@ -383,8 +418,10 @@ class Conversation:
     def _pass_time(self, plan: PromptPlan) -> None:
         """Continues after the slice that added no rows, if there is one. plan: has the slices of `_seen`."""
         if self._still and self._cut:
-            self._cut = live_cuts.next_slice(plan, None, self._session, self._cut.place)
-            self._session.next_position = self._cut.segment.next_position
+            # The slices of the plan are stand-ins of another size.
+            passed = live_cuts.next_slice(plan, None, self._session, self._cut.place)
+            self._cut = replace(passed, grid=self._cut.grid)
+            self._session.next_position = passed.segment.next_position
             self._shown, self._still = self._still, None
 
     @property

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.limits import MAX_PICTURE_BYTES
+from framesieve.common.contract.limits import MAX_INLINE_BYTES, MAX_PICTURE_BYTES
 
 MAX_LENGTH_S = 7 * 24 * 3600
 # Frames of a slice, as in videos of these families.
 SLICE_FRAMES = 2
+# The pictures of slices that wait: at least those of two slices.
+MAX_WAITING_BYTES = MAX_INLINE_BYTES
 _TICKS_PER_S = 1_000_000
 
 T = TypeVar("T")
@@ -98,7 +100,8 @@ class Frames:
 
 
 class Waiting(Generic[T]):
-    """Slices and questions that wait, in order. Between two questions at most one slice waits: the newest.
+    """Slices and questions that wait, in order. Between two questions at most the newest slice waits, and before it one
+    of a lone frame; of all slices those that have MAX_WAITING_BYTES together.
 
     drop: called with each slice whose place a newer one took.
     """
@@ -116,11 +119,13 @@ class Waiting(Generic[T]):
             self._all[-1] = piece
         else:
             self._all.append(piece)
+        self._drop_oldest()
 
     def ask(self, question: T, before: Slice | None) -> None:
         """Adds a question, and before it a slice that is not to replace another."""
         if before:
             self._all.append(before)
+            self._drop_oldest()
         self._all.append(question)
 
     def ask_now(self, question: T) -> None:
@@ -129,3 +134,13 @@ class Waiting(Generic[T]):
 
     def take(self) -> Slice | T:
         return self._all.popleft()
+
+    def _drop_oldest(self) -> None:
+        slices = [each for each in self._all if isinstance(each, Slice)]
+        size_bytes = sum(each.size_bytes for each in slices)
+        for oldest in slices:
+            if size_bytes <= MAX_WAITING_BYTES:
+                return
+            self._all.remove(oldest)
+            self._drop(oldest)
+            size_bytes -= oldest.size_bytes
