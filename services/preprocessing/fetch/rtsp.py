@@ -27,6 +27,8 @@ from framesieve.services.preprocessing.fetch.urls import Url
 
 _READ_BYTES = 2**16
 _MAX_MESSAGE_BYTES = 2**16
+# Of packets before PLAY is answered.
+_MAX_EARLY_BYTES = 2**20
 _SESSION_S = 60.0
 _OK = 200
 _BYE = 203
@@ -111,7 +113,7 @@ class _Session:
         self._url, self._reader, self._writer, self._silent_s = url, reader, writer, silent_s
         self._number = 0
         self._left = b""
-        self._early: list[_Packet] = []  # before PLAY was answered
+        self._early: list[_Packet] = []  # after PLAY was sent, before it is answered
         self._session, self._session_s = "", _SESSION_S
         self._channels = (0, 1)
 
@@ -158,10 +160,14 @@ class _Session:
     async def _ask(self, method: str, url: str, **headers: str) -> _Message:
         """The response to a request. Raises MediaRejected for another status than 200."""
         self._send(method, url, **headers)
+        early_bytes = 0
         while True:
             found: _Message | None = None
             for each in await self._receive():
                 if isinstance(each, _Packet):
+                    early_bytes += 4 + len(each.data)
+                    if method != "PLAY" or early_bytes > _MAX_EARLY_BYTES:
+                        raise MediaRejected(f"is played by a server that sends packets before it answers {method}")
                     self._early.append(each)
                 elif found is None and each.status is not None:
                     found = each
