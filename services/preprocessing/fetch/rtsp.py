@@ -197,38 +197,36 @@ class _Session:
         if not data:
             raise MediaRejected(_LOST)
         self._left += data
-        parts = []
-        while part := self._part():
+        parts, end = [], 0
+        while found := self._part(end):
+            part, end = found
             parts.append(part)
+        self._left = self._left[end:]
         return parts
 
-    def _part(self) -> _Packet | _Message | None:
-        """Takes the next packet or message of what has come, once it is whole."""
+    def _part(self, begin: int) -> tuple[_Packet | _Message, int] | None:
+        """The packet or message that begins there in what has come, once it is whole, and its end."""
         left = self._left
-        if not left:
+        if begin == len(left):
             return None
-        if left[0] == _DOLLAR:
-            end = 4 + int.from_bytes(left[2:4])
-            if len(left) < max(4, end):
-                return None
-            self._left = left[end:]
-            return _Packet(left[1], left[4:end])
-        head, found, _ = left.partition(b"\r\n\r\n")
+        if left[begin] == _DOLLAR:
+            data = begin + 4
+            end = data + int.from_bytes(left[begin + 2 : data])
+            return (_Packet(left[begin + 1], left[data:end]), end) if len(left) >= max(data, end) else None
+        head_end = left.find(b"\r\n\r\n", begin)
         length, headers, start = 0, {}, ""
-        if found:
-            start, *lines = head.decode("utf-8", "replace").lstrip("\r\n").split("\r\n")
+        if head_end >= 0:
+            start, *lines = left[begin:head_end].decode("utf-8", "replace").lstrip("\r\n").split("\r\n")
             headers = {
                 name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
             }
             told = headers.get("content-length", "0")
             length = int(told) if told.isascii() and told.isdecimal() and len(told) < 9 else _MAX_MESSAGE_BYTES
-        end = len(head) + 4 + length
-        if end > _MAX_MESSAGE_BYTES:
+        body = (head_end if head_end >= 0 else len(left)) + 4
+        end = body + length
+        if end - begin > _MAX_MESSAGE_BYTES:
             raise MediaRejected("is played by a server that does not speak RTSP")
-        if not found or len(left) < end:
-            return None
-        self._left = left[end:]
-        return _Message(start, headers, left[len(head) + 4 : end])
+        return (_Message(start, headers, left[body:end]), end) if len(left) >= end else None
 
 
 def _tracks(lines: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -257,8 +255,9 @@ def _control(base: str, lines: Sequence[str]) -> str:
 
 def _says_bye(data: bytes) -> bool:
     """Whether one of the reports in a packet of RTCP says that the sender leaves."""
-    while len(data) >= 4:
-        if data[1] == _BYE:
+    begin = 0
+    while len(data) - begin >= 4:
+        if data[begin + 1] == _BYE:
             return True
-        data = data[4 + 4 * int.from_bytes(data[2:4]) :]
+        begin += 4 + 4 * int.from_bytes(data[begin + 2 : begin + 4])
     return False
