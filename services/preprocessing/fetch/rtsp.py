@@ -148,7 +148,8 @@ class _Session:
         while True:
             media, ended = [], False
             for each in parts:
-                if isinstance(each, _Packet) and each.channel == self._channels[0]:
+                # FFmpeg takes one of no bytes for the end.
+                if isinstance(each, _Packet) and each.channel == self._channels[0] and each.data:
                     media.append(len(each.data).to_bytes(2) + each.data)
                 ended |= isinstance(each, _Packet) and each.channel == self._channels[1] and _says_bye(each.data)
             if media:
