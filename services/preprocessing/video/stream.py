@@ -38,6 +38,8 @@ _UNTIMED = ("mpjpeg", "mjpeg", "jpeg_pipe", "h264", "hevc")
 # A clock that leaps further has begun again.
 _LEAP_S = 24 * 3600
 _TICKS_PER_S = 1_000_000
+# Frames of times beyond it, in microseconds, are left out.
+_MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
 _PROBED_BYTES, _PROBED_US = 2**20, 1_000_000
 _REMEDY = "send what can be read without seeking: MPEG-TS, fragmented MP4 or WebM"
@@ -77,7 +79,10 @@ def stream_frames(more: Callable[[], bytes], form: Form, fps: float, name: str) 
                 pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
             if pts is None or frame.time_base is None or frame.is_corrupt:
                 continue
-            time_us = clock.shown(round(pts * frame.time_base * _TICKS_PER_S))
+            told_us = round(pts * frame.time_base * _TICKS_PER_S)
+            if abs(told_us) > _MAX_TIME_US:
+                continue
+            time_us = clock.shown(told_us)
             if intervals.begins_one(time_us):
                 yield StreamFrame(pictures.of(frame), time_us)
 

@@ -84,9 +84,10 @@ class StreamWorkers:
             self._on_replaced(error.fault)
             log.warning("a stream's worker failed", fault=error.fault, error=str(error))
             raise MediaRejected(f"cannot be decoded: {error}", field=name) from error
-        except PeerContract:
+        except PeerContract as error:
             self._on_replaced(Fault.CONTRACT)
-            raise
+            log.error("a stream's worker failed", fault=Fault.CONTRACT, error=str(error))
+            raise MediaRejected("cannot be decoded: its decoder failed", field=name) from error
         finally:
             if worker:
                 await worker.end()
