@@ -38,7 +38,7 @@ _UNTIMED = ("mpjpeg", "mjpeg", "jpeg_pipe", "h264", "hevc")
 # A clock that leaps further has begun again.
 _LEAP_S = 24 * 3600
 _TICKS_PER_S = 1_000_000
-# Frames of times beyond it, in microseconds, are left out.
+# A clock that begins beyond it begins at 0.
 _MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
 _PROBED_BYTES, _PROBED_US = 2**20, 1_000_000
@@ -79,10 +79,7 @@ def stream_frames(more: Callable[[], bytes], form: Form, fps: float, name: str) 
                 pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
             if pts is None or frame.time_base is None or frame.is_corrupt:
                 continue
-            told_us = round(pts * frame.time_base * _TICKS_PER_S)
-            if abs(told_us) > _MAX_TIME_US:
-                continue
-            time_us = clock.shown(told_us)
+            time_us = clock.shown(round(pts * frame.time_base * _TICKS_PER_S))
             if intervals.begins_one(time_us):
                 yield StreamFrame(pictures.of(frame), time_us)
 
@@ -187,7 +184,8 @@ class _Clock:
         self._last_us: int | None = None
 
     def shown(self, time_us: int) -> int:
-        last_us = time_us if self._last_us is None else self._last_us
+        first_us = time_us if abs(time_us) <= _MAX_TIME_US else 0
+        last_us = first_us if self._last_us is None else self._last_us
         if not last_us <= time_us + self._shift_us <= last_us + _LEAP_S * _TICKS_PER_S:
             self._shift_us = last_us - time_us
         self._last_us = time_us + self._shift_us
