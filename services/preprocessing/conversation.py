@@ -17,6 +17,9 @@ from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.pictures import PictureFrames
 from framesieve.services.preprocessing.video.sampling import FrameSampling
 
+# Of text, which takes as long as a slice of embeddings.
+_SLICE_CHARS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class MediaUrl:
@@ -73,11 +76,12 @@ class Conversation:
     @property
     def is_quick(self) -> bool:
         """Whether planning takes at most a second and waits for no worker and no lock: no large text, and no media but
-        embeddings of as few tokens."""
+        embeddings of as few tokens and few slices."""
         text = sum(len(part) for turn in self.turns for part in turn.parts if not isinstance(part, Modality))
         others = (self.tools, self.template_options, [turn.tool_calls for turn in self.turns if turn.tool_calls])
-        grids = [item.location.grid.tokens for item in self.media if isinstance(item.location, Embeds)]
-        return len(grids) == len(self.media) and sum(grids) + text + len(str(others)) <= LARGE_TEXT_CHARS
+        grids = [item.location.grid for item in self.media if isinstance(item.location, Embeds)]
+        embeds = sum(grid.tokens + _SLICE_CHARS * grid.t for grid in grids)
+        return len(grids) == len(self.media) and embeds + text + len(str(others)) <= LARGE_TEXT_CHARS
 
     def with_sources(self, sources: Mapping[str, Source]) -> Conversation:
         """The conversation with the sources of fetched and received files, by the name of the media item."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
 import pytest
 
-from framesieve.services.generation.rpc.live.frames import Frames
-from framesieve.services.generation.rpc.live.streams import StreamTimes
+from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
+from framesieve.services.generation.rpc.live.streams import Streams, StreamTimes
+from framesieve.services.generation.upstream.watch import WatchedFrame
+from framesieve.v1.generation_pb2 import STREAM_STATE_LOST
 
 # The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
 SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
@@ -29,3 +36,22 @@ def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_
     assert seen[:4] == pytest.approx([5 + time_s for time_s in SAMPLED_S])
     assert [time_s - seen[4] for time_s in seen[4:]] == pytest.approx(SAMPLED_S)
     assert 0.5 + lost_s <= seen[4] - seen[3] < 1.0 + lost_s
+
+
+async def test_a_source_that_lasts_longer_than_a_session_may_is_lost_once() -> None:
+    frames, told = Frames(2), list[Any]()
+
+    async def film() -> AsyncIterator[WatchedFrame]:
+        for time_s in (3.0, 3.0 + MAX_LENGTH_S + 1):
+            yield WatchedFrame(1, 1, memoryview(b"rgb"), time_s, 0)
+
+    async def tell(stream: Any) -> None:
+        told.append(stream)
+
+    watch = Mock(open=AsyncMock(), events=film)
+    media = Mock(watch=Mock(return_value=watch))
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
+        see = lambda picture, time_s, _: frames.add(picture, time_s)  # noqa: E731
+        Streams(media, 2, dict, see, tell, group).watch("rtsp://camera.test/")
+    assert [each.state for each in told] == [STREAM_STATE_LOST]
+    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[0].reason

@@ -133,6 +133,16 @@ async def test_bad_bytes_are_refused_with_their_field(service: Service, pieces: 
         assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_hostile_clock_begins_at_0(service: Service) -> None:
+    data = bytearray(STREAMS["fmp4"])
+    time = data.index(b"tfdt") + 8  # of the first fragment, in 8 bytes
+    data[time : time + 8] = (2**61).to_bytes(8)
+    async with service.serving() as stub:
+        watched = await all_of(await opened(stub), [bytes(data)])
+        assert len(watched.frames) > 2
+        assert watched.frames[0][0] == 0
+
+
 async def test_a_decoder_that_crashes_ends_its_stream_alone(service: Service) -> None:
     data, before = STREAMS["mpegts"], set(children(os.getpid()))
     async with service.serving() as stub:
@@ -145,8 +155,9 @@ async def test_a_decoder_that_crashes_ends_its_stream_alone(service: Service) ->
         await other.call.write(WatchRequest(data=data[: len(data) // 2]))
         while not other.frames:
             assert await other.next()
-        with pytest.raises(grpc.aio.AioRpcError, match="2 streams are watched, and no more may be"):
-            await all_of(await opened(stub))
+        for url in ("", "http://nobody.test/"):  # which is not looked up
+            with pytest.raises(grpc.aio.AioRpcError, match="2 streams are watched, and no more may be"):
+                await all_of(await opened(stub, url))
         os.kill(worker, signal.SIGSEGV)
         with pytest.raises(grpc.aio.AioRpcError, match="data cannot be decoded: its decoder crashed"):
             await all_of(crashed)
@@ -230,6 +241,7 @@ async def test_urls_that_the_policy_forbids_are_refused(service: Service, url: s
         ),
         ("rtsp", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", "does not speak RTSP"),
         ("rtsp", b"RTSP/1.0 200 OK\r\nCSeq: 1\r\nContent-Length: 5\r\n\r\nv=0\r\n", "has no video track"),
+        ("rtsp", b"$\0\0\1x", "sends packets before it answers DESCRIBE"),
         ("rtsp", b"", "broke off"),
     ],
 )

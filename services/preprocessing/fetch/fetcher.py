@@ -138,7 +138,7 @@ class Fetcher:
         it breaks off, or is silent for longer than a fetch may take.
         """
         async with AsyncExitStack() as stack:
-            with within(name):
+            with resource_errors_as_overloaded(name), within(name):
                 try:
                     async with asyncio.timeout(self._policy.total_s):
                         form, pieces = await self._begin(stack, parse_url(url, STREAM_SCHEMES))

@@ -27,6 +27,8 @@ from framesieve.services.preprocessing.fetch.urls import Url
 
 _READ_BYTES = 2**16
 _MAX_MESSAGE_BYTES = 2**16
+# Of packets before PLAY is answered.
+_MAX_EARLY_BYTES = 2**20
 _SESSION_S = 60.0
 _OK = 200
 _BYE = 203
@@ -111,7 +113,7 @@ class _Session:
         self._url, self._reader, self._writer, self._silent_s = url, reader, writer, silent_s
         self._number = 0
         self._left = b""
-        self._early: list[_Packet] = []  # before PLAY was answered
+        self._early: list[_Packet] = []  # after PLAY was sent, before it is answered
         self._session, self._session_s = "", _SESSION_S
         self._channels = (0, 1)
 
@@ -146,7 +148,8 @@ class _Session:
         while True:
             media, ended = [], False
             for each in parts:
-                if isinstance(each, _Packet) and each.channel == self._channels[0]:
+                # FFmpeg takes one of no bytes for the end.
+                if isinstance(each, _Packet) and each.channel == self._channels[0] and each.data:
                     media.append(len(each.data).to_bytes(2) + each.data)
                 ended |= isinstance(each, _Packet) and each.channel == self._channels[1] and _says_bye(each.data)
             if media:
@@ -158,10 +161,14 @@ class _Session:
     async def _ask(self, method: str, url: str, **headers: str) -> _Message:
         """The response to a request. Raises MediaRejected for another status than 200."""
         self._send(method, url, **headers)
+        early_bytes = 0
         while True:
             found: _Message | None = None
             for each in await self._receive():
                 if isinstance(each, _Packet):
+                    early_bytes += 4 + len(each.data)
+                    if method != "PLAY" or early_bytes > _MAX_EARLY_BYTES:
+                        raise MediaRejected(f"is played by a server that sends packets before it answers {method}")
                     self._early.append(each)
                 elif found is None and each.status is not None:
                     found = each
@@ -191,38 +198,36 @@ class _Session:
         if not data:
             raise MediaRejected(_LOST)
         self._left += data
-        parts = []
-        while part := self._part():
+        parts, end = [], 0
+        while found := self._part(end):
+            part, end = found
             parts.append(part)
+        self._left = self._left[end:]
         return parts
 
-    def _part(self) -> _Packet | _Message | None:
-        """Takes the next packet or message of what has come, once it is whole."""
+    def _part(self, begin: int) -> tuple[_Packet | _Message, int] | None:
+        """The packet or message that begins there in what has come, once it is whole, and its end."""
         left = self._left
-        if not left:
+        if begin == len(left):
             return None
-        if left[0] == _DOLLAR:
-            end = 4 + int.from_bytes(left[2:4])
-            if len(left) < max(4, end):
-                return None
-            self._left = left[end:]
-            return _Packet(left[1], left[4:end])
-        head, found, _ = left.partition(b"\r\n\r\n")
+        if left[begin] == _DOLLAR:
+            data = begin + 4
+            end = data + int.from_bytes(left[begin + 2 : data])
+            return (_Packet(left[begin + 1], left[data:end]), end) if len(left) >= max(data, end) else None
+        head_end = left.find(b"\r\n\r\n", begin)
         length, headers, start = 0, {}, ""
-        if found:
-            start, *lines = head.decode("utf-8", "replace").lstrip("\r\n").split("\r\n")
+        if head_end >= 0:
+            start, *lines = left[begin:head_end].decode("utf-8", "replace").lstrip("\r\n").split("\r\n")
             headers = {
                 name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
             }
             told = headers.get("content-length", "0")
             length = int(told) if told.isascii() and told.isdecimal() and len(told) < 9 else _MAX_MESSAGE_BYTES
-        end = len(head) + 4 + length
-        if end > _MAX_MESSAGE_BYTES:
+        body = (head_end if head_end >= 0 else len(left)) + 4
+        end = body + length
+        if end - begin > _MAX_MESSAGE_BYTES:
             raise MediaRejected("is played by a server that does not speak RTSP")
-        if not found or len(left) < end:
-            return None
-        self._left = left[end:]
-        return _Message(start, headers, left[len(head) + 4 : end])
+        return (_Message(start, headers, left[body:end]), end) if len(left) >= end else None
 
 
 def _tracks(lines: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -251,8 +256,9 @@ def _control(base: str, lines: Sequence[str]) -> str:
 
 def _says_bye(data: bytes) -> bool:
     """Whether one of the reports in a packet of RTCP says that the sender leaves."""
-    while len(data) >= 4:
-        if data[1] == _BYE:
+    begin = 0
+    while len(data) - begin >= 4:
+        if data[begin + 1] == _BYE:
             return True
-        data = data[4 + 4 * int.from_bytes(data[2:4]) :]
+        begin += 4 + 4 * int.from_bytes(data[begin + 2 : begin + 4])
     return False

@@ -32,7 +32,7 @@ class Watching:
     fetcher: Fetcher
 
     async def responses(self, requests: AsyncIterator[WatchRequest]) -> AsyncGenerator[WatchResponse]:
-        """Raises InvalidRequest for requests out of order, and what `StreamWorkers.events` and `Fetcher.stream` do."""
+        """Raises InvalidRequest for requests out of order, and what the streams and `Fetcher.stream` do."""
         first = await anext(requests, None)
         if first is None or not first.HasField("open"):
             raise InvalidRequest("the first request of a stream must open it")
@@ -42,15 +42,16 @@ class Watching:
         if not opened.url:
             data = _data(requests)
             events = self.streams.events("data", Form.CONTAINER, opened.fps, lambda: anext(data, b""))
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, Read):
-                        yield WatchResponse(read_bytes=event.size_bytes)
-                        continue
-                    for response in _frame_responses(event, 0):
-                        yield response
+            with self.streams.place("data"):
+                async with aclosing(events):
+                    async for event in events:
+                        if isinstance(event, Read):
+                            yield WatchResponse(read_bytes=event.size_bytes)
+                            continue
+                        for response in _frame_responses(event, 0):
+                            yield response
             return
-        with within("open"):
+        with within("open"), self.streams.place("url"):
             async with self.fetcher.stream("url", opened.url) as (form, pieces):
                 events = self.streams.events("url", form, opened.fps, lambda: anext(pieces, b""))
                 async with aclosing(newest(events)) as frames:

@@ -38,6 +38,8 @@ _UNTIMED = ("mpjpeg", "mjpeg", "jpeg_pipe", "h264", "hevc")
 # A clock that leaps further has begun again.
 _LEAP_S = 24 * 3600
 _TICKS_PER_S = 1_000_000
+# A clock that begins beyond it begins at 0.
+_MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
 _PROBED_BYTES, _PROBED_US = 2**20, 1_000_000
 _REMEDY = "send what can be read without seeking: MPEG-TS, fragmented MP4 or WebM"
@@ -182,7 +184,8 @@ class _Clock:
         self._last_us: int | None = None
 
     def shown(self, time_us: int) -> int:
-        last_us = time_us if self._last_us is None else self._last_us
+        first_us = time_us if abs(time_us) <= _MAX_TIME_US else 0
+        last_us = first_us if self._last_us is None else self._last_us
         if not last_us <= time_us + self._shift_us <= last_us + _LEAP_S * _TICKS_PER_S:
             self._shift_us = last_us - time_us
         self._last_us = time_us + self._shift_us

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -53,18 +53,26 @@ class StreamWorkers:
         self._most, self._limits, self._on_replaced = most, limits, on_replaced
         self.running = 0
 
+    @contextmanager
+    def place(self, name: str) -> Iterator[None]:
+        """Holds the place of a stream, for its `events`. Raises Overloaded where too many streams are watched."""
+        if self.running >= self._most:
+            raise Overloaded(f"{self._most} streams are watched, and no more may be (--max-streams)", field=name)
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
     async def events(
         self, name: str, form: Form, fps: float, more: Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         """What the worker of a stream does, until the stream ends. Closing the generator ends the worker.
 
         name: of the stream, for error texts. more: waits for the next bytes; empty once the stream has ended.
-        Raises Overloaded where too many streams are watched, MediaRejected for bytes that are no video, and whatever
+        Raises MediaRejected for bytes that are no video, Overloaded where the machine is out of resources, and whatever
         `more` raises.
         """
-        if self.running >= self._most:
-            raise Overloaded(f"{self._most} streams are watched, and no more may be (--max-streams)", field=name)
-        self.running += 1
         worker: WorkerProcess | None = None
         try:
             with resource_errors_as_overloaded(name):
@@ -76,11 +84,11 @@ class StreamWorkers:
             self._on_replaced(error.fault)
             log.warning("a stream's worker failed", fault=error.fault, error=str(error))
             raise MediaRejected(f"cannot be decoded: {error}", field=name) from error
-        except PeerContract:
+        except PeerContract as error:
             self._on_replaced(Fault.CONTRACT)
-            raise
+            log.error("a stream's worker failed", fault=Fault.CONTRACT, error=str(error))
+            raise MediaRejected("cannot be decoded: its decoder failed", field=name) from error
         finally:
-            self.running -= 1
             if worker:
                 await worker.end()
 

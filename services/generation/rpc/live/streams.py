@@ -32,6 +32,10 @@ _LOST = (InvalidRequest, MediaForbidden, Overloaded, Unavailable)
 log = structlog.get_logger()
 
 
+class _Over(Exception):
+    """The session takes no more frames of its streams. The text says why."""
+
+
 class StreamTimes:
     """Times of the frames of several streams, one after the other, on one clock.
 
@@ -135,6 +139,8 @@ class Streams:
                     self._read_bytes = event
                     self._progress.set()
             ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED)
+        except _Over as over:
+            ended = generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(over))
         except (InvalidRequest, Overloaded, Unavailable) as error:
             if not isinstance(error, Unavailable):
                 error.field = "clip"
@@ -162,6 +168,9 @@ class Streams:
                         wait_s, seen = FIRST_WAIT_S, True
                 await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_ENDED))
                 return
+            except _Over as over:
+                await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(over)))
+                return
             except _LOST as error:
                 reason = _named(error)
                 if not seen:
@@ -175,7 +184,10 @@ class Streams:
 
     def _show(self, frame: WatchedFrame) -> None:
         picture = ppm(frame.width_px, frame.height_px, frame.rgb)
-        self._see(picture, self._times.of(frame.time_s), frame.replaced)
+        try:
+            self._see(picture, self._times.of(frame.time_s), frame.replaced)
+        except InvalidRequest as error:  # its time: the session is as long as it may be
+            raise _Over(f"no more frames are taken: {error}") from error
 
 
 def _named(error: FramesieveError) -> str:
