@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from openai import AsyncOpenAI
 from openai.types.realtime import RealtimeServerEvent
 from playwright.async_api import async_playwright, expect
 from pydantic import TypeAdapter
-from websockets.asyncio.client import ClientConnection, connect
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from framesieve.common.process import ExitStatus
+from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtocol
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
 from tests.integration.fleet import Stack, running
@@ -315,21 +319,49 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
     }
 
 
-async def test_a_client_that_does_not_read_is_not_read_either(door: Gateway) -> None:
-    async with opened(door, max_queue=1) as socket:
-        sent_bytes = await sent_until_stuck(socket)
-        assert sent_bytes < 30_000_000  # what the kernel and both ends buffer
+async def test_a_message_of_parts_without_end_ends_the_connection(door: Gateway) -> None:
+    async def parts() -> AsyncIterator[str]:
+        for _ in range(4 * MAX_PARTS):
+            yield ""
+
+    async with opened(door) as socket:
+        with suppress(ConnectionClosed):
+            await socket.send(parts())
+        await asyncio.wait_for(socket.wait_closed(), 10)
 
 
-async def sent_until_stuck(socket: ClientConnection) -> int:
-    """Sends events that are answered at length, and reads nothing."""
-    text = json.dumps(asked(metadata={"x" * 400: "y"}, **{"z" * 60_000: 1}))
-    sent_bytes = 0
-    with suppress(TimeoutError):
-        while sent_bytes < 200_000_000:
-            await asyncio.wait_for(socket.send(text), 5)
-            sent_bytes += len(text)
-    return sent_bytes
+async def test_a_client_that_reads_nothing_is_left() -> None:
+    """Whatever it sends: pings are answered where there is room alone."""
+    left = asyncio.Event()
+
+    async def chatty(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        try:
+            while True:
+                await send({"type": "websocket.send", "text": "x" * 60_000})
+        finally:
+            left.set()
+
+    state = ServerState()
+    config = uvicorn.Config(
+        chatty,
+        log_config=None,
+        ws_per_message_deflate=False,
+        ws_ping_interval=0.5,
+        ws_ping_timeout=0.5,
+    )
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: WebSocketProtocol(config, state, {}), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(f"ws://127.0.0.1:{port}", proxy=None, max_queue=1, close_timeout=0.1) as socket:
+            await asyncio.sleep(0.1)
+            for number in range(10_000):
+                await socket.ping(f"{number:0125}")
+            await asyncio.sleep(0.1)
+            (connection,) = state.connections
+            assert 0 < connection.transport.get_write_buffer_size() < 500_000
+            await asyncio.wait_for(left.wait(), 2)
+            assert not state.connections
 
 
 async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: Path, chromium: str) -> None:
