@@ -378,6 +378,9 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
             await camera.click()
             await expect(page.locator("#token-error")).to_contain_text("bearer token")
             await expect(camera).to_have_text("Use the camera")
+            await page.locator("#token").fill("a(token)")
+            await camera.click()
+            await expect(page.locator("#question-error")).to_contain_text("subprotocol")
             await page.locator("#token").fill(TOKEN)
             await camera.click()
             seen = page.locator("article.live")
@@ -398,8 +401,10 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
             await expect(seen.locator(".kept figcaption")).to_have_text(some, timeout=ANSWER_MS)
             full, kept = [int(await seen.locator("dd").nth(place).inner_text()) for place in (2, 3)]
             assert 0 < kept < full
+            track = await page.evaluate_handle("document.getElementById('player').srcObject.getTracks()[0]")
             await camera.click()
             await expect(camera).to_have_text("Use the camera")
+            assert await track.evaluate("track => track.readyState") == "ended"
             await expect(page.locator("#question-error")).to_be_empty()
             await browser.close()
         assert not raised
