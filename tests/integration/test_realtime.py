@@ -210,6 +210,8 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     (updated(framesieve={"window_tokens": 4}), "session.framesieve.window_tokens", "at least 16"),
     (updated(framesieve={"pruning": {"method": "evs", "rate": 0.5}}), "session.framesieve.pruning", "evs_causal"),
     (updated(framesieve={"triggers": [{"response": {}}]}), f"{OF_TRIGGER}.response.instructions", "set"),
+    (updated(max_output_tokens=0), "session.max_output_tokens", "1"),
+    (updated(temperature=101), "session.temperature", "100"),
     (updated(model="other"), "session.model", "must stay"),
     (made({"type": "input_audio", "audio": "AAAA"}), "item.content[0].type", "input_text, input_image"),
     (made({"type": "input_image", "image_url": "https://example.org/a.png"}), "item.content[0].image_url", "data:"),

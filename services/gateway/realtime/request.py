@@ -88,8 +88,8 @@ class SessionFields(Strict):
     type: Literal["realtime"] | None = None
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Int32 | Literal["inf"] | None = None
-    temperature: float | None = None
+    max_output_tokens: Annotated[Int32, Field(ge=1)] | Literal["inf"] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     framesieve: LiveFields | None = None
 
     output_modalities: list[Literal["text"]] | None = None
