@@ -288,6 +288,7 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
         assert await refusal(guarded) == (401, "authentication_error")
         assert await refusal(guarded, **key, query="?model=other") == (404, "not_found_error")
         assert await refusal(guarded, **key, origin="https://other.example") == (403, "permission_error")
+        assert await refusal(guarded, **key, origin="http://[") == (403, "permission_error")
         for origin in ("https://page.example", guarded.url):
             async with opened(guarded, **key, origin=origin) as socket:
                 assert json.loads(await socket.recv())["type"] == "session.created"
@@ -314,7 +315,7 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
     ends = [line["code"] for line in lines if line["event"] == "request ended" and line["method"] == "Realtime"]
     assert Counter(ends) == {
         "UNAUTHENTICATED": 1,
-        "INVALID_ARGUMENT": 2,
+        "INVALID_ARGUMENT": 3,
         "RESOURCE_EXHAUSTED": 1,
         "OK": 3,
         "UNAVAILABLE": 1,
