@@ -262,6 +262,8 @@ async def test_a_trigger_asks_by_itself(door: Gateway) -> None:
     async with talking(door, WATCHING | {"framesieve": own}) as talk:
         await talk.show(0, 4)
         done = (await talk.until("response.done"))["response"]
+        await talk.by.session.update(session={"type": "realtime", "temperature": 1})
+        await talk.until("session.updated")
     assert done["metadata"] == {"who": "me"}
     assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
 
