@@ -23,8 +23,8 @@ from framesieve.common.contract.errors import StartupError
 AUTHORIZATION_KEY = "authorization"
 MIN_TOKEN_CHARACTERS = 16
 
-# RFC 6750, section 2.1.
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""Source: RFC 6750, section 2.1."""
 _BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
 
 log = logging.getLogger("framesieve.security")  # standard logging: the client package needs no structlog
@@ -83,7 +83,7 @@ def check_token(where: str, token: str) -> None:
     """Raises StartupError for text that is no valid token. where: the token's place, for the error."""
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise StartupError(f"{where}: a token has at least {MIN_TOKEN_CHARACTERS} characters, got {len(token)}")
-    if not _TOKEN.fullmatch(token):
+    if not TOKEN.fullmatch(token):
         raise StartupError(f"{where}: a token consists of letters, digits and -._~+/, with = only at its end")
 
 

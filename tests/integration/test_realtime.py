@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from openai import AsyncOpenAI
 from openai.types.realtime import RealtimeServerEvent
 from playwright.async_api import async_playwright, expect
 from pydantic import TypeAdapter
-from websockets.asyncio.client import ClientConnection, connect
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from framesieve.common.process import ExitStatus
+from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtocol
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
 from tests.integration.fleet import Stack, running
@@ -206,6 +210,8 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     (updated(framesieve={"window_tokens": 4}), "session.framesieve.window_tokens", "at least 16"),
     (updated(framesieve={"pruning": {"method": "evs", "rate": 0.5}}), "session.framesieve.pruning", "evs_causal"),
     (updated(framesieve={"triggers": [{"response": {}}]}), f"{OF_TRIGGER}.response.instructions", "set"),
+    (updated(max_output_tokens=0), "session.max_output_tokens", "1"),
+    (updated(temperature=101), "session.temperature", "100"),
     (updated(model="other"), "session.model", "must stay"),
     (made({"type": "input_audio", "audio": "AAAA"}), "item.content[0].type", "input_text, input_image"),
     (made({"type": "input_image", "image_url": "https://example.org/a.png"}), "item.content[0].image_url", "data:"),
@@ -256,6 +262,8 @@ async def test_a_trigger_asks_by_itself(door: Gateway) -> None:
     async with talking(door, WATCHING | {"framesieve": own}) as talk:
         await talk.show(0, 4)
         done = (await talk.until("response.done"))["response"]
+        await talk.by.session.update(session={"type": "realtime", "temperature": 1})
+        await talk.until("session.updated")
     assert done["metadata"] == {"who": "me"}
     assert done["output"][0]["content"][0]["text"] in ('"yes"', '"no"')
 
@@ -282,6 +290,7 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
         assert await refusal(guarded) == (401, "authentication_error")
         assert await refusal(guarded, **key, query="?model=other") == (404, "not_found_error")
         assert await refusal(guarded, **key, origin="https://other.example") == (403, "permission_error")
+        assert await refusal(guarded, **key, origin="http://[") == (403, "permission_error")
         for origin in ("https://page.example", guarded.url):
             async with opened(guarded, **key, origin=origin) as socket:
                 assert json.loads(await socket.recv())["type"] == "session.created"
@@ -308,28 +317,56 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
     ends = [line["code"] for line in lines if line["event"] == "request ended" and line["method"] == "Realtime"]
     assert Counter(ends) == {
         "UNAUTHENTICATED": 1,
-        "INVALID_ARGUMENT": 2,
+        "INVALID_ARGUMENT": 3,
         "RESOURCE_EXHAUSTED": 1,
         "OK": 3,
         "UNAVAILABLE": 1,
     }
 
 
-async def test_a_client_that_does_not_read_is_not_read_either(door: Gateway) -> None:
-    async with opened(door, max_queue=1) as socket:
-        sent_bytes = await sent_until_stuck(socket)
-        assert sent_bytes < 30_000_000  # what the kernel and both ends buffer
+async def test_a_message_of_parts_without_end_ends_the_connection(door: Gateway) -> None:
+    async def parts() -> AsyncIterator[str]:
+        for _ in range(4 * MAX_PARTS):
+            yield ""
+
+    async with opened(door) as socket:
+        with suppress(ConnectionClosed):
+            await socket.send(parts())
+        await asyncio.wait_for(socket.wait_closed(), 10)
 
 
-async def sent_until_stuck(socket: ClientConnection) -> int:
-    """Sends events that are answered at length, and reads nothing."""
-    text = json.dumps(asked(metadata={"x" * 400: "y"}, **{"z" * 60_000: 1}))
-    sent_bytes = 0
-    with suppress(TimeoutError):
-        while sent_bytes < 200_000_000:
-            await asyncio.wait_for(socket.send(text), 5)
-            sent_bytes += len(text)
-    return sent_bytes
+async def test_a_client_that_reads_nothing_is_left() -> None:
+    """Whatever it sends: pings are answered where there is room alone."""
+    left = asyncio.Event()
+
+    async def chatty(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        try:
+            while True:
+                await send({"type": "websocket.send", "text": "x" * 60_000})
+        finally:
+            left.set()
+
+    state = ServerState()
+    config = uvicorn.Config(
+        chatty,
+        log_config=None,
+        ws_per_message_deflate=False,
+        ws_ping_interval=0.5,
+        ws_ping_timeout=0.5,
+    )
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: WebSocketProtocol(config, state, {}), "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(f"ws://127.0.0.1:{port}", proxy=None, max_queue=1, close_timeout=0.1) as socket:
+            await asyncio.sleep(0.1)
+            for number in range(10_000):
+                await socket.ping(f"{number:0125}")
+            await asyncio.sleep(0.1)
+            (connection,) = state.connections
+            assert 0 < connection.transport.get_write_buffer_size() < 500_000
+            await asyncio.wait_for(left.wait(), 2)
+            assert not state.connections
 
 
 async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: Path, chromium: str) -> None:
@@ -346,6 +383,9 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
             await camera.click()
             await expect(page.locator("#token-error")).to_contain_text("bearer token")
             await expect(camera).to_have_text("Use the camera")
+            await page.locator("#token").fill("a(token)")
+            await camera.click()
+            await expect(page.locator("#question-error")).to_contain_text("subprotocol")
             await page.locator("#token").fill(TOKEN)
             await camera.click()
             seen = page.locator("article.live")
@@ -366,8 +406,10 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
             await expect(seen.locator(".kept figcaption")).to_have_text(some, timeout=ANSWER_MS)
             full, kept = [int(await seen.locator("dd").nth(place).inner_text()) for place in (2, 3)]
             assert 0 < kept < full
+            track = await page.evaluate_handle("document.getElementById('player').srcObject.getTracks()[0]")
             await camera.click()
             await expect(camera).to_have_text("Use the camera")
+            assert await track.evaluate("track => track.readyState") == "ended"
             await expect(page.locator("#question-error")).to_be_empty()
             await browser.close()
         assert not raised

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from framesieve.client.client import Metadata
 from framesieve.common.contract.errors import Unauthenticated, Unavailable
 from framesieve.common.security.quotas import Charge, ClientQuotas
-from framesieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
+from framesieve.common.security.tokens import AUTHORIZATION_KEY, TOKEN, Tokens
 from framesieve.common.serving.observed import Outcome, bound_request_id, observed
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import MESSAGE_BYTES
@@ -188,11 +188,10 @@ def route_of(path: str) -> str | None:
 
 
 def _key_of(subprotocols: Sequence[str]) -> dict[str, str]:
-    """The header of the token that a browser, which can set none, sends as a subprotocol, percent-encoded."""
-    for each in subprotocols:
-        if each.startswith(_SUBPROTOCOL_KEY):
-            return {AUTHORIZATION_KEY: f"Bearer {unquote(each.removeprefix(_SUBPROTOCOL_KEY))}"}
-    return {}
+    """The header of the token that a browser, which can set none, sends as a subprotocol, percent-encoded. One that no
+    header could hold is ignored."""
+    keys = [unquote(each.removeprefix(_SUBPROTOCOL_KEY)) for each in subprotocols if each.startswith(_SUBPROTOCOL_KEY)]
+    return {AUTHORIZATION_KEY: f"Bearer {keys[0]}"} if keys and TOKEN.fullmatch(keys[0]) else {}
 
 
 def _owner(token: str | None) -> str:

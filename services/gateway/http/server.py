@@ -19,6 +19,7 @@ from framesieve.common.serving.server import first_signal
 from framesieve.common.telemetry.metrics import SERVING
 from framesieve.services.gateway.http.body import body_limit
 from framesieve.services.gateway.http.drain import Drain
+from framesieve.services.gateway.http.websocket import WebSocketProtocol
 from framesieve.services.gateway.settings import GatewaySettings
 
 _CERTIFICATE_S = 1.0
@@ -52,7 +53,7 @@ async def serve(app: ASGIApp, drain: Drain, settings: GatewaySettings) -> ExitSt
         port=0 if on_socket else int(port),
         uds=settings.listen.removeprefix("unix:") if on_socket else None,
         http="httptools",
-        ws="websockets-sansio",
+        ws=WebSocketProtocol,
         ws_max_size=body_limit(settings.max_inline_bytes),
         ws_per_message_deflate=False,  # pictures are compressed
         lifespan="off",

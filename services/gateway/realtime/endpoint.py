@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
-from urllib.parse import urlsplit
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -62,7 +61,7 @@ class Realtime:
         origin = socket.headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc != socket.headers.get("host"):
+        if origin.partition("://")[2] != socket.headers.get("host"):
             raise ForbiddenOrigin(f"pages of {origin} may not connect, see --cors-origins", value=origin)
 
 

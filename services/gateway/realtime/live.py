@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from framesieve.client.client import Metadata
 from framesieve.common.channels import read_from, write_to
-from framesieve.common.contract.errors import PeerContract
+from framesieve.common.contract.errors import FramesieveError, PeerContract
 from framesieve.v1.generation_pb2 import LiveOpen, LiveRequest, LiveResponse
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -26,9 +27,13 @@ class Live:
         Raises the FramesieveError with which generation refuses it.
         """
         if self._call is not None:
-            await self.send(close={})
-            while await read_from(self._call, "generation") is not None:
-                pass
+            try:
+                with suppress(FramesieveError):  # it may be lost already
+                    await self.send(close={})
+                    while await read_from(self._call, "generation") is not None:
+                        pass
+            finally:
+                self.cancel()
         self._call = self._generation.Live(metadata=self._metadata)
         try:
             await self.send(open=message)

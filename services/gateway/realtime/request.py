@@ -17,7 +17,11 @@ from framesieve.services.gateway.http.fields import Strict, parsed
 
 Count: TypeAlias = Annotated[Int32, Field(ge=0)]
 Pixels: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
-Metadata: TypeAlias = Annotated[dict[str, str], Field(max_length=16)]
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+EventId: TypeAlias = Annotated[str, Field(max_length=512)]
+"""As long as OpenAI's: what a client names is kept and told again."""
 
 _AUDIO = "is about audio, which is not served: a session sees frames and reads text, and answers in text"
 _KEPT = "is not served: what a session has seen stays until it is evicted"
@@ -84,8 +88,8 @@ class SessionFields(Strict):
     type: Literal["realtime"] | None = None
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Int32 | Literal["inf"] | None = None
-    temperature: float | None = None
+    max_output_tokens: Annotated[Int32, Field(ge=1)] | Literal["inf"] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     framesieve: LiveFields | None = None
 
     output_modalities: list[Literal["text"]] | None = None
@@ -140,26 +144,26 @@ class UserMessage(Strict):
 class SessionUpdate(Strict):
     type: Literal["session.update"]
     session: SessionFields
-    event_id: str | None = None
+    event_id: EventId | None = None
 
 
 class ItemCreate(Strict):
     type: Literal["conversation.item.create"]
     item: UserMessage
-    event_id: str | None = None
+    event_id: EventId | None = None
     previous_item_id: Nothing = None
 
 
 class ResponseCreate(Strict):
     type: Literal["response.create"]
     response: ResponseFields | None = None
-    event_id: str | None = None
+    event_id: EventId | None = None
 
 
 class ResponseCancel(Strict):
     type: Literal["response.cancel"]
     response_id: str | None = None
-    event_id: str | None = None
+    event_id: EventId | None = None
 
 
 ClientEvent: TypeAlias = SessionUpdate | ItemCreate | ResponseCreate | ResponseCancel

@@ -38,6 +38,7 @@ from framesieve.services.gateway.realtime.request import (
     InputImage,
     InputText,
     ItemCreate,
+    LiveFields,
     ResponseCancel,
     ResponseCreate,
     ResponseFields,
@@ -137,12 +138,11 @@ class Session:
             text = f"must stay {self._model.name}: another one needs a connection of its own"
             raise InvalidRequest(text, field="session.model")
         fields = self._fields.updated(given)
-        opened = open_message(fields, self._request_id, self._model.adapter)
-        if opened != self._opened:
-            if self._watching:
-                changed = "instructions" if fields.instructions != self._fields.instructions else "framesieve"
-                text = "must not change after the first frame or response"
-                raise InvalidRequest(text, field=f"session.{changed}")
+        if self._watching:
+            for name, unset in (("instructions", ""), ("framesieve", LiveFields())):
+                if (getattr(fields, name) or unset) != (getattr(self._fields, name) or unset):
+                    raise InvalidRequest("must not change after the first frame or response", field=f"session.{name}")
+        elif (opened := open_message(fields, self._request_id, self._model.adapter)) != self._opened:
             await self._open(opened)
         self._fields = fields
         await self._tell("session.updated")
@@ -195,7 +195,7 @@ class Session:
         if not texts:
             limit = "set, where no item with input_text came before"
             raise InvalidRequest(field="response.instructions", limit=limit)
-        answer = self._answer(fields, event_id)
+        answer = self._answer(fields, limit_of(fields, self._fields), event_id)
         asked = ask_message(answer.id, texts, fields, self._fields)
         await self._begin()
         self._texts = []
@@ -243,13 +243,14 @@ class Session:
         """The answer that is being told, or one that a trigger asked for."""
         if ask_id not in self._answers:
             triggers = (self._fields.framesieve and self._fields.framesieve.triggers) or ()
-            [trigger] = [each for index, each in enumerate(triggers) if trigger_id(index) == ask_id]
-            self._answers[ask_id] = answer = self._answer(trigger.response, None)
+            [(index, trigger)] = [each for each in enumerate(triggers) if trigger_id(each[0]) == ask_id]
+            assert self._opened is not None
+            limit = self._opened.triggers[index].ask.sampling.max_new_tokens or None  # which it keeps
+            self._answers[ask_id] = answer = self._answer(trigger.response, limit, None)
             await self._send(answer.created())
         return self._answers[ask_id]
 
-    def _answer(self, fields: ResponseFields, event_id: str | None) -> Answer:
-        limit = limit_of(fields, self._fields)
+    def _answer(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
         return Answer(self.names, fields, limit, self._conversation_id, event_id, self._last_item)
 
 

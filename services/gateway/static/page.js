@@ -323,14 +323,18 @@ async function watch() {
     byId("file-error").textContent = `The camera cannot be used: ${error.message}`;
     return;
   }
+  let socket;
+  try {
+    socket = connected();
+  } catch (error) { // of a token with characters that no subprotocol may have
+    for (const track of stream.getTracks()) track.stop();
+    showError(error);
+    return;
+  }
+  running?.abort();
   leave();
   clip = null;
-  const address = new URL("v1/realtime", location);
-  address.protocol = address.protocol.replace("http", "ws");
-  const token = byId("token").value;
-  const key = token ? [`openai-insecure-api-key.${encodeURIComponent(token)}`] : [];
   const article = newArticle();
-  const socket = new WebSocket(address, ["realtime", ...key]);
   // sent: the frames by their times. article: what was seen last. asked: the article of the question that is answered.
   live = { socket, stream, article, sent: new Map(), timer: 0, asked: null };
   socket.onmessage = ({ data }) => { if (live?.socket === socket) handle(JSON.parse(data)); };
@@ -347,6 +351,14 @@ async function watch() {
   article.querySelector(".text").remove();
   byId("answers").replaceChildren(article);
   byId("note").textContent = "";
+}
+
+function connected() {
+  const address = new URL("v1/realtime", location);
+  address.protocol = address.protocol.replace("http", "ws");
+  const token = byId("token").value;
+  const key = token ? [`openai-insecure-api-key.${encodeURIComponent(token)}`] : [];
+  return new WebSocket(address, ["realtime", ...key]);
 }
 
 function leave() {
@@ -377,7 +389,7 @@ async function lost(code) {
 }
 
 function tell(event) {
-  if (live.socket.readyState === WebSocket.OPEN) live.socket.send(JSON.stringify(event));
+  if (live?.socket.readyState === WebSocket.OPEN) live.socket.send(JSON.stringify(event));
 }
 
 function item(...content) {
