@@ -30,18 +30,22 @@ async def play(clip: str, session: LiveSession, speed: float) -> None:
     await session.close()  # when all is answered
 
 
+async def tell(session: LiveSession) -> None:
+    async for event in session.events():
+        match event:
+            case LiveFinished():
+                print(f"{event.seen_s:.1f} s: {event.answer}", flush=True)
+            case LiveDropped():
+                print(f"{event.frames} frames came too fast", file=sys.stderr)
+
+
 async def main(clip: str, question: str, speed: str = "1") -> None:
     trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
     client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
     async with client, client.live(triggers=[trigger]) as session:
-        playing = asyncio.create_task(play(clip, session, float(speed)))
-        async for event in session.events():
-            match event:
-                case LiveFinished():
-                    print(f"{event.seen_s:.1f} s: {event.answer}", flush=True)
-                case LiveDropped():
-                    print(f"{event.frames} frames came too fast", file=sys.stderr)
-        await playing
+        async with asyncio.TaskGroup() as tasks:  # if one fails, so does the other
+            tasks.create_task(tell(session))
+            tasks.create_task(play(clip, session, float(speed)))
 
 
 if __name__ == "__main__":

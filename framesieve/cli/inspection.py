@@ -273,7 +273,7 @@ def _counts(inspected: Inspection, output: Path) -> dict[str, Any]:
         "tokens": grid.tokens,
         "kept_tokens": int(inspected.kept.size),
         "kept_tokens_by_slice": np.bincount(inspected.kept // grid.slice_tokens, minlength=grid.t).tolist(),
-        "pruning": dataclasses.asdict(inspected.pruning),
+        "pruning": {name: getattr(inspected.pruning, name) for name in ("rate", "method", "seed", "threshold")},
         "repaired_frames": inspected.repaired_frames,
     }
 

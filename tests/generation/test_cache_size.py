@@ -160,7 +160,8 @@ def test_a_step_that_does_not_fit_is_refused_with_the_flags_to_lower(memory: Fak
         fitting(memory)
 
 
-@pytest.mark.parametrize(("flags", "tokens"), [((), 32768), (("--kv-cache-tokens", "500"), 512)])
+# 16384 of them for live sessions.
+@pytest.mark.parametrize(("flags", "tokens"), [((), 32768 + 16384), (("--kv-cache-tokens", "500"), 512)])
 def test_nothing_is_measured_on_the_cpu_or_with_a_given_size(
     tiny_checkpoint: Path, flags: tuple[str, ...], tokens: int
 ) -> None:
