@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaRejected, Overloaded, PromptTooLong, Unavailable
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
@@ -165,8 +165,18 @@ class Conversation:
 
     async def _watch(self, piece: Slice, again: bool = False) -> float:
         """Adds a slice. Returns the share of its tokens that changed. again: it was added before, and is not told."""
+        try:
+            return await self._watch_after(self._shown, piece, again)
+        except MediaRejected:
+            if self._shown is None:
+                raise
+        # Its frames may have another size than those before it, and a video has one: so it begins a turn.
+        return await self._watch_after(None, piece, again)
+
+    async def _watch_after(self, shown: Slice | None, piece: Slice, again: bool) -> float:
+        """Adds a slice after another one of its turn; None: it begins one."""
         stale = self._session.first > max(self._whole, 1)
-        shown, cut = self._shown, self._cut
+        cut = self._cut
         if shown and cut and not stale and not cut.kept.size and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
