@@ -112,18 +112,22 @@ class Session:
         try:
             self._charge(charged)
         except FramesieveError as error:
-            await self._send(error_event(self.names, error, event_id_of(message)))
+            await self._send(error_event(self.names, error, await asyncio.to_thread(event_id_of, message)))
             return
         try:
-            with in_words(name_of):
-                await self._serve(await asyncio.to_thread(parse, message))
-        except FramesieveError as error:
-            await self._send(error_event(self.names, error, event_id_of(message)))
+            event, event_id = await asyncio.to_thread(parse, message)
+            try:
+                with in_words(name_of):
+                    await self._serve(event)
+            except FramesieveError as error:
+                await self._send(error_event(self.names, error, event_id))
         finally:
             self._charge(-charged)
 
-    async def _serve(self, event: ClientEvent) -> None:
+    async def _serve(self, event: ClientEvent | InvalidRequest) -> None:
         match event:
+            case InvalidRequest():
+                raise event
             case SessionUpdate():
                 await self._update(event.session)
             case ItemCreate():
