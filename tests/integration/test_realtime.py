@@ -180,6 +180,9 @@ async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, 
         error = (await talk.until("error"))["error"]
         assert (error["event_id"], error["param"]) == ("late", "response_id")
         assert (await talk.answer(instructions=SECOND))["status"] in ("completed", "incomplete")
+        added = [each for each in talk.seen if each["type"] == "conversation.item.added"]
+        before = [None, *(each["item"]["id"] for each in added[:-1])]
+        assert [each["previous_item_id"] for each in added] == before
     generation = stack.services["generation"]
     async with asyncio.timeout(1):  # from the moment the client left
         while await asyncio.to_thread(generation.in_use):

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from framesieve.common.address import is_unix
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.limits import MAX_PICTURE_BYTES
 from framesieve.common.process import ExitStatus
 from framesieve.common.security.certificates import file_stamps, read_authorities, read_pair
 from framesieve.common.serving.server import first_signal
@@ -54,7 +55,7 @@ async def serve(app: ASGIApp, drain: Drain, settings: GatewaySettings) -> ExitSt
         uds=settings.listen.removeprefix("unix:") if on_socket else None,
         http="httptools",
         ws=WebSocketProtocol,
-        ws_max_size=body_limit(settings.max_inline_bytes),
+        ws_max_size=body_limit(min(settings.max_inline_bytes, MAX_PICTURE_BYTES)),
         ws_per_message_deflate=False,  # pictures are compressed
         lifespan="off",
         log_config=None,

@@ -103,6 +103,19 @@ def _item(item_id: str, role: str, status: str, content: list[dict[str, Any]]) -
 
 
 @dataclass(slots=True)
+class Conversation:
+    """last: its last item."""
+
+    id: str
+    last: str | None = None
+
+    def add(self, item_id: str) -> str | None:
+        """The item before it."""
+        previous, self.last = self.last, item_id
+        return previous
+
+
+@dataclass(slots=True)
 class Answer:
     """A response that is being told. limit: of its tokens; None: as many as fit. previous: the item before it.
     event_id: of the client's event that asked for it; None: a trigger did."""
@@ -110,7 +123,7 @@ class Answer:
     names: Names
     fields: ResponseFields
     limit: int | None
-    conversation_id: str
+    conversation: Conversation
     event_id: str | None = None
     previous: str | None = None
     id: str = ""
@@ -163,7 +176,7 @@ class Answer:
         self.begun = True
         yield self._event("output_item.added", output_index=0, item=self._message("in_progress"))
         if self.stays:
-            item = self._message("in_progress")
+            item, self.previous = self._message("in_progress"), self.conversation.add(self.item_id)
             yield self.names.event("conversation.item.added", item=item, previous_item_id=self.previous)
         yield self._event("content_part.added", part={"type": "text", "text": ""}, **self._place())
 
@@ -191,7 +204,7 @@ class Answer:
             "status": status,
             "status_details": details,
             "output": output or [],
-            "conversation_id": self.conversation_id if self.stays else None,
+            "conversation_id": self.conversation.id if self.stays else None,
             "output_modalities": ["text"],
             "max_output_tokens": self.limit or "inf",
             "metadata": self.fields.metadata,

@@ -20,7 +20,8 @@ Pixels: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-EventId: TypeAlias = Annotated[str, Field(max_length=512)]
+MAX_ID_CHARACTERS = 512
+EventId: TypeAlias = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
 """As long as OpenAI's: what a client names is kept and told again."""
 
 _AUDIO = "is about audio, which is not served: a session sees frames and reads text, and answers in text"
@@ -173,23 +174,27 @@ class _Message(RootModel[ClientEvent]):
     root: Annotated[ClientEvent, Field(discriminator="type")]
 
 
-def parse(message: str) -> ClientEvent:
-    """Raises InvalidRequest, which names the first wrong field, for a message that is no event."""
-    kind = _field(message, "type")
-    if kind in _REFUSED:
-        raise InvalidRequest(_REFUSED[kind], field=kind)
-    return parsed(_Message, message.encode()).root
+def parse(message: str) -> tuple[ClientEvent | InvalidRequest, str | None]:
+    """The event, or why there is none, which names the first wrong field; and the id that the client gave it."""
+    try:
+        event = parsed(_Message, message.encode()).root
+    except InvalidRequest as error:
+        kind, event_id = _strings(message, "type", "event_id")
+        return InvalidRequest(_REFUSED[kind], field=kind) if kind in _REFUSED else error, event_id
+    return event, event.event_id
 
 
 def event_id_of(message: str) -> str | None:
     """The id that the client gave an event, whatever else is wrong with it."""
-    return _field(message, "event_id")
+    (event_id,) = _strings(message, "event_id")
+    return event_id
 
 
-def _field(message: str, name: str) -> str | None:
+def _strings(message: str, *names: str) -> list[str | None]:
+    """Those of an event's fields that are short strings."""
     try:
         value: Any = from_json(message)
     except ValueError:
-        return None
-    found = value.get(name) if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
+        value = None
+    found = [value.get(name) if isinstance(value, dict) else None for name in names]
+    return [each if isinstance(each, str) and len(each) <= MAX_ID_CHARACTERS else None for each in found]

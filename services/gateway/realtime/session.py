@@ -24,6 +24,7 @@ from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.models import Named
 from framesieve.services.gateway.realtime.events import (
     Answer,
+    Conversation,
     Names,
     ServerEvent,
     error_event,
@@ -72,7 +73,7 @@ class Session:
         self.names = Names()
         self._send, self._live, self._request_id, self._charge = send, live, request_id, charge
         self._model, self._models = model, {None, model.name, asked_model}
-        self._id, self._conversation_id = self.names.new("sess"), self.names.new("conv")
+        self._id, self._conversation = self.names.new("sess"), Conversation(self.names.new("conv"))
         self._fields = SessionFields()
         self._opened: LiveOpen | None = None
         self._group = asyncio.TaskGroup()
@@ -80,7 +81,6 @@ class Session:
         self._since = time.monotonic()
         self._shown_s = -math.inf  # the time of the last frame
         self._texts: list[str] = []  # for the next response
-        self._last_item: str | None = None
         self._answers: dict[str, Answer] = {}  # that are not finished, by the id that generation knows
 
     async def run(self, messages: AsyncIterator[str]) -> None:
@@ -112,18 +112,22 @@ class Session:
         try:
             self._charge(charged)
         except FramesieveError as error:
-            await self._send(error_event(self.names, error, event_id_of(message)))
+            await self._send(error_event(self.names, error, await asyncio.to_thread(event_id_of, message)))
             return
         try:
-            with in_words(name_of):
-                await self._serve(await asyncio.to_thread(parse, message))
-        except FramesieveError as error:
-            await self._send(error_event(self.names, error, event_id_of(message)))
+            event, event_id = await asyncio.to_thread(parse, message)
+            try:
+                with in_words(name_of):
+                    await self._serve(event)
+            except FramesieveError as error:
+                await self._send(error_event(self.names, error, event_id))
         finally:
             self._charge(-charged)
 
-    async def _serve(self, event: ClientEvent) -> None:
+    async def _serve(self, event: ClientEvent | InvalidRequest) -> None:
         match event:
+            case InvalidRequest():
+                raise event
             case SessionUpdate():
                 await self._update(event.session)
             case ItemCreate():
@@ -172,8 +176,8 @@ class Session:
             await self._live.send(frame=frame)
             self._shown_s = frame.time_s
         self._texts += texts
-        previous, self._last_item = self._last_item, item.id or self.names.new("item")
-        await self._send_all(item_events(self.names, item, self._last_item, previous))
+        item_id = item.id or self.names.new("item")
+        await self._send_all(item_events(self.names, item, item_id, self._conversation.add(item_id)))
 
     def _frames(self, item: UserMessage) -> Iterator[LiveFrame]:
         """Raises InvalidRequest for what is no data: URL, and for a time before that of the last frame."""
@@ -230,8 +234,6 @@ class Session:
         if error := _error_of(finished):
             await self._send(error_event(self.names, error, answer.event_id))
         await self._send_all(answer.finished(finished, error))
-        if answer.stays and not error:
-            self._last_item = answer.item_id
 
     async def _pass_on(self, response: LiveResponse) -> None:
         if response.dropped.reason == DROP_REASON_REFUSED:
@@ -251,7 +253,7 @@ class Session:
         return self._answers[ask_id]
 
     def _answer(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
-        return Answer(self.names, fields, limit, self._conversation_id, event_id, self._last_item)
+        return Answer(self.names, fields, limit, self._conversation, event_id)
 
 
 def _error_of(finished: LiveFinished) -> FramesieveError | None:
