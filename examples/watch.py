@@ -42,10 +42,10 @@ async def tell(session: LiveSession) -> None:
 async def main(clip: str, question: str, speed: str = "1") -> None:
     trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
     client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
-    async with client, client.live(triggers=[trigger]) as session:
-        async with asyncio.TaskGroup() as tasks:  # if one fails, so does the other
-            tasks.create_task(tell(session))
-            tasks.create_task(play(clip, session, float(speed)))
+    # If one task fails, the other is cancelled.
+    async with client, client.live(triggers=[trigger]) as session, asyncio.TaskGroup() as tasks:
+        tasks.create_task(tell(session))
+        tasks.create_task(play(clip, session, float(speed)))
 
 
 if __name__ == "__main__":

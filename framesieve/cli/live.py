@@ -7,9 +7,11 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -225,11 +227,26 @@ async def _ended(events: AsyncIterator[LiveEvent]) -> None:
 async def _play(session: LiveSession, source: str, fps: float, speed: float) -> None:
     """Shows the frames of a camera as they come, and those of a file when they are due."""
     frames, began_s = pictures(source, fps), time.monotonic()
-    while frame := await asyncio.to_thread(next, frames, None):
+    while frame := await _next(frames):
         time_s, picture = frame
         if not is_camera(source):
             await asyncio.sleep(began_s + time_s / speed - time.monotonic())
         await session.show(picture, time_s)
+
+
+async def _next(frames: Iterator[tuple[float, bytes]]) -> tuple[float, bytes] | None:
+    """The next frame, read in a daemon thread: Ctrl-C does not wait for a camera."""
+    found: Future[tuple[float, bytes] | None] = Future()
+    found.set_running_or_notify_cancel()  # so that it can be set when nobody waits for it any more
+
+    def read() -> None:
+        try:
+            found.set_result(next(frames, None))
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=read, daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> None:

@@ -46,8 +46,9 @@ from framesieve.v1.generation_pb2 import (
 class LiveSession:
     """A live session, from `FramesieveClient.live`. An async context manager: inside the session is open.
 
-    Leaving it ends the session at once; `close` waits for what was asked. A question that is refused raises its error,
-    and the session goes on. Any other error ends it: every call that waits and every later one raises that.
+    Leaving it ends the session at once; `close` waits for what was asked. A question that is refused, or that cannot be
+    answered because a service is away (Unavailable), raises its error, and the session goes on. Any other error ends
+    it: every call that waits and every later one raises that.
 
     request_id: as given, or as the service chose. reserved_tokens: of the KV cache, for this session.
     """
@@ -95,17 +96,16 @@ class LiveSession:
 
         picture: a picture file (JPEG, PNG, WebP, ...), as its bytes or its path, or the pixels, uint8
             [height, width, 3], RGB; at most 16 MiB.
-        time_s: when it was filmed, on any clock, not before the frame before it. None: now, in seconds since the
-            session was opened.
+        time_s: when it was filmed, on any clock, not before the frame before it. None: when it is sent, in seconds
+            since the session was opened.
         """
-        if time_s is None:
-            time_s = time.monotonic() - self._began
         if isinstance(picture, np.ndarray):
-            await self._send(frame=LiveFrame(raw=_raw(picture), time_s=time_s))
-            return
-        if not isinstance(picture, bytes):
-            picture = await asyncio.to_thread(Path(picture).read_bytes)
-        await self._send(frame=LiveFrame(picture=picture, time_s=time_s))
+            frame = LiveFrame(raw=_raw(picture), time_s=time_s)
+        else:
+            if not isinstance(picture, bytes):
+                picture = await asyncio.to_thread(Path(picture).read_bytes)
+            frame = LiveFrame(picture=picture, time_s=time_s)
+        await self._send(timed=time_s is not None, frame=frame)
 
     async def send_clip(self, data: bytes, *, begins: bool = False) -> None:
         """Sends the next bytes of encoded video, in place of frames: fragmented MP4, MPEG-TS or WebM, cut anywhere.
@@ -180,14 +180,17 @@ class LiveSession:
         self._listeners.add(queue)
         return queue
 
-    async def _send(self, **request: Any) -> None:
+    async def _send(self, timed: bool = True, **request: Any) -> None:
         """A cancelled caller leaves a request whole: gRPC takes none after a part of one."""
         if self._closed or self._reading.done():
             raise self._failure or InvalidRequest("the live session is closed")
-        await asyncio.shield(self._write(LiveRequest(**request)))
+        await asyncio.shield(self._write(LiveRequest(**request), timed))
 
-    async def _write(self, request: LiveRequest) -> None:
+    async def _write(self, request: LiveRequest, timed: bool = True) -> None:
+        """timed: otherwise it is a frame, which gets the time of its turn: so times are in the order of sending."""
         async with self._turn:
+            if not timed:
+                request.frame.time_s = time.monotonic() - self._began
             await write_to(self._call, request)
 
     async def _read(self) -> None:

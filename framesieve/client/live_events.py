@@ -115,7 +115,8 @@ class LiveDropped:
 
 @dataclass(frozen=True, slots=True)
 class LiveRestarted:
-    """The session begins again from its window, because its positions came to the end of what the model knows.
+    """The session begins again from its last segments: its positions came to the end of what the model knows, or the
+    window of a model with a recurrent state is full.
 
     segments: with how many of the last it begins.
     """

@@ -1,4 +1,5 @@
-"""`make fuzz-rpc`: mutated calls of all four methods, and valid ones behind faulty peers, against real processes.
+"""`make fuzz-rpc`: mutated calls of Preprocess, Encode, Generate and Live, and valid ones behind faulty peers, against
+real processes. Watch is called by Live alone, for its clips.
 
 A call passes if it ends in time with a status that blames the right side and reveals no internals. Afterwards the
 processes must serve, hold nothing for ended calls, and have grown by no more than the limit below.

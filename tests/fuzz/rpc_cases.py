@@ -26,10 +26,12 @@ from framesieve.v1.generation_pb2 import (
     GenerateRequest,
     LiveAsk,
     LiveCancel,
+    LiveClip,
     LiveClose,
     LiveFrame,
     LiveOpen,
     LiveRequest,
+    RawFrame,
     Sampling,
 )
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
@@ -54,7 +56,8 @@ _LIVE_PRUNINGS = (
     prompt_pb2.Pruning(method="evs_causal", rate=0.5),
     prompt_pb2.Pruning(method="none"),
 )
-# Of sessions that go wrong: no picture, a picture of another size, a time that is not one, a question without an end.
+# Of sessions that go wrong: no picture, one of another size, a time that is not one, encoded video among pictures, a
+# question without an end. Pixels are as good as a picture.
 _LIVE_EXTRAS = tuple(
     each.SerializeToString()
     for each in (
@@ -62,6 +65,8 @@ _LIVE_EXTRAS = tuple(
         LiveRequest(frame=LiveFrame(picture=media.picture(84, 56), time_s=1e9 + 5)),
         LiveRequest(frame=LiveFrame(picture=media.picture(56, 56), time_s=float("nan"))),
         LiveRequest(frame=LiveFrame(picture=media.picture(56, 56), time_s=1.7e308)),
+        LiveRequest(frame=LiveFrame(raw=RawFrame(width=56, height=56, rgb=bytes(3 * 56 * 56)), time_s=1e9 + 5)),
+        LiveRequest(clip=LiveClip(data=media.stream("mpegts", 8, width=56, height=56))),
         LiveRequest(ask=LiveAsk(parts=[prompt_pb2.Part(text="a" * 4000)])),
         LiveRequest(cancel=LiveCancel()),
         LiveRequest(close=LiveClose()),
