@@ -25,6 +25,7 @@ from tests.tiny import BLOCK_TOKENS, PAD_ID, Models, TinyEngine, load_models
 
 LAW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 FAMILIES = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], scope="module")
+RECURRENT = pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +186,19 @@ def added() -> st.SearchStrategy[Added]:
 
 @LAW
 @given(st.data())
-@FAMILIES
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"], scope="module")
 def test_answers_of_a_session_obey_the_law(models: Models, data: st.DataObject) -> None:
+    obey_the_law(models, data)
+
+
+@settings(LAW, max_examples=5)  # its steps take three times as long
+@given(st.data())
+@RECURRENT
+def test_answers_of_a_session_with_a_recurrent_state_obey_the_law(models: Models, data: st.DataObject) -> None:
+    obey_the_law(models, data)
+
+
+def obey_the_law(models: Models, data: st.DataObject) -> None:
     window = data.draw(st.sampled_from((36, 41, 60)))
     engine = TinyEngine(
         models.engine,
@@ -222,7 +234,7 @@ def test_a_long_session_keeps_its_first_segment_and_its_blocks(models: Models) -
     watched.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+@RECURRENT
 def test_what_is_cancelled_or_fails_leaves_the_recurrent_state_as_it_was(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +261,7 @@ def test_what_is_cancelled_or_fails_leaves_the_recurrent_state_as_it_was(
     watched.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"], scope="module")
+@RECURRENT
 def test_sessions_leave_two_recurrent_states_to_each_request_that_runs(models: Models) -> None:
     engine = TinyEngine(models.engine, blocks=64, max_num_seqs=2, snapshots=1, live_blocks=32)
     watched = Watched(models, engine, 40)

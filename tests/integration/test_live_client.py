@@ -154,6 +154,15 @@ async def test_pixels_and_pieces_of_encoded_video_are_shown_too(address: str) ->
     assert by_pixels.grid == grids[0]
 
 
+async def test_frames_that_several_tasks_show_without_a_time_are_in_order(address: str, tmp_path: Path) -> None:
+    (tmp_path / "frame.jpg").write_bytes(frames()[0][1])
+    async with FramesieveClient(address) as client, client.live() as session:
+        everything = asyncio.create_task(all_of(session.events()))
+        await asyncio.gather(session.show(tmp_path / "frame.jpg"), session.show(frames()[0][1]))
+        await session.close()
+        assert not [event for event in await everything if isinstance(event, LiveDropped)]
+
+
 async def test_errors_name_field_value_and_limit_and_a_refused_question_does_not_end_the_session(address: str) -> None:
     async with FramesieveClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
