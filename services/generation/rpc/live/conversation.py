@@ -19,7 +19,14 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaRejected, Overloaded, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import (
+    FramesieveError,
+    InvalidRequest,
+    MediaRejected,
+    Overloaded,
+    PromptTooLong,
+    Unavailable,
+)
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
