@@ -176,6 +176,50 @@ async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -
         assert (await live.ask(QUESTION))[0]
 
 
+async def test_a_session_begins_again_with_frames_of_another_size(served: Served) -> None:
+    """As of a camera that is opened again. The slice in which the size changes is refused."""
+    wide = [media.picture(56, 112, seed) for seed in range(4)]
+    times_s = [0.5 * number for number in range(10)]
+    async with FramesieveClient(served.address) as client, watching(served.address) as live:
+        await live.show(PICTURES[:4], times_s[:4])
+        for picture, time_s in zip((PICTURES[4], wide[0]), times_s[4:6], strict=True):
+            await live.send(frame=LiveFrame(picture=picture, time_s=time_s))
+        assert (await live.until("dropped")).reason == generation_pb2.DROP_REASON_REFUSED
+        await live.show(wide, times_s[6:])
+        tokens, logprobs = await live.ask(QUESTION)
+        frames, none = Frames(tuple(wide), tuple(times_s[6:])), Pruning(method="none")
+        seen = Video(frames=frames, max_pixels=MAX_PIXELS, pruning=none)
+        expected = await client.ask(seen, QUESTION, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
+
+
+@EVERY_FAMILY
+async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
+    large = [media.picture(448, 448, seed) for seed in range(2)]
+    async with watching(served.address, window_tokens=96, max_pixels=448 * 448) as live:
+        await live.show(PICTURES[:4], [0, 0.5, 1, 1.5])
+        for number, picture in enumerate(large):
+            await live.send(frame=LiveFrame(picture=picture, time_s=2 + number / 2))
+        dropped = await live.until("dropped")
+        assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_REFUSED)
+        await live.show(PICTURES[4:6], (3, 3.5))
+        assert not any(each.HasField("restarted") or each.HasField("evicted") for each in live.seen)
+
+
+async def test_a_long_question_before_the_first_frame_goes_when_it_leaves_no_room(served: Served) -> None:
+    times_s = [0.5 * number for number in range(4)]
+    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=64) as live:
+        await live.ask("What moves? " * 8, said(served)[1])
+        await live.show(PICTURES[:4], times_s)
+        assert [each.WhichOneof("response") for each in live.seen][-4:] == ["evicted", "restarted", "slice", "slice"]
+        tokens, logprobs = await live.ask(QUESTION)
+        expected = await client.ask(video(0, 4, times_s), QUESTION, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -> None:
     async with watching(served.address) as live:
         await live.show(PICTURES[:2], (0, 0.5))

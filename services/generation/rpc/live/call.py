@@ -1,6 +1,6 @@
 """One live session: what its caller sends, and the order in which slices and questions are served.
 
-read    frame frame │ frame frame │ ask │ frame …          never waits, so that the newest frame is known
+read    frame frame │ frame frame │ ask │ frame …          ahead of the work: the newest frame is known
 work    encode and compute a slice │ the next one │ answer the question │ …
 """
 

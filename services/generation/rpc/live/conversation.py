@@ -81,6 +81,10 @@ class _Ended(PromptTooLong):
     """A segment does not fit after what the session holds, so the session begins again."""
 
 
+class _Resized(_Ended):
+    """Frames have another size than those before them."""
+
+
 class Conversation:
     """responses: says what happens. inbox: of the running event loop. options: of upstream calls that begin now."""
 
@@ -116,10 +120,12 @@ class Conversation:
         """
         try:
             return await self._add(piece)
+        except _Resized:
+            staying: Sequence[tuple[int, Slice | _Told]] = ()
         except _Ended:
-            pass
+            staying = self._staying(piece)
         try:
-            await self._begin_again(self._staying(piece))
+            await self._begin_again(staying)
             return await self._add(piece)
         except _Ended:
             await self._begin_again(())
@@ -177,8 +183,11 @@ class Conversation:
         except MediaRejected:
             if self._shown is None:
                 raise
-        # Its frames may have another size than those before it, and a video has one: so it begins a turn.
-        return await self._watch_after(None, piece, again)
+        # A video has frames of one size. If it can be read alone, it has another size than those before it.
+        alone = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
+        options = self._options()
+        async with self._media.open(alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, **options):
+            raise _Resized("the session's frames have another size")
 
     async def _watch_after(self, shown: Slice | None, piece: Slice, again: bool) -> float:
         """Adds a slice after another one of its turn; None: it begins one."""
