@@ -198,7 +198,7 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
 @EVERY_FAMILY
 async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
     large = [media.picture(448, 448, seed) for seed in range(2)]
-    async with watching(served.address, window_tokens=96, max_pixels=448 * 448) as live:
+    async with watching(served.address, window_tokens=96, max_pixels=4 * 448 * 448) as live:
         await live.show(PICTURES[:4], [0, 0.5, 1, 1.5])
         for number, picture in enumerate(large):
             await live.send(frame=LiveFrame(picture=picture, time_s=2 + number / 2))

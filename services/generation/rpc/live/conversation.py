@@ -186,7 +186,10 @@ class Conversation:
         # A video has frames of one size. If it can be read alone, it has another size than those before it.
         alone = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
         options = self._options()
-        async with self._media.open(alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, **options):
+        async with self._media.open(
+            alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, **options
+        ) as upstream:
+            self._check_fits(upstream.plan.media[-1].grid.slice_tokens)
             raise _Resized("the session's frames have another size")
 
     async def _watch_after(self, shown: Slice | None, piece: Slice, again: bool) -> float:
@@ -231,14 +234,7 @@ class Conversation:
         session, segment = self._session, cut.segment
         if not session.held:
             self._opening = segment.ids.size - cut.kept.size
-        if (needed := self._opening + cut.grid.tokens) > session.window_tokens:
-            raise PromptTooLong(
-                f"the messages before a session's first frame and a slice need {needed} tokens, its window has "
-                f"{session.window_tokens}",
-                value=needed,
-                limit=session.window_tokens,
-                remedy="raise `window_tokens`, or lower `max_pixels`",
-            )
+        self._check_fits(cut.grid.tokens)
         await self._make_room(piece, segment.ids.size)
         number = session.count
         if segment.ids.size:
@@ -253,6 +249,17 @@ class Conversation:
         self._shown, self._still = piece, None
         self._cut = replace(cut, segment=replace(segment, embeds=None))
         await self._tell_slice(piece, cut, again)
+
+    def _check_fits(self, tokens: int) -> None:
+        """Raises PromptTooLong if a slice of so many tokens is too large for an empty window."""
+        if (needed := self._opening + tokens) > (window_tokens := self._session.window_tokens):
+            raise PromptTooLong(
+                f"the messages before a session's first frame and a slice need {needed} tokens, its window has "
+                f"{window_tokens}",
+                value=needed,
+                limit=window_tokens,
+                remedy="raise `window_tokens`, or lower `max_pixels`",
+            )
 
     def _remember(self, number: int, segment: Slice | _Told) -> None:
         window = self._window
