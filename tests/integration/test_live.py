@@ -195,7 +195,6 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
 
 
-@EVERY_FAMILY
 async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
     large = [media.picture(448, 448, seed) for seed in range(2)]
     async with watching(served.address, window_tokens=96, max_pixels=4 * 448 * 448) as live:
