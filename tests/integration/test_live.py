@@ -195,15 +195,18 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
 
 
+@EVERY_FAMILY
 async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
+    """Its frames are of another size: 64 tokens of Qwen3-VL and more of Qwen2.5-VL, after some 20 of text."""
     large = [media.picture(448, 448, seed) for seed in range(2)]
-    async with watching(served.address, window_tokens=96, max_pixels=4 * 448 * 448) as live:
-        await live.show(PICTURES[:4], [0, 0.5, 1, 1.5])
+    async with watching(served.address, window_tokens=80, max_pixels=4 * 448 * 448) as live:
+        await live.show(PICTURES[:2], (0, 0.5))
         for number, picture in enumerate(large):
-            await live.send(frame=LiveFrame(picture=picture, time_s=2 + number / 2))
-        dropped = await live.until("dropped")
+            await live.send(frame=LiveFrame(picture=picture, time_s=1 + number / 2))
+        async with asyncio.timeout(60):
+            dropped = await live.until("dropped")
         assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_REFUSED)
-        await live.show(PICTURES[4:6], (3, 3.5))
+        await live.show(PICTURES[2:4], (2, 2.5))
         assert not any(each.HasField("restarted") or each.HasField("evicted") for each in live.seen)
 
 
