@@ -218,7 +218,7 @@ def live(
 
 
 async def _ended(events: AsyncIterator[LiveEvent]) -> None:
-    """Returns when the source has come to its end."""
+    """Returns when the source ends."""
     async for event in events:
         if isinstance(event, LiveStream) and event.state is StreamState.ENDED:
             return
@@ -237,7 +237,7 @@ async def _play(session: LiveSession, source: str, fps: float, speed: float) -> 
 async def _next(frames: Iterator[tuple[float, bytes]]) -> tuple[float, bytes] | None:
     """The next frame, read in a daemon thread: Ctrl-C does not wait for a camera."""
     found: Future[tuple[float, bytes] | None] = Future()
-    found.set_running_or_notify_cancel()  # so that it can be set when nobody waits for it any more
+    found.set_running_or_notify_cancel()  # a result may then be set after the waiting task was cancelled
 
     def read() -> None:
         try:
@@ -269,7 +269,7 @@ async def _type(session: LiveSession, printer: _Printer, sampling: Sampling) -> 
 async def _ask(session: LiveSession, question: str, sampling: Sampling) -> None:
     """Its answer is printed as those of the trigger. If it is refused, the session goes on."""
     try:
-        with in_flags(), suppress(Unavailable):  # which is told with the events
+        with in_flags(), suppress(Unavailable):  # the event of this question reports it
             await session.answer(question, **sampling)
     except InvalidRequest as error:
         report(error)
