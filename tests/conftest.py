@@ -41,6 +41,8 @@ structlog.configure(
 # One worker runs all tests that share services, or a second one would start them again. In integration/ they share the
 # stack, but for these.
 FLEET = ("encoder_ranks", "equal_slices", "event_loop", "killed", "leaving", "signals")
+# In generation/ these share the processes of ranks.
+RANKS = ("int4", "tensor_parallel")
 OWN = ("affinity", "guarded", "minicpmv", "prefill_during_encoding", "serve", "tight_buffers")
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
@@ -94,6 +96,8 @@ class FileScheduling(LoadScopeScheduling):
         folder, name = path.parent.name, path.stem.removeprefix("test_")
         if folder == "deploy":
             return folder
+        if folder == "generation" and name in RANKS:
+            return "ranks"
         if folder != "integration" or name in OWN:
             return str(path)
         return "fleet" if name in FLEET else "stack"

@@ -85,6 +85,7 @@ def test_the_engine_call_measures_every_size(tmp_path: Path, monkeypatch: pytest
     assert all("100% of steps replayed" in line["note"] for line in lines_of(tmp_path) if line.get("what") in decodes)
 
 
+@pytest.mark.deep
 def test_the_tower_call_measures_graphs_attention_and_the_hop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, tmp_path, "tower") == 0
     rows = measured(tmp_path)

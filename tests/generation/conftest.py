@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from framesieve.services.generation.model import graphs
+from framesieve.services.generation.parallel.group import WorkerRanks
 from framesieve.services.generation.request.batch import Packed
+from tests import parallel_rank
 from tests.tiny import Models, load_models
 
 UNUSED = 2**30
@@ -22,6 +24,15 @@ UNUSED = 2**30
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
     return load_models("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerRanks]:
+    """Rank 0's side of two ranks, of which the other is one process for the tests of all files."""
+    torch.set_num_threads(1)
+    workers = WorkerRanks(2, (), torch.device("cpu"), parallel_rank.MODULE)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -162,13 +161,6 @@ def test_a_compiled_model_obeys_the_law(awq: Twins) -> None:
     assert engine.runner.compile()
     asked = [each for each in questions(awq) if not each.adapter]
     assert_law(awq.models, engine, asked, answer(engine, asked), BFLOAT16, 2 * BFLOAT16)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerRanks]:
-    workers = WorkerRanks(2, (), CPU, parallel_rank.MODULE)
-    yield workers
-    workers.close()
 
 
 def half_of(folder: Path, workers: WorkerRanks) -> LanguageModel:

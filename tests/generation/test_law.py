@@ -110,15 +110,10 @@ def test_a_prompt_cut_anywhere_obeys_the_law(models: Models) -> None:
         assert_law(models, engine, questions, answers)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "family",
-    [
-        "qwen3_5",
-        *(
-            pytest.param(each, marks=pytest.mark.deep)
-            for each in ("cosmos3_edge", "glm4v", "nemotron_h_omni", "nemotron_nano_vl", "qwen3_vl")
-        ),
-    ],
+    ["cosmos3_edge", "glm4v", "nemotron_h_omni", "nemotron_nano_vl", "qwen3_5", "qwen3_vl"],
     scope="module",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code

@@ -53,15 +53,6 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[WorkerRanks]:
-    """One worker process for all tests of this file."""
-    torch.set_num_threads(1)
-    workers = WorkerRanks(2, (), CPU, parallel_rank.MODULE)
-    yield workers
-    workers.close()
-
-
 @dataclass(frozen=True)
 class Shared:
     """whole: one process' model and transformers'; half: rank 0's part; text: PEFT's text models by adapter."""

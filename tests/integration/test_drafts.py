@@ -56,6 +56,7 @@ async def test_wrong_drafts_change_no_answer_and_stop(client: FramesieveClient, 
 
 
 async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer() -> None:
+    """Both are compiled."""
     usages = []
     async with LocalStack(flags=DRAFTING) as demo, FramesieveClient(demo.address) as asked:
         for rate in (0.0, 0.75):

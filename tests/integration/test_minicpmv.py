@@ -39,7 +39,7 @@ VIDEOS: dict[str, tuple[Part, ...]] = {
 SLICED: dict[str, tuple[Part, ...]] = {
     "a video whose frames are sliced, and an image": (Video(data=CLIP, max_slices=3, fps=2), Image(data=WIDE))
 }
-VERSIONS = ["2.6", "4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "4.0"))]
+VERSIONS = ["4.5", *(pytest.param(each, marks=pytest.mark.deep) for each in ("2.5", "2.6", "4.0"))]
 GROUPED: dict[str, tuple[Part, ...]] = {"a video in groups": (Video(data=LONG), Image(data=PICTURE))}
 
 
