@@ -75,7 +75,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return load_models(request.param, tmp_path_factory.mktemp("both"))
 
 
-@LAW
+@settings(LAW, max_examples=8)
 @given(st.data())
 @heads(pytest.param("qwen3_5", SPECFORGE, marks=pytest.mark.deep))
 def test_the_law_holds_whatever_a_head_drafts(drafted: Models, data: st.DataObject) -> None:
@@ -89,7 +89,7 @@ def test_drafts_are_those_of_the_whole_sequence_without_a_cache(drafted: Models)
     picture = random_item(drafted.family, (1, 2, 2), None, seed=6)
     questions = [Question((Text((30, 31, 32)), video, Text((33,)), picture, Text((34, 35))), 24, answers=2)] * 2
     compared = 0
-    for chunk_tokens, payoff in ((3, None), (5, None), (9, Sometimes()), (64, None), (64, Sometimes())):
+    for chunk_tokens, payoff in ((3, None), (9, Sometimes()), (64, Sometimes())):
         tiny = TinyEngine(drafted.engine, max_num_batched_tokens=chunk_tokens, max_draft_tokens=3, payoff=payoff)
         seen = record(tiny)
         asked = answer(tiny, questions, (0, 40), (2, 5), [(2, 2, 2), ()])
@@ -103,7 +103,7 @@ def test_drafts_are_those_of_the_whole_sequence_without_a_cache(drafted: Models)
             if margin > 1e-3:
                 assert tokens == expected
                 compared += 1
-    assert compared > 40
+    assert compared > 15
 
 
 class Sometimes(Payoff):
