@@ -195,7 +195,8 @@ def _orientation(image: Image.Image) -> int:
 
 def _on_white(image: Image.Image) -> Image.Image:
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")  # which copies one that is RGB, too
     coloured = image.convert("RGBA")
     white = Image.new("RGBA", coloured.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, coloured).convert("RGB")
