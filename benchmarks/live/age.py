@@ -1,6 +1,6 @@
 """Time to first token of a question in a session that is an hour old, and in one that is a minute old.
 
-The tower is the small one, and so are the frames: no question waits for them, and the hour passes sooner.
+The tower is the small one: no question waits for it, and the hour passes sooner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from framesieve.common.channels import open_channel
 from framesieve.common.security.credentials import NO_CREDENTIALS
 
 OLD_MINUTES = 60
-SIDE_PX = 112
 QUESTIONS_A_ROUND = 5
 AT_MOST = 1.1
 
@@ -40,9 +39,9 @@ async def _age(rounds: int) -> list[Row]:
             Session.opened(channel, **WINDOW) as young,
         ):
             for number in range(OLD_MINUTES):
-                await old.watch(*minute(0, number, SIDE_PX, SIDE_PX))
+                await old.watch(*minute(0, number))
                 print(f"minute {number + 1} of {OLD_MINUTES}", file=sys.stderr)
-            await young.watch(*minute(1, 0, SIDE_PX, SIDE_PX))
+            await young.watch(*minute(1, 0))
             for number in range(QUESTIONS_A_ROUND * rounds + 1):
                 for name, session in (("old", old), ("young", young)):
                     seconds = await session.first_token_s()

@@ -69,12 +69,10 @@ async def _question(rounds: int) -> list[Row]:
     ]
 
 
-def minute(
-    camera: int, number: int, height_px: int = HEIGHT_PX, width_px: int = WIDTH_PX
-) -> tuple[list[bytes], list[float]]:
+def minute(camera: int, number: int) -> tuple[list[bytes], list[float]]:
     """The frames of a minute of a camera, and their times."""
     first = number * MINUTE
-    return pictures(camera, first, MINUTE, height_px, width_px), [(first + place) / FPS for place in range(MINUTE)]
+    return pictures(camera, first, MINUTE, HEIGHT_PX, WIDTH_PX), [(first + place) / FPS for place in range(MINUTE)]
 
 
 async def _generated_s(client: FramesieveClient, frames: Sequence[bytes], name: str) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -47,13 +47,14 @@ async def serving(address: str, *servicers: Any) -> AsyncIterator[grpc.aio.Chann
 
 @asynccontextmanager
 async def speaking(
-    address: str, path: str, behaviour: Any, options: Sequence[tuple[str, Any]] = ()
+    address: str, behaviours: Mapping[str, Any], options: Sequence[tuple[str, Any]] = ()
 ) -> AsyncIterator[None]:
-    """A plain gRPC server of one streaming method, /package.Service/Method, whose messages are bytes."""
-    _, service, method = path.split("/")
-    handlers: Any = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
+    """A plain gRPC server of streaming methods, /package.Service/Method, whose messages are bytes."""
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    for path, behaviour in behaviours.items():
+        _, service, method = path.split("/")
+        handlers: Any = {method: grpc.stream_stream_rpc_method_handler(behaviour)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_insecure_port(address)
     await server.start()
     try:

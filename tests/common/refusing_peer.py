@@ -27,7 +27,7 @@ async def main(address: str, method: str, plan: str = "") -> None:
         details = ((DETAILS_KEY, status_details(REFUSAL).SerializeToString()),)
         await context.abort(grpc.StatusCode[REFUSAL.status], str(REFUSAL), details)
 
-    async with speaking(address, method, refuse):
+    async with speaking(address, {method: refuse}):
         await asyncio.Event().wait()
 
 

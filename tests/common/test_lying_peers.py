@@ -48,7 +48,7 @@ async def test_a_false_answer_of_preprocessing_breaks_the_contract(tmp_path: Pat
 
     address = f"unix:{tmp_path}/peer"
     async with (
-        speaking(address, "/framesieve.v1.PreprocessingService/Preprocess", speak),
+        speaking(address, {"/framesieve.v1.PreprocessingService/Preprocess": speak}),
         open_channel(address) as channel,
         service_of(tmp_path, tiny_checkpoint, preprocessing_channel=channel) as service,
     ):

@@ -65,7 +65,7 @@ def behind(request: pytest.FixtureRequest, tmp_path: Path, tower: Tower, tiny_ch
 
     @asynccontextmanager
     async def opened(behaviour: Behaviour) -> AsyncIterator[Ask]:
-        async with speaking(address, f"/framesieve.v1.{method}", behaviour), open_channel(address) as upstream:
+        async with speaking(address, {f"/framesieve.v1.{method}": behaviour}), open_channel(address) as upstream:
             encoder = encoder_behind(upstream, tmp_path, tower)
             generation = generation_behind(upstream, tmp_path, tiny_checkpoint)
             async with encoder if request.param == "encoder" else generation as ask:

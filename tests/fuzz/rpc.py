@@ -1,5 +1,5 @@
-"""`make fuzz-rpc`: mutated calls of Preprocess, Encode, Generate and Live, and valid ones behind faulty peers, against
-real processes. Watch is called by Live alone, for its clips.
+"""`make fuzz-rpc`: mutated calls of Preprocess, Watch, Encode, Generate and Live, and valid ones behind faulty peers,
+against real processes.
 
 A call passes if it ends in time with a status that blames the right side and reveals no internals. Afterwards the
 processes must serve, hold nothing for ended calls, and have grown by no more than the limit below.

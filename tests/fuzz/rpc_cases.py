@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import grpc
 from google.protobuf.message import Message
@@ -34,16 +35,18 @@ from framesieve.v1.generation_pb2 import (
     RawFrame,
     Sampling,
 )
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from framesieve.v1.preprocessing_pb2 import PreprocessRequest, WatchOpen, WatchRequest
 from tests import media
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 
 SERVICES = ("preprocessing", "encoder", "generation")
 # Live sessions are calls of generation, too.
 LIVE = "live"
-CALLS = (*SERVICES, LIVE)
+# And streams of encoded video are calls of preprocessing.
+WATCH = "watch"
+CALLS = (*SERVICES, LIVE, WATCH)
 _KINDS = {"structure": 45, "bytes": 10, "order": 10, "leaving": 10, "peer": 22, "whole": 3}
-_STREAMED = ("preprocessing", "encoder", LIVE)
+_STREAMED = ("preprocessing", "encoder", LIVE, WATCH)
 _PEERS = {
     "encoder": ("preprocessing",),
     "generation": ("encoder", "encoder", "preprocessing"),
@@ -72,6 +75,20 @@ _LIVE_EXTRAS = tuple(
         LiveRequest(close=LiveClose()),
     )
 )
+
+# A stream that is fetched, which the services may not do, one that is no video, and bytes without an end.
+_WATCH_EXTRAS = tuple(
+    each.SerializeToString()
+    for each in (
+        WatchRequest(open=WatchOpen(fps=2, url="rtsp://127.0.0.1:1/")),
+        WatchRequest(open=WatchOpen(fps=2, url="http://localhost/a.ts")),
+        WatchRequest(open=WatchOpen(fps=float("nan"))),
+        WatchRequest(data=b"\0" * 1000),
+        WatchRequest(data=media.picture(56, 56)),
+        WatchRequest(data=bytes(2**21)),
+    )
+)
+_EXTRAS = {LIVE: _LIVE_EXTRAS, WATCH: _WATCH_EXTRAS}
 
 _ALLOWED = frozenset({"OK", "INVALID_ARGUMENT", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"})
 
@@ -119,6 +136,8 @@ def case(seed: int, number: int) -> Case:
     requests: list[Message]
     if service == LIVE:
         requests = list(_live_session(number, random_))
+    elif service == WATCH:
+        requests = list(_watched(random_))
     else:
         requests = _conversation(service, _prompt(number, random_), random_)
     made = Case(seed, number, kind, service, tuple(each.SerializeToString() for each in requests))
@@ -145,15 +164,15 @@ def _disordered(service: str, requests: tuple[bytes, ...], random_: random.Rando
     for _ in range(random_.randrange(1, 4)):
         index = random_.choice((0, 1, 2, 3, -1, 2**31 - 1))
         select = PreprocessRequest(select=prompt_pb2.Select(media_index=index)).SerializeToString()
-        if service == LIVE:
-            select = random_.choice((*requests, *_LIVE_EXTRAS)) * random_.choice((1, 1, 2))
+        if service in _EXTRAS:
+            select = random_.choice((*requests, *_EXTRAS[service])) * random_.choice((1, 1, 2))
         here = random_.randrange(len(changed) + 1)
         match random_.randrange(4):
             case 0 if changed:
                 del changed[here - 1]
             case 1:
                 random_.shuffle(changed)
-            case 2 if service == LIVE:
+            case 2 if service in _EXTRAS:
                 changed[here:here] = [select] * random_.choice((2, 20, 300))
             case _:
                 changed.insert(here, random_.choice((select, b"", *requests)))
@@ -201,6 +220,11 @@ def _live_session(number: int, random_: random.Random) -> Iterator[LiveRequest]:
     if random_.random() < 0.5:
         opened.triggers.add(ask=_ask("often", 2, transient=True), every_s=1.5)
     yield LiveRequest(open=opened)
+    if random_.random() < 0.3:
+        for piece in _pieces(random_):
+            yield LiveRequest(clip=LiveClip(data=piece))
+        yield LiveRequest(ask=_ask("last", 3))
+        return
     time_s = random_.choice((0.0, 1e9, -3.5))
     for place in range(random_.randrange(2, 12)):
         time_s += random_.choice((0.0, 0.1, 0.5, 0.5, 0.5, 3.0))
@@ -213,6 +237,27 @@ def _live_session(number: int, random_: random.Random) -> Iterator[LiveRequest]:
     yield LiveRequest(ask=_ask("last", 3))
     if random_.random() < 0.5:
         yield LiveRequest(close=LiveClose())
+
+
+def _watched(random_: random.Random) -> Iterator[WatchRequest]:
+    """All requests of a stream that is sent to its end."""
+    yield WatchRequest(open=WatchOpen(fps=random_.choice((0.5, 2.0, 60.0))))
+    for piece in _pieces(random_):
+        yield WatchRequest(data=piece)
+
+
+def _pieces(random_: random.Random) -> Iterator[bytes]:
+    """Encoded video, cut anywhere."""
+    data = _stream(random_.choice(("mpegts", "fmp4")))
+    cuts = sorted(random_.sample(range(1, len(data)), random_.choice((0, 1, 5, 20))))
+    for begin, end in pairwise((0, *cuts, len(data))):
+        yield data[begin:end]
+
+
+@cache
+def _stream(form: str) -> bytes:
+    """Three seconds of 56 × 56 pixels, as a camera sends them."""
+    return media.stream(form, 30, width=56, height=56)
 
 
 def _ask(name: str, max_new_tokens: int, transient: bool = False) -> LiveAsk:

@@ -14,18 +14,20 @@ import tempfile
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from framesieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
 from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from framesieve.v1.preprocessing_pb2 import PreprocessResponse, WatchResponse
 from tests.common.loopback import speaking
-from tests.fuzz.rpc_cases import LIVE, SERVICES, clip
+from tests.fuzz.rpc_cases import LIVE, SERVICES, WATCH, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 from tests.integration.fleet import Service, Stack, started
 
@@ -34,17 +36,19 @@ PATHS = {
     "encoder": "/framesieve.v1.EncoderService/Encode",
     "generation": "/framesieve.v1.GenerationService/Generate",
     LIVE: "/framesieve.v1.GenerationService/Live",
+    WATCH: "/framesieve.v1.PreprocessingService/Watch",
 }
-_ANSWERS: dict[str, type[PreprocessResponse] | type[EncodeResponse]] = {
-    "preprocessing": PreprocessResponse,
-    "encoder": EncodeResponse,
+# Of each upstream service, what its calls answer.
+_ANSWERS: dict[str, dict[str, type[PreprocessResponse | WatchResponse | EncodeResponse]]] = {
+    "preprocessing": {"preprocessing": PreprocessResponse, WATCH: WatchResponse},
+    "encoder": {"encoder": EncodeResponse},
 }
 # These gauges grow with what services keep for later requests.
 _KEPT = re.compile(r"cache|idle")
 _SILENCE_S = 0.3
 # Small limits, so that a mutated length cannot make a case slow.
 _FLAGS = {
-    "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2"),
+    "preprocessing": ("--fetch-schemes", "", "--decode-workers", "2", "--max-streams", "32"),
     "encoder": ("--cache-bytes", str(2**20), "--output-buffer-bytes", str(2**24), "--threads", "1"),
     "generation": (
         *("--kv-cache-tokens", "5120", "--live-tokens", "4096"),
@@ -117,7 +121,7 @@ async def fuzzed_stack(checkpoint: Path) -> AsyncIterator[FuzzedStack]:
         stack = Stack({name: Service(name, checkpoint, folder, flags[name], addresses[name]) for name in SERVICES})
         opened.enter_context(started(*stack.services.values()))
         channels = {name: opened.enter_context(grpc.insecure_channel(each)) for name, each in addresses.items()}
-        channels[LIVE] = channels["generation"]
+        channels |= {LIVE: channels["generation"], WATCH: channels["preprocessing"]}
         hidden = (str(folder), str(checkpoint), str(Path(__file__).parent.parent.parent))
         yield FuzzedStack(stack, channels, hidden)
 
@@ -128,15 +132,15 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
     options = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
     async with grpc.aio.insecure_channel(upstream, options=options) as channel:
 
-        async def behaviour(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        async def behaviour(called: str, requests: Any, context: Any) -> AsyncIterator[bytes]:
             request_id = str(dict(context.invocation_metadata())[REQUEST_ID_KEY])
-            call: Any = channel.stream_stream(PATHS[name])(
+            call: Any = channel.stream_stream(PATHS[called])(
                 timeout=context.time_remaining(), metadata=((REQUEST_ID_KEY, request_id),)
             )
             passing = asyncio.create_task(_pass_on(requests, call))
             try:
                 bends = request_id.startswith(f"fuzz-{name}-")
-                async for answer in _bent(call, name, random.Random(request_id)) if bends else call:
+                async for answer in _bent(call, _ANSWERS[name][called], random.Random(request_id)) if bends else call:
                     yield answer
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata()))
@@ -144,7 +148,8 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
                 passing.cancel()
                 call.cancel()
 
-        async with speaking(address, PATHS[name], behaviour, options):
+        behaviours = {PATHS[called]: partial(behaviour, called) for called in _ANSWERS[name]}
+        async with speaking(address, behaviours, options):
             yield
 
 
@@ -157,8 +162,8 @@ async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
         await call.done_writing()
 
 
-async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random) -> AsyncIterator[bytes]:
-    """The answers, one of them mutated."""
+async def _bent(answers: AsyncIterator[bytes], kind: type[Message], random_: random.Random) -> AsyncIterator[bytes]:
+    """The answers, messages of that kind, one of them mutated."""
     target = random_.choice((0, 0, 1, 2, 3, random_.randrange(20)))
     how = random_.choice(("structure",) * 6 + ("bytes", "drop", "double", "late", "repeat", "end"))
     late: list[bytes] = []
@@ -172,7 +177,7 @@ async def _bent(answers: AsyncIterator[bytes], name: str, random_: random.Random
         if place == target:
             match how:
                 case "structure":
-                    message = _ANSWERS[name].FromString(answer)
+                    message = kind.FromString(answer)
                     mutate(message, random_)
                     yield message.SerializeToString()
                 case "bytes":

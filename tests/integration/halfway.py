@@ -73,5 +73,5 @@ async def halfway(address: str, encoder: str) -> AsyncIterator[Halfway]:
     async with grpc.aio.insecure_channel(encoder, options=options) as channel:
         replica = Halfway(channel)
         listening = [("grpc.max_receive_message_length", MAX_RECEIVE_BYTES)]
-        async with speaking(address, ENCODE, replica.passed_on, listening):
+        async with speaking(address, {ENCODE: replica.passed_on}, listening):
             yield replica
