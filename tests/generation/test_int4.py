@@ -245,7 +245,7 @@ def test_loading_holds_packed_layers_and_one_file(tmp_path: Path) -> None:
     whole = sum(each.nbytes for each in weights.values())
     found = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True)
     peak = int(found.stdout.splitlines()[-1])
-    beside = 40 * 2**20  # of libraries, and of the layer that is packed
+    beside = 64 * 2**20  # of libraries, of the layer that is packed, and of huge pages, which vary by 25 MB
     assert peak < 0.3 * whole + largest + beside < whole, (peak, whole, largest)
 
 

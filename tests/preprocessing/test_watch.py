@@ -159,7 +159,8 @@ async def test_a_decoder_that_crashes_ends_its_stream_alone(service: Service) ->
             with pytest.raises(grpc.aio.AioRpcError, match="2 streams are watched, and no more may be"):
                 await all_of(await opened(stub, url))
         os.kill(worker, signal.SIGSEGV)
-        with pytest.raises(grpc.aio.AioRpcError, match="data cannot be decoded: its decoder crashed"):
+        # How it ended is not known yet if the next bytes cannot be sent to it.
+        with pytest.raises(grpc.aio.AioRpcError, match=r"data cannot be decoded: its decoder (crashed|process)"):
             await all_of(crashed)
         assert_shown(await all_of(other, [data[len(data) // 2 :]]), data)
         assert service.queues.replaced == [Fault.CRASHED]
