@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from fractions import Fraction
 from unittest.mock import Mock
 
@@ -25,6 +26,7 @@ from framesieve.services.generation.model.runner import LaunchedStep, SampledSte
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted
+from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
@@ -303,14 +305,21 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     tiny = TinyEngine(models.engine, on_end=ended.set, workers=lost if cause == "rank" else None)
     waits = tiny.ask("waits for media", [VIDEO, *PROMPT], SamplingParams(1))
     queued = tiny.ask("queued", PROMPT, SamplingParams(4))
+    opening = list[Future[None]]()  # a session, while the step fails
+
+    def fail(*_: object) -> None:
+        opening.append(tiny.engine.open(Session("live", 16, 16, BLOCK_TOKENS)))
+        raise torch.AcceleratorError("illegal memory access")
 
     if cause == "bug":
         monkeypatch.setattr(tiny.engine._stepper, "_publish", Mock(side_effect=ZeroDivisionError))
     if cause == "device":
-        monkeypatch.setattr(tiny.runner, "launch", Mock(side_effect=torch.AcceleratorError("illegal memory access")))
+        monkeypatch.setattr(tiny.runner, "launch", fail)
     tiny.engine.start()
     assert ended.wait(20)
     assert not tiny.engine.alive
+    for each in opening:
+        assert isinstance(each.exception(20), Unavailable)
     for asked in (waits, queued):
         assert asked.failed
         assert isinstance(asked.failed.error, Unavailable)

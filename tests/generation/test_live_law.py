@@ -272,3 +272,19 @@ def test_sessions_leave_two_recurrent_states_to_each_request_that_runs(models: M
     engine.drain()
     watched.check()
     watched.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], scope="module")
+def test_a_session_does_not_wait_for_blocks_that_others_lack(models: Models) -> None:
+    engine = TinyEngine(models.engine, blocks=32, live_blocks=14)
+    watched = Watched(models, engine, 40)
+    left = (32 - watched.session.num_blocks) * BLOCK_TOKENS
+    for number, tokens in enumerate((left - 20, left - 30)):  # of which the second one has no room beside the first
+        first = 10 + 100 * number
+        engine.ask(f"{number}", [Text(tuple(range(first, first + tokens)))], SamplingParams(18))
+        engine.engine.step()
+    watched.add(Added(text=2, media=7), steps=3)
+    assert watched.session.count == 1
+    watched.check()
+    engine.drain()
+    watched.close()

@@ -128,7 +128,7 @@ class Engine:
             )
         with self._lock:
             if self._stopping:
-                raise Unavailable("the engine of generation has ended", "generation")
+                raise _ended()
             answers = (request, *request.siblings)
             if len(answers) > self._max_requests:
                 which = "the number of answers that may run and wait (--max-num-seqs, --max-waiting-requests)"
@@ -205,6 +205,7 @@ class Engine:
 
     def _end(self) -> None:
         self.give_up()
+        self._run_commands()  # those that wait for one end, too
         self._on_end()
 
     def _wake(self) -> None:
@@ -229,6 +230,9 @@ class Engine:
         def run() -> None:
             if not done.set_running_or_notify_cancel():
                 return
+            if self._stopping:
+                done.set_exception(_ended())
+                return
             try:
                 command()
             except Exception as error:
@@ -238,7 +242,7 @@ class Engine:
 
         with self._lock:
             if self._stopping:
-                done.set_exception(Unavailable("the engine of generation has ended", "generation"))
+                done.set_exception(_ended())
             else:
                 self._commands.put((None, run))
         return done
@@ -266,3 +270,7 @@ class Engine:
             raise PeerContract(f"embeds of item {index} are {list(embeds.shape)}, not {list(expected)}")
         request.add_media(item, self._encoded_media.add(request.media_keys[index], item))
         self._scheduler.media_arrived(request)
+
+
+def _ended() -> Unavailable:
+    return Unavailable("the engine of generation has ended", "generation")

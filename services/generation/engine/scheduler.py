@@ -313,10 +313,15 @@ class Scheduler:
         not_running = [each for each in (*self.waiting[1:], *self.awaiting_media) if not each.session]
         reclaimable = sum(self.allocator.exclusive(other.blocks[other.num_pinned_blocks :]) for other in not_running)
         # One block for each running request to grow into: otherwise its next token would preempt the new request.
-        available = self.allocator.free + reclaimable - promised - len(self.running)
-        if self.running and self._missing_blocks(request, request.tokens) > available:
-            return None
-        del self.waiting[0]
+        growing = sum(not each.session for each in self.running)
+        available = self.allocator.free + reclaimable - promised - growing
+        if growing and not request.session and self._missing_blocks(request, request.tokens) > available:
+            # A session's request has its blocks, so it does not wait for those that another one lacks.
+            of_sessions = [each for each in self.waiting if each.session and not each.num_unread]
+            if not of_sessions:
+                return None
+            request = of_sessions[0]
+        self.waiting.remove(request)
         self._enter(request, Status.RUNNING)
         return request
 

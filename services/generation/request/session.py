@@ -91,7 +91,7 @@ class Session:
     count: int = 0
     first: int = 1
     unsaid: tuple[int, ...] = ()
-    _asked: tuple[Segment, PrunedPrompt] | None = None
+    _computing: tuple[Segment, PrunedPrompt] | None = None  # the segment of its request, if it has one
 
     @property
     def held(self) -> int:
@@ -131,7 +131,7 @@ class Session:
 
     def begin(self, segment: Segment, embed_levels: int) -> PrunedPrompt:
         """The prompt that computes a segment: the rows that are held, then its own."""
-        assert self._asked is None, "the session has a request"
+        assert self._computing is None, "the session has a request"
         runs = tuple(Run(self.held + run.offset, run.length) for run in segment.runs)
         rows = sum(run.length for run in runs)
         # All its media rows as one item, of which every token is kept.
@@ -146,7 +146,7 @@ class Session:
         prompt = PrunedPrompt(plan, [rows] if rows else [])
         if rows:
             prompt.deliver(0, None, encoded_id=1)
-        self._asked = segment, prompt
+        self._computing = segment, prompt
         return prompt
 
     def end(self, computed: int, output_ids: Sequence[int]) -> bool:
@@ -154,8 +154,8 @@ class Session:
 
         Nothing stays if it was not computed as a whole. Returns whether anything stays.
         """
-        assert self._asked
-        (segment, prompt), self._asked = self._asked, None
+        assert self._computing
+        (segment, prompt), self._computing = self._computing, None
         answer = computed - prompt.tokens
         if answer < 0 or segment.transient:
             return False
