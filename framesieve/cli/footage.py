@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 _QUALITY = 90
-_TICK_S = 1e-6  # 0.3 · 10 is below 3
+_TICK_S = 1e-6  # 0.29 · 100 is below 29
 
 
 def is_camera(source: str) -> bool:

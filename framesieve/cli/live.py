@@ -64,7 +64,7 @@ _MEDIA = "Media"
 _SESSION = "Session"
 _EVERY_S = 5.0
 _FPS = 2.0
-# What the service watches itself.
+# URLs are watched by the service, which refuses rtsps by name.
 _URL = re.compile(r"(?:rtsps?|https?)://", re.IGNORECASE)
 
 
@@ -330,6 +330,8 @@ class _Printer:
                     self._warn(f"{event.frames} frames were refused: {event.error}")
                 case LiveRestarted():
                     self._warn(f"the session begins again with its last {event.segments} slices, questions and answers")
+                case LiveStream(state=StreamState.ENDED) if event.reason:
+                    self._warn(event.reason)
                 case LiveStream(state=StreamState.LOST):
                     self._warn(f"the stream broke off and is opened again: {event.reason}")
 

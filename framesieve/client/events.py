@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from framesieve.client.answer import (
@@ -76,15 +77,16 @@ class LiveEvents:
     def __init__(self, request_id: str, questions: Mapping[str, str]) -> None:
         self._request_id = request_id
         self._questions = questions
-        self._deltas: list[Delta] = []  # of the answer that is being given: there is one at a time
+        self._deltas = defaultdict[str, list[Delta]](list)  # by ask_id, of questions that are not finished
         self._seen_s: float | None = None
 
     def of(self, response: generation_pb2.LiveResponse) -> LiveEvent:
         """Raises PeerContract for a kind of event that this client does not know."""
         match response.WhichOneof("response"):
             case "delta":
-                self._deltas.append(_delta(response.delta.delta))
-                return LiveDelta(response.delta.ask_id, self._deltas[-1])
+                delta = _delta(response.delta.delta)
+                self._deltas[response.delta.ask_id].append(delta)
+                return LiveDelta(response.delta.ask_id, delta)
             case "finished":
                 return self._answered(response.finished)
             case "slice":
@@ -115,7 +117,7 @@ class LiveEvents:
         if message.ask_id not in self._questions:
             raise PeerContract(f"the service answered {message.ask_id!r}, which was not asked")
         question, usage = self._questions[message.ask_id], _live_usage(message.usage)
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas.pop(message.ask_id, [])
         if message.error:
             return LiveRefused(message.ask_id, question, _refusal(message))
         finished = _finished(message.finished)

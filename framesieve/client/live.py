@@ -59,7 +59,7 @@ class LiveSession:
         self._start, self._opened = start, opened
         self._questions = {each.ask.ask_id: each.ask.parts[0].text for each in opened.triggers}  # by ask_id
         self._names = (f"ask-{number}" for number in count())
-        self._turn = asyncio.Lock()  # gRPC takes one request at a time
+        self._writing = asyncio.Lock()  # gRPC takes one request at a time
         self._listeners: WeakSet[asyncio.Queue[LiveEvent | None]] = WeakSet()
         self._closed = False
         self._failure: FramesieveError | None = None
@@ -92,7 +92,8 @@ class LiveSession:
         await asyncio.wait([self._reading])
 
     async def show(self, picture: bytes | NDArray[np.uint8] | StrPath, time_s: float | None = None) -> None:
-        """Sends a frame. Frames have one size, and the service uses the first one of each interval of 1 / fps.
+        """Sends a frame. The service uses the first one of each interval of 1 / fps. A frame of another size than those
+        before it begins the session again, alone.
 
         picture: a picture file (JPEG, PNG, WebP, ...), as its bytes or its path, or the pixels, uint8
             [height, width, 3], RGB; at most 16 MiB.
@@ -105,7 +106,7 @@ class LiveSession:
             if not isinstance(picture, bytes):
                 picture = await asyncio.to_thread(Path(picture).read_bytes)
             frame = LiveFrame(picture=picture, time_s=time_s)
-        await self._send(timed=time_s is not None, frame=frame)
+        await self._send(stamp=time_s is None, frame=frame)
 
     async def send_clip(self, data: bytes, *, begins: bool = False) -> None:
         """Sends the next bytes of encoded video, in place of frames: fragmented MP4, MPEG-TS or WebM, cut anywhere.
@@ -180,16 +181,16 @@ class LiveSession:
         self._listeners.add(queue)
         return queue
 
-    async def _send(self, timed: bool = True, **request: Any) -> None:
+    async def _send(self, stamp: bool = False, **request: Any) -> None:
         """A cancelled caller leaves a request whole: gRPC takes none after a part of one."""
         if self._closed or self._reading.done():
             raise self._failure or InvalidRequest("the live session is closed")
-        await asyncio.shield(self._write(LiveRequest(**request), timed))
+        await asyncio.shield(self._write(LiveRequest(**request), stamp))
 
-    async def _write(self, request: LiveRequest, timed: bool = True) -> None:
-        """timed: otherwise it is a frame, which gets the time of its turn: so times are in the order of sending."""
-        async with self._turn:
-            if not timed:
+    async def _write(self, request: LiveRequest, stamp: bool = False) -> None:
+        """stamp: it is a frame, which gets the time at which it is sent, so that times are in the order of sending."""
+        async with self._writing:
+            if stamp:
                 request.frame.time_s = time.monotonic() - self._began
             await write_to(self._call, request)
 

@@ -134,7 +134,8 @@ class StreamState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LiveStream:
-    """The source or the clips came to an end, or broke off. reason: why, for people; empty at an end."""
+    """The source or the clips came to an end, or broke off. reason: why, for people; at an end empty, unless the
+    session takes no more of it."""
 
     state: StreamState
     reason: str
