@@ -145,6 +145,7 @@ class _Session:
         """Packets of the track as they come, several at a time."""
         early, self._early = self._early, []
         parts: Iterator[_Packet | _Message] = iter(early)
+        silent_until_s = self._later_s()
         while True:
             media, ended = [], False
             for each in parts:
@@ -154,9 +155,11 @@ class _Session:
                 ended |= isinstance(each, _Packet) and each.channel == self._channels[1] and _says_bye(each.data)
             if media:
                 yield b"".join(media)
+                silent_until_s = self._later_s()
             if ended:
                 return
-            parts = iter(await self._receive())
+            # Answers to OPTIONS, and other tracks, do not count.
+            parts = iter(await self._receive(silent_until_s))
 
     async def _ask(self, method: str, url: str, **headers: str) -> _Message:
         """The response to a request. Raises MediaRejected for another status than 200."""
@@ -164,7 +167,7 @@ class _Session:
         early_bytes = 0
         while True:
             found: _Message | None = None
-            for each in await self._receive():
+            for each in await self._receive(self._later_s()):
                 if isinstance(each, _Packet):
                     early_bytes += 4 + len(each.data)
                     if method != "PLAY" or early_bytes > _MAX_EARLY_BYTES:
@@ -186,13 +189,17 @@ class _Session:
         lines = [f"{method} {url} RTSP/1.0", *(f"{name}: {value}" for name, value in given.items())]
         self._writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
 
-    async def _receive(self) -> list[_Packet | _Message]:
+    def _later_s(self) -> float:
+        """When the server has been silent for too long, on the clock of the event loop."""
+        return asyncio.get_running_loop().time() + self._silent_s
+
+    async def _receive(self, until_s: float) -> list[_Packet | _Message]:
         """What has come since, at least one byte."""
         try:
-            async with asyncio.timeout(self._silent_s):
+            async with asyncio.timeout_at(until_s):
                 data = await self._reader.read(_READ_BYTES)
         except TimeoutError as error:
-            raise MediaRejected(f"has sent nothing for {self._silent_s:g} s") from error
+            raise MediaRejected(f"has sent no video for {self._silent_s:g} s") from error
         except OSError as error:
             raise MediaRejected(_LOST) from error
         if not data:
@@ -223,7 +230,7 @@ class _Session:
             }
             told = headers.get("content-length", "0")
             length = int(told) if told.isascii() and told.isdecimal() and len(told) < 9 else _MAX_MESSAGE_BYTES
-        body = (head_end if head_end >= 0 else len(left)) + 4
+        body = (head_end if head_end >= 0 else len(left)) + 4  # without a whole head, after what has come
         end = body + length
         if end - begin > _MAX_MESSAGE_BYTES:
             raise MediaRejected("is played by a server that does not speak RTSP")

@@ -156,7 +156,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         sender: Sender | None,
         queue: ResponseQueue[PreprocessResponse],
     ) -> None:
-        skipped = await asyncio.to_thread(self._skip, media, choice) if choice else ()
+        skipped = await in_thread(partial(self._skip, media, choice)) if choice else ()
         job = slices_job(media, len(skipped))
         if job is None:
             return
@@ -183,7 +183,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         for each in skipped:
             yield each
         async for each in slices:
-            if ready := await asyncio.to_thread(self._add, media, choice, each):
+            if ready := await in_thread(partial(self._add, media, choice, each)):
                 yield ready
         rest = choice.rest()
         while ready := await asyncio.to_thread(next, rest, None):

@@ -111,7 +111,7 @@ def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], No
         sizes = [f"{each.width_px}×{each.height_px}" for each in (found[0], found[-1])]
         if sizes[0] != sizes[1]:
             text = f"has {sizes[1]} pixels, the first picture has {sizes[0]}; all must have the same size"
-            raise MediaRejected(text, field=part.name)
+            raise MediaRejected(text, field=part.name, value=sizes[1], limit=sizes[0])
         progress()
     orientations = tuple(each.orientation for each in found)
     return PictureIndex(tuple(ends), orientations, found[0].height_px, found[0].width_px)

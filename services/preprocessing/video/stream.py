@@ -204,7 +204,7 @@ class _Intervals:
         """Whether the frame is the first of an interval."""
         if self._origin_us is None:
             self._origin_us = time_us
-        # The tick after it: 0.3 · 10 is below 3.
+        # The tick after it: 0.29 · 100 is below 29.
         interval = math.floor(((time_us - self._origin_us) / _TICKS_PER_S + 1 / _TICKS_PER_S) * self._fps)
         if interval <= self._last:
             return False

@@ -281,11 +281,12 @@ async def started(*queues: JobQueue) -> AsyncIterator[None]:
 
 def failure_of(facts: Facts, limits: Limits) -> Exception:
     """The error that a worker's FAILED message becomes."""
-    reason, text, field, remedy = map(facts.text, ("reason", "text", "field", "remedy"))
+    reason, text = map(facts.text, ("reason", "text"))
     if reason == "MEMORY":
         return WorkerFault(Fault.MEMORY, f"it needed more than {limits.memory_bytes >> 20} MiB")
     if reason in _REFUSALS:
-        return _REFUSALS[reason](text, field=field or None, remedy=remedy or None)
+        more = {name: facts.text(name) or None for name in ("field", "value", "limit", "remedy")}
+        return _REFUSALS[reason](text, **more)
     return PeerContract(f"a worker failed: {text}")
 
 

@@ -10,6 +10,7 @@ stream that crashes or hangs its decoder costs nobody else anything.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from framesieve.common.contract.errors import MediaRejected, Overloaded, PeerContract
+from framesieve.common.contract.errors import MediaDamaged, Overloaded, PeerContract
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
 from framesieve.common.sealed_memory import SealedMemory, sealed
 from framesieve.services.preprocessing.sources.form import Form
@@ -31,7 +32,7 @@ from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts, K
 _WORKER = "framesieve.services.preprocessing.workers.worker"
 # The longest work between two things that a worker says, where --decode-timeout-s is not shorter.
 _STALL_S = 30.0
-_PIECES = 2**31 - 1
+_PIECES = 2**31 - 1  # a stream has no end that is known
 # FFmpeg asks some times more once a stream has ended.
 _READS_AFTER_END = 100
 
@@ -48,9 +49,9 @@ class Read:
 class StreamWorkers:
     """The streams that are watched, at most so many at a time."""
 
-    def __init__(self, most: int, limits: Limits, on_replaced: Callable[[Fault], None]) -> None:
-        """most: --max-streams. on_replaced: called when a stream ends with a fault of its worker."""
-        self._most, self._limits, self._on_replaced = most, limits, on_replaced
+    def __init__(self, most: int, limits: Limits, on_fault: Callable[[Fault], None]) -> None:
+        """most: --max-streams. on_fault: called when a stream ends with a fault of its worker."""
+        self._most, self._limits, self._on_fault = most, limits, on_fault
         self.running = 0
 
     @contextmanager
@@ -70,8 +71,8 @@ class StreamWorkers:
         """What the worker of a stream does, until the stream ends. Closing the generator ends the worker.
 
         name: of the stream, for error texts. more: waits for the next bytes; empty once the stream has ended.
-        Raises MediaRejected for bytes that are no video, Overloaded where the machine is out of resources, and whatever
-        `more` raises.
+        Raises MediaRejected for bytes that are no video, MediaDamaged where the worker fails, Overloaded where the
+        machine is out of resources, and whatever `more` raises.
         """
         worker: WorkerProcess | None = None
         try:
@@ -81,13 +82,13 @@ class StreamWorkers:
                     async for event in events:
                         yield event
         except WorkerFault as error:
-            self._on_replaced(error.fault)
+            self._on_fault(error.fault)
             log.warning("a stream's worker failed", fault=error.fault, error=str(error))
-            raise MediaRejected(f"cannot be decoded: {error}", field=name) from error
+            raise MediaDamaged(f"cannot be decoded: {error}", field=name) from error
         except PeerContract as error:
-            self._on_replaced(Fault.CONTRACT)
+            self._on_fault(Fault.CONTRACT)
             log.error("a stream's worker failed", fault=Fault.CONTRACT, error=str(error))
-            raise MediaRejected("cannot be decoded: its decoder failed", field=name) from error
+            raise MediaDamaged("cannot be decoded: its decoder failed", field=name) from error
         finally:
             if worker:
                 await worker.end()
@@ -96,7 +97,7 @@ class StreamWorkers:
         self, worker: WorkerProcess, name: str, form: Form, fps: float, more: Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         await worker.ready()
-        nothing = sealed(memoryview(b""))
+        nothing = sealed(memoryview(b""))  # a job's file and numbers, of which a stream has neither
         facts = {"job": "watched_frames", "media": name, "pieces": _PIECES, "form": form, "fps": float(fps)}
         try:
             worker.send(Kind.JOB, Facts(facts), (nothing, nothing))
@@ -106,6 +107,9 @@ class StreamWorkers:
         given_bytes, empty = 0, 0
         while True:
             message = await self._receive(worker)
+            if message.truncated:  # this process had no free descriptor for the array
+                message.close()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             match message.kind, len(message.descriptors):
                 case Kind.READ, 0:
                     if given_bytes:

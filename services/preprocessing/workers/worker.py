@@ -194,7 +194,8 @@ def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobT
                     break
                 _send_piece(connection, piece)
     except FramesieveError as error:
-        _fail(connection, error.reason, error.message, field=error.field or "", remedy=error.remedy or "")
+        facts = {name: getattr(error, name) or "" for name in ("field", "value", "limit", "remedy")}
+        _fail(connection, error.reason, error.message, **facts)
     except MemoryError:
         _fail(connection, "MEMORY", "")
     except Exception:
@@ -253,9 +254,9 @@ def _send_piece(connection: socket.socket, piece: Piece) -> None:
     os.close(memory)
 
 
-def _fail(connection: socket.socket, reason: str, text: str, field: str = "", remedy: str = "") -> None:
-    facts = {"reason": reason, "text": text[-MAX_TEXT_CHARACTERS:], "field": field, "remedy": remedy}
-    _send(connection, Kind.FAILED, facts)
+def _fail(connection: socket.socket, reason: str, text: str, **facts: str) -> None:
+    """facts: of an error about the media, that are there."""
+    _send(connection, Kind.FAILED, {"reason": reason, "text": text[-MAX_TEXT_CHARACTERS:], **facts})
 
 
 def _receive(connection: socket.socket) -> Message:
