@@ -54,8 +54,8 @@ class Watched:
 
     def watch(self, before: Any, shown: Slice | None, piece: Slice) -> None:
         if shown is None:
-            plan = self.plan(prompts.first_slice(before, piece, MAX_PIXELS))
-            cut = live_cuts.first_slice(plan, item(plan), self.session, self.ends)
+            plan = self.plan(prompts.turn_slice(before, piece, MAX_PIXELS))
+            cut = live_cuts.turn_slice(plan, item(plan), self.session, self.ends)
         else:
             plan = self.plan(prompts.next_slice(shown, piece, MAX_PIXELS))
             cut = live_cuts.next_slice(plan, item(plan), self.session, self.place)

@@ -18,7 +18,6 @@ def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:
 
 
 def test_the_first_frame_of_each_interval_is_used() -> None:
-    # A camera of 10 frames a second: 0.3 · 10 is 2.9999999999999996 in floating point.
     assert slices(10, [round(0.1 * number, 1) for number in range(6)]) == [(0, 0.1), (0.2, 0.3), (0.4, 0.5)]
     assert slices(2, [7 + 0.1 * number for number in range(11)]) == [(7, 7.5)]
     assert slices(2, [0, 0.4, 3.3, 3.4, 3.5, 3.9, 4.0]) == [(0, 3.3), (3.5, 4.0)]

@@ -12,7 +12,7 @@ import pytest
 from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
 from framesieve.services.generation.rpc.live.streams import Streams, StreamTimes
 from framesieve.services.generation.upstream.watch import WatchedFrame
-from framesieve.v1.generation_pb2 import STREAM_STATE_LOST
+from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED
 
 # The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
 SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
@@ -38,7 +38,7 @@ def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_
     assert 0.5 + lost_s <= seen[4] - seen[3] < 1.0 + lost_s
 
 
-async def test_a_source_that_lasts_longer_than_a_session_may_is_lost_once() -> None:
+async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None:
     frames, told = Frames(2), list[Any]()
 
     async def film() -> AsyncIterator[WatchedFrame]:
@@ -53,5 +53,5 @@ async def test_a_source_that_lasts_longer_than_a_session_may_is_lost_once() -> N
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
         see = lambda picture, time_s, _: frames.add(picture, time_s)  # noqa: E731
         Streams(media, 2, dict, see, tell, group).watch("rtsp://camera.test/")
-    assert [each.state for each in told] == [STREAM_STATE_LOST]
+    assert [each.state for each in told] == [STREAM_STATE_ENDED]
     assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[0].reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests import media
 from tests.integration.fleet import Stack, running
 from tests.integration.test_live import QUESTION, Watching, watching
 from tests.preprocessing.media_server import head, serving
+from tests.processes import children
 
 PORT = free_port()
 STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
@@ -159,6 +162,23 @@ async def test_a_source_that_is_lost_is_opened_again_and_the_session_goes_on(sta
         await live.send(frame=LiveFrame(picture=PNG))
         with pytest.raises(grpc.aio.AioRpcError, match="frame must not be sent: this session's frames come by source"):
             await live.until("slice")
+
+
+async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack: Stack) -> None:
+    preprocessing = stack.services["preprocessing"].pid
+    before = set(children(preprocessing))
+    async with watching(stack.address) as live:
+        await live.send(clip=LiveClip(data=STREAMS["mpegts"][: len(STREAMS["mpegts"]) // 2]))
+        await live.until("slice")
+        [decoder] = set(children(preprocessing)) - before
+        os.kill(decoder, signal.SIGSEGV)
+        await live.send(clip=LiveClip(data=STREAMS["mpegts"][len(STREAMS["mpegts"]) // 2 :]))
+        lost = await live.until("stream")
+        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        assert "clip cannot be decoded: its decoder" in lost.reason
+        assert (await live.ask(QUESTION))[0]
+        await live.send(clip=LiveClip(data=STREAMS["mpegts"], begins=True))
+        await live.until("slice")
 
 
 async def test_clips_are_lost_with_preprocessing_and_begin_again(stack: Stack) -> None:

@@ -39,7 +39,7 @@ class SliceSegment:
     place: Int32Array
 
 
-def first_slice(plan: PromptPlan, item: MediaItem, session: Session, ends: Collection[int]) -> SliceSegment:
+def turn_slice(plan: PromptPlan, item: MediaItem, session: Session, ends: Collection[int]) -> SliceSegment:
     """The first slice of a turn: slice 0 of the plan's video, and what comes before it.
 
     Of a session that has rows, the plan is one of an earlier turn of each, and this one: the segment begins with the
@@ -79,7 +79,11 @@ def question(plan: PromptPlan, session: Session, ends: Collection[int], transien
 
 
 def told(plan: PromptPlan, session: Session, ends: Collection[int]) -> Segment:
-    """A question with its answer, of a plan with one more turn: up to the token of `ends` after the answer."""
+    """A question with its answer, of a plan with one more turn: up to the token of `ends` after the answer.
+
+    The last tokens of `ends` are those of the turn after it (1), of the answer (2), of the question (3) and, without
+    media, of the model's turn before it (4).
+    """
     first = _slice_rows(plan, plan.media[-1].grid.t - 1)[1] if plan.media else 0
     if not plan.media and session.held:
         first = _last_of(plan.input_ids, ends, 4)

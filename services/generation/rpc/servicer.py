@@ -140,12 +140,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if first is None or not first.HasField("open"):
             raise InvalidRequest("the first request of a live session must open it")
         request_id = _request_id(first.open.request_id)
-        call = partial(passed_on, context, self._credentials)
-        session = LiveCall(first.open, request_id, self._engine, self._media, self._model, self._inbox, call)
-        task = asyncio.create_task(session.run(requests))
+        options = partial(passed_on, context, self._credentials)
+        live = LiveCall(first.open, request_id, self._engine, self._media, self._model, self._inbox, options)
+        task = asyncio.create_task(live.run(requests))
         # Notices a disconnected caller even while a response is being written.
         context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
-        async with aclosing(session.responses.until_done(task)) as made:
+        async with aclosing(live.responses.until_done(task)) as made:
             async for response in made:
                 yield response
 

@@ -1,4 +1,5 @@
-"""The client of the encoder: receives a prompt's plan, then its media items, into bytes that are reserved first.
+"""The client of preprocessing and the encoder: receives a prompt's plan, then its media items, into bytes that are
+reserved first.
 
     open ─▶ plan, checked ─▶ reserve bytes for the items that the cache lacks ─▶ select ─▶ pieces ─▶ part, checked
 
@@ -81,12 +82,14 @@ class MediaClient:
         timeout: float | None = None,
         metadata: Metadata = (),
         first_slice: int = 0,
+        replica: str | None = None,
     ) -> AsyncIterator[MediaSession]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
         media are encoded.
-        timeout, metadata: of the upstream call. first_slice: of the media that are selected, as in `Select`.
+        timeout, metadata: of the upstream call. first_slice: of the media that are selected, as in `Select`. replica:
+        calls with the same one prefer the same replica; default: those about the same first media item.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
@@ -94,7 +97,7 @@ class MediaClient:
         check_prompt(prompt, self._max_inline_bytes)
         prunings = tuple(replace(each, first_slice=first_slice) for each in prunings_of(prompt, pruning))
         with (
-            self._encoder_affinity.of(media_key(prompt, files)) as same_encoder,
+            self._encoder_affinity.of(replica or media_key(prompt, files)) as same_encoder,
             self._encode_call(prompt, files, pruning, first_slice, adapter, timeout, (*metadata, *same_encoder))
             if prunings
             else self._preprocess_call(prompt, timeout, metadata) as upstream,

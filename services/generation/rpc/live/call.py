@@ -31,7 +31,7 @@ MAX_WAITING_QUESTIONS = 16
 class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
 
-    options: of upstream calls that begin now.
+    options: makes the arguments of an upstream call that begins now: what time is left, and metadata.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LiveCall:
         self._conversation = Conversation(wanted, session, self._responses, engine, media, model, inbox, options)
         self._frames = Frames(wanted.fps)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DROP_REASON_LATE))
-        self._asked: list[Ask] = []  # questions that are not finished, in order
+        self._asked: list[Ask] = []  # questions that are not finished, in no order
         self._triggers = Triggers(wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
         self._kind = "source" if wanted.source else ""  # of what brings its frames; empty: nothing has yet

@@ -62,7 +62,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Answered:
     """A question that was answered."""
 
     parts: Sequence[prompt_pb2.Part]
@@ -86,7 +86,9 @@ class _Resized(_Ended):
 
 
 class Conversation:
-    """responses: says what happens. inbox: of the running event loop. options: of upstream calls that begin now."""
+    """responses: says what happens. inbox: of the running event loop. options: makes the arguments of an upstream call
+    that begins now: what time is left, and metadata.
+    """
 
     def __init__(
         self,
@@ -106,9 +108,9 @@ class Conversation:
         self._still: Slice | None = None  # the last slice after it that shows the same files and added no rows
         self._texts: list[Segment] = []  # slices of text alone that are not computed yet
         self._opening = 0  # rows of text before the first slice, the last time that the session began with one
-        self._whole = 0  # the last segment whose slice was taken whole
+        self._last_whole = 0  # the last segment whose slice was taken whole
         self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
-        self._window: deque[tuple[int, Slice | _Told]] = deque()  # the last segments, by number
+        self._window: deque[tuple[int, Slice | _Answered]] = deque()  # the last segments, by number
 
     async def add(self, piece: Slice | Ask) -> float:
         """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
@@ -121,7 +123,7 @@ class Conversation:
         try:
             return await self._add(piece)
         except _Resized:
-            staying: Sequence[tuple[int, Slice | _Told]] = ()
+            staying: Sequence[tuple[int, Slice | _Answered]] = ()
         except _Ended:
             staying = self._staying(piece)
         try:
@@ -133,104 +135,113 @@ class Conversation:
 
     async def _add(self, piece: Slice | Ask) -> float:
         if isinstance(piece, Slice):
-            return await self._watch(piece)
+            return await self._take_slice(piece)
         await self._answer(piece)
         return 0.0
 
     # --- beginning again ---------------------------------------------------------------------------------------
 
-    def _staying(self, piece: Slice | Ask) -> Sequence[tuple[int, Slice | _Told]]:
-        """The segments, by number, with which the session begins again before a piece."""
+    def _staying(self, piece: Slice | Ask) -> Sequence[tuple[int, Slice | _Answered]]:
+        """The segments, by number, with which the session begins again before a piece.
+
+        Segment 0, which is pinned, is among them only where nothing after it was evicted.
+        """
         first = self._session.first
         staying = [each for each in self._window if each[0] >= first or first == 1]
         if not self._wanted.live.recurrent:  # the first one stays for ever, so it is a slice
-            return list(dropwhile(lambda each: isinstance(each[1], _Told), staying))
+            return list(dropwhile(lambda each: isinstance(each[1], _Answered), staying))
         oldest_s = piece.last.time_s - self._wanted.window_s / 2 if isinstance(piece, Slice) else -math.inf
         return newest_half(staying, self._session, oldest_s)
 
-    async def _begin_again(self, repeated: Sequence[tuple[int, Slice | _Told]]) -> None:
+    async def _begin_again(self, repeated: Sequence[tuple[int, Slice | _Answered]]) -> None:
         """Computes these segments again, by number, from position 0 on."""
         session = self._session
-        numbers = {number for number, _ in repeated if number < session.count}
-        gone = session.held - sum(map(session.rows_of, numbers))
-        await self._tell_evicted(session.count - session.first + 1 - len(numbers), gone)
+        rows = {number: session.rows_of(number) for number, _ in repeated if number < session.count}
+        held = session.count - session.first + 1  # segment 0, and those from `first` on
+        await self._tell_evicted(held - len(rows), session.held - sum(rows.values()))
         session.forget()
-        self._shown, self._still, self._whole = None, None, 0
+        self._shown, self._still, self._last_whole = None, None, 0
         self._texts.clear()
         self._times.clear()
         self._window.clear()
         await self._responses.put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
-        lost = 0
-        for _, piece in repeated:
+        lost, stayed = set[int](), set[int]()  # several slices of text alone may be of one segment
+        for number, piece in repeated:
             try:
-                await (self._watch(piece, again=True) if isinstance(piece, Slice) else self._tell(piece))
+                await (
+                    self._take_slice(piece, again=True) if isinstance(piece, Slice) else self._repeat_question(piece)
+                )
             except _Ended:
                 raise
             except InvalidRequest:
-                lost += 1
+                lost.add(number)
             except (Unavailable, Overloaded) as error:
                 check_upstream(error)
-                lost += 1
-        if lost:
-            await self._responses.put(evicted=generation_pb2.LiveEvicted(segments=lost))
+                lost.add(number)
+            else:
+                stayed.add(number)
+        await self._tell_evicted(len(lost - stayed), sum(rows.get(number, 0) for number in lost - stayed))
 
     # --- slices ------------------------------------------------------------------------------------------------
 
-    async def _watch(self, piece: Slice, again: bool = False) -> float:
+    async def _take_slice(self, piece: Slice, again: bool = False) -> float:
         """Adds a slice. Returns the share of its tokens that changed. again: it was added before, and is not told."""
         try:
-            return await self._watch_after(self._shown, piece, again)
-        except MediaRejected:
-            if self._shown is None:
+            return await self._encode_slice(self._shown, piece, again)
+        except MediaRejected as error:
+            # A video has frames of one size: the limit of a picture's is the size of those before it.
+            if self._shown is None or error.limit is None or ".pictures[" not in (error.field or ""):
                 raise
-        # A video has frames of one size. If it can be read alone, it has another size than those before it.
-        alone = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
+        alone = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
         options = self._options()
         async with self._media.open(
-            alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, **options
+            alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, replica=self._session.id, **options
         ) as upstream:
             self._check_fits(upstream.plan.media[-1].grid.slice_tokens)
             raise _Resized("the session's frames have another size")
 
-    async def _watch_after(self, shown: Slice | None, piece: Slice, again: bool) -> float:
+    async def _encode_slice(self, shown: Slice | None, piece: Slice, again: bool) -> float:
         """Adds a slice after another one of its turn; None: it begins one."""
-        stale = self._session.first > max(self._whole, 1)
+        # Slices build on the last whole one. It is evicted; segment 0 is not before segment 1 is.
+        base_is_gone = self._session.first > max(self._last_whole, 1)
         cut = self._cut
-        if shown and cut and not stale and not cut.kept.size and piece.repeats(shown):
+        if shown and cut and not base_is_gone and not cut.kept.size and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
         if shown is None:
-            prompt = prompts.first_slice(self._before(), piece, self._wanted.max_pixels)
+            prompt = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
         else:
             prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
-        wanted = NOTHING_PRUNED if stale else self._wanted.pruning
+        wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
-        if shown and wanted.threshold is not None:
-            options["first_slice"] = 1  # the slice before is there to be compared with
-        async with self._media.open(prompt, pruning, clock, self._of_media, **options) as upstream:
+        # With a threshold, the slice before is there to be compared with alone.
+        selected = 1 if shown and wanted.threshold is not None else 0
+        # Slices meet the replica that has the ones before them in its caches.
+        chosen: dict[str, Any] = {"first_slice": selected, "replica": self._session.id}
+        async with self._media.open(prompt, pruning, clock, self._of_media, **chosen, **options) as upstream:
             async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if shown and cut:
                 cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
-                cut = live_cuts.first_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
+                cut = live_cuts.turn_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
         # Not before the call upstream has ended: to tell of the slice waits for a caller that reads nothing.
-        await self._add_slice(piece, cut, whole=stale or shown is None, again=again)
-        return 0.0 if stale or shown is None else cut.kept.size / cut.grid.tokens
+        await self._append_slice(piece, cut, whole=base_is_gone or shown is None, again=again)
+        return 0.0 if base_is_gone or shown is None else cut.kept.size / cut.grid.tokens
 
     async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
         """Adds a slice that shows the same files as the last one, which kept nothing, and so keeps nothing, either."""
         if cut.segment.ids.size:
             plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
             cut = live_cuts.next_slice(plan, None, self._session, cut.place)
-            await self._add_slice(piece, cut, whole=False, again=again)
+            await self._append_slice(piece, cut, whole=False, again=again)
             return
         self._still = piece
         await self._make_room(piece, 0)
         await self._tell_slice(piece, cut, again)
 
-    async def _add_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
+    async def _append_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
         if not session.held:
             self._opening = segment.ids.size - cut.kept.size
@@ -242,7 +253,7 @@ class Conversation:
                 await self._compute(segment)
             else:
                 self._texts.append(segment)
-            self._whole = number if whole else self._whole
+            self._last_whole = number if whole else self._last_whole
             self._times.append((number, piece.last.time_s))
             self._remember(number, piece)
         session.next_position = segment.next_position
@@ -261,7 +272,7 @@ class Conversation:
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
 
-    def _remember(self, number: int, segment: Slice | _Told) -> None:
+    def _remember(self, number: int, segment: Slice | _Answered) -> None:
         window = self._window
         window.append((number, segment))
         size_bytes = sum(each.size_bytes for _, each in window if isinstance(each, Slice))
@@ -300,6 +311,9 @@ class Conversation:
     # --- questions ---------------------------------------------------------------------------------------------
 
     async def _answer(self, ask: Ask) -> None:
+        if ask.cancelled.is_set():
+            await self._responses.finish(ask.id, generation_pb2.Finished(reason=_CANCELLED))
+            return
         clock, model, session = StageClock(), self._model, self._session
         wanted, grammar = ask.wanted, None
         if wanted.is_constrained:
@@ -307,14 +321,14 @@ class Conversation:
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
         prompt = prompts.question(self._before(), self._seen(), ask.parts)
         plan = await self._media.plan(prompt, **self._options())
-        self._pass_time(plan)
+        self._settle_still(plan)
         segment = live_cuts.question(plan, session, model.defaults.eos_ids, ask.transient)
         clock.skip(Stage.FETCH)
         clock.finish(Stage.TRANSFER)
         if ask.cancelled.is_set():
             await self._responses.finish(ask.id, generation_pb2.Finished(reason=_CANCELLED))
             return
-        left = session.answer_tokens - segment.ids.size + 1
+        left = session.answer_tokens - segment.ids.size + 1  # the last token of an answer is not computed
         if left < (wanted.max_new_tokens or 1):
             raise PromptTooLong(
                 f"a question of {segment.ids.size} tokens and an answer of {wanted.max_new_tokens or 1} exceed "
@@ -323,7 +337,7 @@ class Conversation:
                 limit=session.answer_tokens,
             )
         (params,) = wanted.resolve(model.defaults, left, grammar, bad_words)
-        await self._evict(0)
+        await self._evict(0)  # its own rows are among those of `answer_tokens`
         segment = segment.after(self._texts)
         number, held = session.count, session.held
         events = Events(self._inbox, 1)
@@ -344,12 +358,12 @@ class Conversation:
         if session.count > number:
             self._shown = None
             self._texts.clear()
-            self._remember(number, _Told(ask.parts, answer))
+            self._remember(number, _Answered(ask.parts, answer))
         self._responses.usage.completion_tokens += len(question.output_ids)
         await self._responses.finish(ask.id, finished)
 
     async def _say(self, ask: Ask, responses: Responses, events: Events) -> tuple[str, generation_pb2.Finished | None]:
-        """Sends the parts of an answer until it is finished, and returns its text; None if it is cancelled before."""
+        """Sends the parts of an answer. Returns its text so far, and how it finished; None if it was cancelled."""
         text = ""
         stop = asyncio.create_task(ask.cancelled.wait())
         arrives = asyncio.create_task(events.next())
@@ -368,11 +382,11 @@ class Conversation:
             stop.cancel()
             arrives.cancel()
 
-    async def _tell(self, told: _Told) -> None:
+    async def _repeat_question(self, told: _Answered) -> None:
         """Adds a question with its answer."""
         prompt = prompts.told(self._before(), self._seen(), told.parts, told.answer or " ")
         plan = await self._media.plan(prompt, **self._options())
-        self._pass_time(plan)
+        self._settle_still(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(max(0, segment.ids.size - self._session.answer_tokens))
         self._remember(self._session.count, told)
@@ -434,7 +448,7 @@ class Conversation:
                 remedy="lower `window_tokens`",
             )
         prompt = session.begin(segment, self._model.input.embed_levels)
-        keys = (b"",) * len(prompt.plan.media)
+        keys = (b"",) * len(prompt.plan.media)  # one item at most: all media rows of the segment
         number = f"{session.id}/{session.count}"
         request = Request(number, prompt, keys, params, detokenizer, on_event, self._wanted.adapter, session)
         request.embeds = [segment.embeds] * len(keys)
@@ -448,8 +462,9 @@ class Conversation:
         """The last slice of the turn, and one that repeats it and added no rows."""
         return [each for each in (self._shown, self._still) if each]
 
-    def _pass_time(self, plan: PromptPlan) -> None:
-        """Continues after the slice that added no rows, if there is one. plan: has the slices of `_seen`."""
+    def _settle_still(self, plan: PromptPlan) -> None:
+        """Makes the slice that added no rows the last one of the turn, if there is one: what follows has positions
+        after it. plan: has the slices of `_seen`."""
         if self._still and self._cut:
             # The slices of the plan are stand-ins of another size.
             passed = live_cuts.next_slice(plan, None, self._session, self._cut.place)

@@ -79,7 +79,7 @@ class Frames:
             raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
         since = round((time_s - self._origin_s) * _TICKS_PER_S) / _TICKS_PER_S
         self._given_s = time_s
-        # The tick after it: 0.3 · 10 is below 3.
+        # The tick after it: 0.29 · 100 is below 29.
         interval = math.floor((since + 1 / _TICKS_PER_S) * self._fps)
         if interval <= self._interval:
             return None
@@ -100,8 +100,8 @@ class Frames:
 
 
 class Waiting(Generic[T]):
-    """Slices and questions that wait, in order. Between two questions at most the newest slice waits, and before it one
-    of a lone frame; of all slices those that have MAX_WAITING_BYTES together.
+    """Slices and questions that wait, in order. Between two questions at most the newest slice waits, and after it,
+    directly before the question, one of a lone frame; of all slices those that have MAX_WAITING_BYTES together.
 
     drop: called with each slice whose place a newer one took.
     """

@@ -22,7 +22,7 @@ _A_SLICE = prompt_pb2.Media(
 )
 
 
-def first_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
+def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
     """A turn that begins with a slice. before: the conversation so far; None: one that ends with an answer.
 
     The slice is shown again, because the size of frames may depend on their number.

@@ -17,7 +17,14 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, Overloaded, Unavailable
+from framesieve.common.contract.errors import (
+    FramesieveError,
+    InvalidRequest,
+    MediaDamaged,
+    MediaForbidden,
+    Overloaded,
+    Unavailable,
+)
 from framesieve.common.contract.limits import MAX_PICTURE_BYTES
 from framesieve.services.generation.rpc.live.raw_frame import ppm
 from framesieve.services.generation.upstream.media import MediaClient
@@ -67,9 +74,9 @@ class StreamTimes:
 class Streams:
     """The streams of one session.
 
-    options: of upstream calls that begin now. see: takes the picture file and the time of each frame, and how many were
-    left out before it. tell: sends a response, given as its field of LiveResponse. group: runs what reads the streams;
-    an error there ends the session.
+    options: makes the arguments of an upstream call that begins now. see: takes the picture file and the time of each
+    frame, and how many were left out before it. tell: sends a response, given as its field of LiveResponse. group: runs
+    what reads the streams; an error there ends the session.
     """
 
     def __init__(
@@ -140,11 +147,11 @@ class Streams:
                     self._progress.set()
             ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED)
         except _Over as over:
-            ended = generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(over))
+            ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED, reason=str(over))
         except (InvalidRequest, Overloaded, Unavailable) as error:
             if not isinstance(error, Unavailable):
                 error.field = "clip"
-            if isinstance(error, InvalidRequest):
+            if isinstance(error, InvalidRequest) and not isinstance(error, MediaDamaged):
                 raise
             log.warning("clips of a live session were lost", error=str(error))
             ended = generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(error))
@@ -169,7 +176,7 @@ class Streams:
                 await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_ENDED))
                 return
             except _Over as over:
-                await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(over)))
+                await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_ENDED, reason=str(over)))
                 return
             except _LOST as error:
                 reason = _named(error)

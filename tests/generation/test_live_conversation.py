@@ -1,0 +1,33 @@
+"""A live session's conversation, where the services that it calls fail."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from framesieve.common.contract.errors import MediaRejected
+from framesieve.common.contract.retention import Pruning
+from framesieve.services.generation.request.session import Session
+from framesieve.services.generation.rpc.live.conversation import Conversation
+from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from tests.tiny import BLOCK_TOKENS
+
+
+def shown(time_s: float) -> Slice:
+    return Slice(*(Frame(b"picture", each, each) for each in (time_s, time_s + 0.5)))
+
+
+async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what_it_has_seen() -> None:
+    """Unlike one of another size, after which the session begins again."""
+    failed = MediaRejected("cannot be decoded: its decoder crashed", field="prompt.messages[0].parts[0].video.frames")
+    media = Mock(open=Mock(side_effect=[failed, nullcontext()]))
+    session, responses = Session("live", 64, 16, BLOCK_TOKENS), AsyncMock()
+    wanted = Mock(pruning=Pruning(threshold=0.05, method="pixel_change"), max_pixels=None)
+    conversation = Conversation(wanted, session, responses, Mock(), media, Mock(), Mock(), dict)
+    conversation._shown = shown(0)
+    with pytest.raises(MediaRejected, match="its decoder crashed"):
+        await conversation.add(shown(1))
+    assert media.open.call_count == 1
+    assert not responses.put.called
