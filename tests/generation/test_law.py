@@ -144,3 +144,21 @@ def test_several_answers_share_one_prefill(models: Models) -> None:
     rest = asking.prompt_tokens % BLOCK_TOKENS or BLOCK_TOKENS
     assert sum(computed) == 3 * (rest + 4)  # the last token of an answer is never computed
     assert engine.engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], scope="module")
+def test_the_last_row_of_a_prompt_that_ends_with_a_video_waits_until_it_is_known(models: Models) -> None:
+    """All later slices keep nothing, so the last row has arrived before it is known to be the last."""
+    video = replace(random_item(models.family, (3, 2, 2), Fraction(1), rate=0.5, method="evs_causal"), bounded=True)
+    opening, kept = Text(tuple(range(10, 10 + 3 * BLOCK_TOKENS))), list(range(BLOCK_TOKENS))
+    engine = TinyEngine(models.engine)
+    asked = engine.ask("0", [opening, video], SamplingParams(3))
+    engine.deliver(asked, 0, video, kept, slices=1)
+    engine.drain()
+    engine.deliver(asked, 0, video, kept)
+    engine.drain()
+    expected = TinyEngine(models.engine)
+    whole = expected.ask("0", [opening, video], SamplingParams(3))
+    expected.deliver(whole, 0, video, kept)
+    expected.drain()
+    assert asked.answer == whole.answer != []

@@ -343,7 +343,7 @@ class Scheduler:
             start = request.num_computed_tokens
             fitting = (len(request.blocks) + spare) * self.allocator.block_tokens
             # Whole blocks: what is left over costs no more together with the media, and a step by itself now.
-            end = self._whole_blocks(min(start + budget, fitting, request.ready_tokens))
+            end = self._whole_blocks(min(start + budget, fitting, request.early_tokens))
             if request.reclaimed or end <= start:
                 continue
             if self.states and self.states.free <= len(chunks):

@@ -36,7 +36,7 @@ class PrefixCache:
     def reuse(self, request: Request) -> None:
         """Replaces blocks that the request has yet to fill by cached ones. At least one token is left to compute."""
         first, size = request.num_cached_blocks, self._allocator.block_tokens
-        ready = min(request.ready_tokens, request.tokens - 1)
+        ready = min(request.early_tokens, request.tokens - 1)
         found = self._lookup(request, ready, first, request.parent_serial)
         request.shared_tokens = max(request.shared_tokens, (first + len(found)) * size)
         found = found[: self._ends_with_state(found)]

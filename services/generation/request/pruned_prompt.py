@@ -93,6 +93,17 @@ class PrunedPrompt:
         return self._next_position - self.tokens
 
     @property
+    def early(self) -> int:
+        """How many of the tokens that have arrived may be computed before the prompt is complete.
+
+        The last token is computed once it is known to be the last, because its output is sampled. Where a prompt ends
+        with media, the token that arrived last is that one if no later one is kept.
+        """
+        media = self.plan.media
+        ends_with_media = bool(media) and media[-1].runs[-1].end == self.plan.tokens
+        return self.ready - 1 if ends_with_media else self.ready
+
+    @property
     def complete(self) -> bool:
         return self.ready == self.tokens
 

@@ -244,6 +244,11 @@ class Request:
         return self.prompt.ready + len(self.output_ids)
 
     @property
+    def early_tokens(self) -> int:
+        """How many of `ready_tokens` may be computed while media are missing."""
+        return self.prompt.early + len(self.output_ids)
+
+    @property
     def wanted_media(self) -> tuple[int, ...]:
         """Indices of the items whose embeddings have not arrived, or not all of them."""
         return tuple(index for index in range(len(self.encoded_media)) if self.prompt.missing(index))
