@@ -205,7 +205,7 @@ class Engine:
 
     def _end(self) -> None:
         self.give_up()
-        self._run_commands()  # those that wait for one end, too
+        self._run_commands()  # so that callers of `open` and `interrupt` get the error
         self._on_end()
 
     def _wake(self) -> None:

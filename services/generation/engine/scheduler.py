@@ -316,7 +316,7 @@ class Scheduler:
         growing = sum(not each.session for each in self.running)
         available = self.allocator.free + reclaimable - promised - growing
         if growing and not request.session and self._missing_blocks(request, request.tokens) > available:
-            # A session's request has its blocks, so it does not wait for those that another one lacks.
+            # A session owns its blocks, so its request can run although the oldest request lacks blocks.
             of_sessions = [each for each in self.waiting if each.session and not each.num_unread]
             if not of_sessions:
                 return None

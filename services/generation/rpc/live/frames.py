@@ -100,8 +100,8 @@ class Frames:
 
 
 class Waiting(Generic[T]):
-    """Slices and questions that wait, in order. Between two questions at most the newest slice waits, and after it,
-    directly before the question, one of a lone frame; of all slices those that have MAX_WAITING_BYTES together.
+    """Slices and questions that wait, in order. Between two questions there are at most two slices: the newest one, and
+    after it one of a lone frame. The pictures of all slices have at most MAX_WAITING_BYTES; the oldest slices go first.
 
     drop: called with each slice whose place a newer one took.
     """
