@@ -10,11 +10,8 @@ It owns the session while that has no request.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import dropwhile
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -27,7 +24,6 @@ from framesieve.common.contract.errors import (
     PromptTooLong,
     Unavailable,
 )
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.services.generation.engine.engine import Engine
@@ -41,7 +37,7 @@ from framesieve.services.generation.rpc.live import prompts
 from framesieve.services.generation.rpc.live.frames import Slice
 from framesieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
 from framesieve.services.generation.rpc.live.responses import LiveResponses
-from framesieve.services.generation.rpc.live.window import newest_half
+from framesieve.services.generation.rpc.live.window import Answered, Numbered, Window
 from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.sampling.banned import spellings
@@ -51,22 +47,11 @@ from framesieve.services.generation.stage_clock import Stage, StageClock
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.v1 import generation_pb2, prompt_pb2
 
-# With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
-# the host.
-MAX_REPEATED, MAX_REPEATED_BYTES = 32, MAX_INLINE_BYTES
 # Slices of text alone that wait to be computed with what comes next: a forward reads all weights, however few its rows.
 MAX_TEXTS = 3
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """A question that was answered."""
-
-    parts: Sequence[prompt_pb2.Part]
-    answer: str
 
 
 class SegmentFailed(Exception):
@@ -109,8 +94,7 @@ class Conversation:
         self._texts: list[Segment] = []  # slices of text alone that are not computed yet
         self._opening = 0  # rows of text before the first slice, the last time that the session began with one
         self._last_whole = 0  # the last segment whose slice was taken whole
-        self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
-        self._window: deque[tuple[int, Slice | _Answered]] = deque()  # the last segments, by number
+        self._window = Window(session, wanted.window_s, wanted.live.recurrent)
 
     async def add(self, piece: Slice | Ask) -> float:
         """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
@@ -123,9 +107,9 @@ class Conversation:
         try:
             return await self._add(piece)
         except _Resized:
-            staying: Sequence[tuple[int, Slice | _Answered]] = ()
+            staying: Sequence[Numbered] = ()
         except _Ended:
-            staying = self._staying(piece)
+            staying = self._window.staying(piece if isinstance(piece, Slice) else None)
         try:
             await self._begin_again(staying)
             return await self._add(piece)
@@ -141,19 +125,7 @@ class Conversation:
 
     # --- beginning again ---------------------------------------------------------------------------------------
 
-    def _staying(self, piece: Slice | Ask) -> Sequence[tuple[int, Slice | _Answered]]:
-        """The segments, by number, with which the session begins again before a piece.
-
-        Segment 0, which is pinned, is among them only where nothing after it was evicted.
-        """
-        first = self._session.first
-        staying = [each for each in self._window if each[0] >= first or first == 1]
-        if not self._wanted.live.recurrent:  # the first one stays for ever, so it is a slice
-            return list(dropwhile(lambda each: isinstance(each[1], _Answered), staying))
-        oldest_s = piece.last.time_s - self._wanted.window_s / 2 if isinstance(piece, Slice) else -math.inf
-        return newest_half(staying, self._session, oldest_s)
-
-    async def _begin_again(self, repeated: Sequence[tuple[int, Slice | _Answered]]) -> None:
+    async def _begin_again(self, repeated: Sequence[Numbered]) -> None:
         """Computes these segments again, by number, from position 0 on."""
         session = self._session
         rows = {number: session.rows_of(number) for number, _ in repeated if number < session.count}
@@ -162,7 +134,6 @@ class Conversation:
         session.forget()
         self._shown, self._still, self._last_whole = None, None, 0
         self._texts.clear()
-        self._times.clear()
         self._window.clear()
         await self._responses.put(restarted=generation_pb2.LiveRestarted(segments=len(repeated)))
         lost, stayed = set[int](), set[int]()  # several slices of text alone may be of one segment
@@ -254,8 +225,7 @@ class Conversation:
             else:
                 self._texts.append(segment)
             self._last_whole = number if whole else self._last_whole
-            self._times.append((number, piece.last.time_s))
-            self._remember(number, piece)
+            self._window.add(number, piece)
         session.next_position = segment.next_position
         self._shown, self._still = piece, None
         self._cut = replace(cut, segment=replace(segment, embeds=None))
@@ -272,25 +242,9 @@ class Conversation:
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
 
-    def _remember(self, number: int, segment: Slice | _Answered) -> None:
-        window = self._window
-        window.append((number, segment))
-        size_bytes = sum(each.size_bytes for _, each in window if isinstance(each, Slice))
-        while len(window) > MAX_REPEATED or size_bytes > MAX_REPEATED_BYTES:
-            _, first = window.popleft()
-            size_bytes -= first.size_bytes if isinstance(first, Slice) else 0
-
     async def _make_room(self, piece: Slice, rows: int) -> None:
         """Evicts what is too old beside a slice, and what has no room beside its rows."""
-        oldest = 0
-        first = 0 if self._wanted.live.recurrent else self._session.first  # of the segments that may be evicted
-        while self._times and self._times[0][0] < first:
-            self._times.popleft()
-        while self._times and self._times[0][1] < piece.last.time_s - self._wanted.window_s:
-            number, _ = self._times.popleft()
-            if not self._times or self._times[0][0] > number:  # no newer slice is in this segment
-                oldest = number + 1
-        await self._evict(rows, oldest)
+        await self._evict(rows, self._window.oldest_beside(piece))
 
     async def _tell_slice(self, piece: Slice, cut: SliceSegment, again: bool) -> None:
         if again:
@@ -358,7 +312,7 @@ class Conversation:
         if session.count > number:
             self._shown = None
             self._texts.clear()
-            self._remember(number, _Answered(ask.parts, answer))
+            self._window.add(number, Answered(ask.parts, answer))
         self._responses.usage.completion_tokens += len(question.output_ids)
         await self._responses.finish(ask.id, finished)
 
@@ -382,14 +336,14 @@ class Conversation:
             stop.cancel()
             arrives.cancel()
 
-    async def _repeat_question(self, told: _Answered) -> None:
+    async def _repeat_question(self, told: Answered) -> None:
         """Adds a question with its answer."""
         prompt = prompts.told(self._before(), self._seen(), told.parts, told.answer or " ")
         plan = await self._media.plan(prompt, **self._options())
         self._settle_still(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(max(0, segment.ids.size - self._session.answer_tokens))
-        self._remember(self._session.count, told)
+        self._window.add(self._session.count, told)
         await self._compute(segment)
         self._shown = None
 

@@ -1,4 +1,6 @@
-"""What a session of a model with a recurrent state begins again with, because such a state cannot forget.
+"""The last segments of a session: which of them are too old, and with which of them the session begins again.
+
+A recurrent state cannot forget, so a session of a model that has one begins again before its window overflows:
 
     full     [opening, slice 0][1][2][3][question, answer][5][6]│ the next slice does not fit
     again    [opening, slice 3][question, answer][5][6]│ next   │ at most half of the window, then what comes
@@ -9,30 +11,93 @@ language model computes W / (W − R) rows, at most two, for each row that a cal
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import TypeAlias
 
+from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.rpc.live.frames import Slice
+from framesieve.v1 import prompt_pb2
 
-T = TypeVar("T")
+# With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
+# the host.
+MAX_REPEATED, MAX_REPEATED_BYTES = 32, MAX_INLINE_BYTES
 
 
-def newest_half(
-    window: Sequence[tuple[int, Slice | T]], session: Session, oldest_s: float
-) -> list[tuple[int, Slice | T]]:
-    """The newest segments of a window that need at most half of its tokens when the session begins with them.
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A question with its answer."""
 
-    window: numbers and segments, the newest one last. oldest_s: a slice before this time goes, and all before it.
-    """
-    # A slice that comes first needs what segment 0 has: the opening, and a whole slice. A question needs more.
-    room, first = session.window_tokens // 2 - session.rows_of(0), len(window)
-    for place in range(len(window) - 1, -1, -1):
-        number, piece = window[place]
-        rows = session.rows_of(number)
-        if room < (0 if isinstance(piece, Slice) else rows):
-            break
-        if isinstance(piece, Slice) and piece.last.time_s < oldest_s:
-            break
-        first, room = place, room - rows
-    return list(window[first:])
+    parts: Sequence[prompt_pb2.Part]
+    answer: str
+
+
+# The number of a segment, and what it shows or says. Several slices of text alone may be of one segment.
+Numbered: TypeAlias = tuple[int, Slice | Answered]
+
+
+class Window:
+    """window_s: how old a slice may be, beside the newest one. recurrent: whether the model has a recurrent state."""
+
+    def __init__(self, session: Session, window_s: float, recurrent: bool) -> None:
+        self._session, self._window_s, self._recurrent = session, window_s, recurrent
+        self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
+        self._last: deque[Numbered] = deque()
+
+    def add(self, number: int, shown: Slice | Answered) -> None:
+        """Adds what segment `number` shows or says, and forgets what is beyond the limits above."""
+        if isinstance(shown, Slice):
+            self._times.append((number, shown.last.time_s))
+        self._last.append((number, shown))
+        size_bytes = sum(each.size_bytes for _, each in self._last if isinstance(each, Slice))
+        while len(self._last) > MAX_REPEATED or size_bytes > MAX_REPEATED_BYTES:
+            _, first = self._last.popleft()
+            size_bytes -= first.size_bytes if isinstance(first, Slice) else 0
+
+    def clear(self) -> None:
+        self._times.clear()
+        self._last.clear()
+
+    def oldest_beside(self, newest: Slice) -> int:
+        """The segments below this number are too old beside a slice; 0: none."""
+        oldest = 0
+        first = 0 if self._recurrent else self._session.first  # of the segments that may be evicted
+        while self._times and self._times[0][0] < first:
+            self._times.popleft()
+        while self._times and self._times[0][1] < newest.last.time_s - self._window_s:
+            number, _ = self._times.popleft()
+            if not self._times or self._times[0][0] > number:  # no newer slice is in this segment
+                oldest = number + 1
+        return oldest
+
+    def staying(self, newest: Slice | None) -> Sequence[Numbered]:
+        """What a session begins again with, before a slice or, None, a question.
+
+        Segment 0, which is pinned, is among it only where nothing after it was evicted.
+        """
+        first = self._session.first
+        staying = [each for each in self._last if each[0] >= first or first == 1]
+        if not self._recurrent:  # the first one stays for ever, so it is a slice
+            return list(dropwhile(lambda each: isinstance(each[1], Answered), staying))
+        return self._newest_half(staying, newest.last.time_s - self._window_s / 2 if newest else -math.inf)
+
+    def _newest_half(self, last: Sequence[Numbered], oldest_s: float) -> list[Numbered]:
+        """The newest segments that need at most half of the window's tokens when the session begins with them.
+
+        oldest_s: a slice before this time goes, and all before it.
+        """
+        # A slice that comes first needs what segment 0 has: the opening, and a whole slice. A question needs more.
+        room, first = self._session.window_tokens // 2 - self._session.rows_of(0), len(last)
+        for place in range(len(last) - 1, -1, -1):
+            number, shown = last[place]
+            rows = self._session.rows_of(number)
+            if room < (0 if isinstance(shown, Slice) else rows):
+                break
+            if isinstance(shown, Slice) and shown.last.time_s < oldest_s:
+                break
+            first, room = place, room - rows
+        return list(last[first:])
