@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from benchmarks.media.films import films
 from benchmarks.media.handover import handover
 from benchmarks.media.hop import hop
 from benchmarks.media.inline import inline
@@ -35,6 +36,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "handover": handover,
     "inline": inline,
     "pruning": pruning,
+    "films": films,
     "memory": memory,
 }
 

@@ -1,0 +1,102 @@
+"""Time to first token of a question about a film of two hours, and about a recorded screen, named by their paths."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.ask import ask
+from benchmarks.clips import another_path, clip, repeated
+from benchmarks.table import Row, Timings
+from framesieve.cli.launcher import LocalStack
+from framesieve.client.client import FramesieveClient
+from framesieve.client.prompt import Video
+
+FILM_FPS, FILM_GROUP, FILM_S = 24, 250, 7200
+SCREEN_FPS, SCREEN_S, SCREEN_PX, CHANGES = 15, 300, (720, 1280), 10
+SCREEN_FRAMES = 600
+# A file that has just been written is hashed again: see `framesieve.services.preprocessing.sources.digests`.
+SETTLED_S = 2.5
+SECOND_AT_MOST, SCREEN_AT_MOST = 0.05, 0.15
+MOST_ROUNDS = 2  # of four minutes
+
+
+def films(rounds: int) -> list[Row]:
+    return asyncio.run(_films(min(rounds, MOST_ROUNDS)))
+
+
+async def _films(rounds: int) -> list[Row]:
+    """By the embedded model, whose tower weighs little; the encoder's cache holds the whole film."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with LocalStack(media_root=folder) as stack, FramesieveClient(stack.address) as client:
+            return [await _film(client, folder), await _screen(client, folder, rounds)]
+
+
+async def _film(client: FramesieveClient, folder: Path) -> Row:
+    """One run, regardless of rounds."""
+    group = clip(FILM_GROUP, 1080, 1920, FILM_GROUP, FILM_FPS)
+    path = another_path(folder, repeated(group, FILM_S * FILM_FPS // FILM_GROUP, FILM_FPS))
+    size_bytes = (folder / path).stat().st_size
+    await asyncio.sleep(SETTLED_S)
+    first, answered = await ask(client, Video(server_path=path), "What happens in the video?", max_new_tokens=2)
+    second, _ = await ask(client, Video(server_path=path), "Which shape moves?", pruning_rate=0.75, max_new_tokens=2)
+    stages = ", ".join(f"{stage} {stage_s:.2f}" for stage, stage_s in answered.timings.stages_s.items())
+    note = f"{size_bytes / 1e6:.0f} MB, {2 * answered.usage.media[0].grid.t} frames; stages of the first in s: {stages}"
+    what = "two hours of 1080p, H.264, a keyframe every 250 frames: first token of a second question at rate 0.75"
+    return Row(what, "the first, unpruned", second.first_token_s, first.first_token_s, "s", None, SECOND_AT_MOST, note)
+
+
+async def _screen(client: FramesieveClient, folder: Path, rounds: int) -> Row:
+    data, taken = recorded_screen(), Timings()
+    for _ in range(rounds + 1):
+        for rate in (0.0, 0.9):
+            video = Video(server_path=another_path(folder, data), num_frames=SCREEN_FRAMES)
+            await asyncio.sleep(SETTLED_S)
+            asked, _ = await ask(
+                client,
+                video,
+                "What happens?",
+                pruning_rate=rate,
+                pruning_method="pixel_change",
+                max_new_tokens=2,
+            )
+            taken.add(str(rate), asked.first_token_s)
+    what = "five minutes of a recorded screen, 720p, ten changes, 600 frames, 0.9 by pixel_change: first token"
+    return Row(what, "unpruned", taken.median("0.9"), taken.median("0.0"), "s", at_most=SCREEN_AT_MOST)
+
+
+def recorded_screen() -> bytes:
+    """An mp4 file of H.264 by x264's defaults."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=SCREEN_FPS)
+        stream.height, stream.width, stream.pix_fmt = *SCREEN_PX, "yuv420p"
+        for screen in _screens():
+            frame = av.VideoFrame.from_ndarray(screen, format="rgb24")
+            for _ in range(SCREEN_FPS * SCREEN_S // (CHANGES + 1)):
+                frame.pts = None
+                container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def _screens() -> Iterator[NDArray[np.uint8]]:
+    """Windows with lines of dark marks, as of a text, each at another place over those before it."""
+    random = np.random.default_rng(0)
+    height, width = SCREEN_PX
+    screen = np.full((height, width, 3), 235, np.uint8)
+    for _ in range(CHANGES + 1):
+        marks = np.where(random.random((height // 32, width // 16)) < 0.6, 30, 250).astype(np.uint8)
+        window = marks.repeat(16, 0).repeat(8, 1)
+        window[np.arange(len(window)) % 16 >= 9] = 250  # between the lines
+        top, left = random.integers(0, height // 2), random.integers(0, width // 2)
+        screen[top : top + len(window), left : left + width // 2] = window[..., None]
+        yield screen
