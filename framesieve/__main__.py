@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 from framesieve.bench.command import bench
 from framesieve.cli.ask import ask
 from framesieve.cli.chat import chat
+from framesieve.cli.groups import spread
 from framesieve.cli.inspection import inspect
 from framesieve.cli.live import live
 from framesieve.cli.models import models
@@ -57,7 +58,9 @@ def _prepare(
 
 _FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
 for _command in (serve, models, settings, ask, chat, live, inspect, bench):
-    app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(_command)
+    app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(
+        spread(_command)
+    )
 
 if __name__ == "__main__":
     app()

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import shlex
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,15 +21,10 @@ from framesieve.bench.report import Report, record_json, report_json, table
 from framesieve.bench.run import Run, measure, served
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.cli.options import (
-    OUTPUT,
     THRESHOLD_HELP,
+    AccessFlags,
     JsonOption,
-    PlaintextTokenOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    access_of,
+    of_output,
     print_json,
     pruning_of,
 )
@@ -39,9 +35,9 @@ from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.retention import EVS, METHODS
 
-_SERVER = "Server"
-_LOAD = "Load"
-_QUESTIONS = "Questions"
+_server = partial(typer.Option, rich_help_panel="Server")
+_load = partial(typer.Option, rich_help_panel="Load")
+_questions = partial(typer.Option, rich_help_panel="Questions")
 
 _CLIENTS = 8
 _REQUESTS = 100
@@ -52,140 +48,89 @@ def bench(
     *,
     server: Annotated[
         str | None,
-        typer.Option(
+        _server(
             envvar="FRAMESIEVE_SERVER",
             help=f"Address of generation. Default: {DEFAULT_ADDRESS} if a server listens there (framesieve serve), "
             "otherwise as with --start.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     start: Annotated[
-        bool,
-        typer.Option(
-            "--start", help="Start the three services for this run and stop them afterwards.", rich_help_panel=_SERVER
-        ),
+        bool, _server("--start", help="Start the three services for this run and stop them afterwards.")
     ] = False,
     base_url: Annotated[
         str | None,
-        typer.Option(
+        _server(
             help="Measure HTTP instead: the URL of a gateway, or of another server with OpenAI's "
-            "/v1/chat/completions, such as http://127.0.0.1:8000.",
-            rich_help_panel=_SERVER,
+            "/v1/chat/completions, such as http://127.0.0.1:8000."
         ),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint folder; implies --start. Default: the embedded demo model.", rich_help_panel=_SERVER
-        ),
+        Path | None, _server(help="Checkpoint folder; implies --start. Default: the embedded demo model.")
     ] = None,
     metrics: Annotated[
         list[str] | None,
-        typer.Option(
+        _server(
             help="host:port of a service's /metrics (plain HTTP); repeat for every replica of all three services. "
-            "--json then includes their costs (docs/capacity.md). Not needed with --start.",
-            rich_help_panel=_SERVER,
+            "--json then includes their costs (docs/capacity.md). Not needed with --start."
         ),
     ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help=f"Closed loop: number of clients, each with one request at a time. Default: {_CLIENTS}.",
-            rich_help_panel=_LOAD,
-        ),
+        _load(min=1, help=f"Closed loop: number of clients, each with one request at a time. Default: {_CLIENTS}."),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(
-            "--request-rate",
-            "--rate",
-            help="Open loop: requests per second on average, with Poisson arrivals.",
-            rich_help_panel=_LOAD,
-        ),
+        _load("--request-rate", "--rate", help="Open loop: requests per second on average, with Poisson arrivals."),
     ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Number of requests per rate. Default: {_REQUESTS}.", rich_help_panel=_LOAD),
-    ] = None,
+    requests: Annotated[int | None, _load(min=1, help=f"Number of requests per rate. Default: {_REQUESTS}.")] = None,
     duration_s: Annotated[
-        float | None,
-        typer.Option(help="Instead of --requests: send requests for this many seconds.", rich_help_panel=_LOAD),
+        float | None, _load(help="Instead of --requests: send requests for this many seconds.")
     ] = None,
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Number of requests sent before the measurement.", rich_help_panel=_LOAD)
-    ] = 8,
+    warmup: Annotated[int, _load(min=0, help="Number of requests sent before the measurement.")] = 8,
     workload: Annotated[
         Path | None,
-        typer.Option(
+        _questions(
             help="Questions: a ShareGPT file, whose conversations have video or image (paths relative to the file, or "
             "URLs), or JSON Lines: question; video or image or url; optionally pruning_rate, method, max_new_tokens, "
-            "weight. Default: questions about synthetic clips.",
-            rich_help_panel=_QUESTIONS,
+            "weight. Default: questions about synthetic clips."
         ),
     ] = None,
     on_server: Annotated[
-        bool,
-        typer.Option(
-            "--on-server",
-            help="The workload's paths are below preprocessing's --media-root.",
-            rich_help_panel=_QUESTIONS,
-        ),
+        bool, _questions("--on-server", help="The workload's paths are below preprocessing's --media-root.")
     ] = False,
     unique: Annotated[
         bool | None,
-        typer.Option(
+        _questions(
             "--unique/--repeat",
             help="Whether every mp4 file that is sent gets other bytes, or files repeat and hit caches. Default: "
             "--unique, but --repeat for a workload at one pruning rate.",
-            rich_help_panel=_QUESTIONS,
         ),
     ] = None,
     pruning_rate: Annotated[
         list[float] | None,
-        typer.Option(
-            help="Fraction of each video's tokens to drop. Repeat it to measure several rates, one after another.",
-            rich_help_panel=_QUESTIONS,
+        _questions(
+            help="Fraction of each video's tokens to drop. Repeat it to measure several rates, one after another."
         ),
     ] = None,
     method: Annotated[
-        str | None,
-        typer.Option(help=f"Which tokens are kept: {', '.join(METHODS)}. Default: {EVS}.", rich_help_panel=_QUESTIONS),
+        str | None, _questions(help=f"Which tokens are kept: {', '.join(METHODS)}. Default: {EVS}.")
     ] = None,
-    pruning_threshold: Annotated[float | None, typer.Option(help=THRESHOLD_HELP, rich_help_panel=_QUESTIONS)] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum tokens of each completion.", rich_help_panel=_QUESTIONS)
-    ] = 64,
+    pruning_threshold: Annotated[float | None, _questions(help=THRESHOLD_HELP)] = None,
+    max_new_tokens: Annotated[int, _questions(min=1, help="Maximum tokens of each completion.")] = 64,
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Always generate --max-new-tokens, past the model's end tokens.",
-            rich_help_panel=_QUESTIONS,
-        ),
+        bool, _questions("--ignore-eos", help="Always generate --max-new-tokens, past the model's end tokens.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and synthetic clips.", rich_help_panel=_LOAD)] = 0,
-    timeout_s: Annotated[
-        float, typer.Option(help="Deadline of each request, in seconds.", rich_help_panel=_LOAD)
-    ] = 300.0,
+    seed: Annotated[int, _load(min=0, help="Seed of arrivals and synthetic clips.")] = 0,
+    timeout_s: Annotated[float, _load(help="Deadline of each request, in seconds.")] = 300.0,
     as_json: JsonOption = False,
     with_records: Annotated[
-        bool,
-        typer.Option("--records", help="Requires --json: include the record of every request.", rich_help_panel=OUTPUT),
+        bool, of_output("--records", help="Requires --json: include the record of every request.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            help="Write a PNG with latency distributions and throughput; needs matplotlib.",
-            rich_help_panel=OUTPUT,
-        ),
+        of_output("--plot", help="Write a PNG with latency distributions and throughput; needs matplotlib."),
     ] = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    token_file: TokenFileOption = None,
-    allow_plaintext_token: PlaintextTokenOption = False,
+    access: AccessFlags,
 ) -> None:
     """Measure a server under load: latencies, throughput, and what pruning saves.
 
@@ -241,14 +186,12 @@ def bench(
             unique = not on_server and (workload is None or len(prunings) > 1)
         asked = Workload(_entries(workload, on_server) if workload else synthesised(seed), unique=unique)
         extent = Extent(None if duration_s else requests or _REQUESTS, duration_s)
-        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        given = access.access()
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         with served(base_url or server, start, model, metrics or ()) as target:
             loop = clients or (None if rate else _CLIENTS)
-            run = Run(
-                target.address, asked, prunings, loop, rate, extent, warmup, seed, options, access, target.metrics
-            )
+            run = Run(target.address, asked, prunings, loop, rate, extent, warmup, seed, options, given, target.metrics)
             outcome = asyncio.run(measure(run))
         if output is not None:
             plot(outcome.phases, f"{_command(context)}  ·  {began}", output)

@@ -13,39 +13,21 @@ import typer
 from rich.markup import escape
 
 from framesieve.cli.options import (
-    OUTPUT,
-    SAMPLING,
+    AccessFlags,
     AdapterOption,
-    EndOption,
-    FpsOption,
+    ClipFlags,
     JsonOption,
-    MaxFramesOption,
-    MaxNewTokensOption,
-    MaxPixelsOption,
-    MethodOption,
     NumFramesOption,
-    OnServerOption,
-    PlaintextTokenOption,
-    RateOption,
-    SeedOption,
+    PruningFlags,
+    SamplingFlags,
     ServerOption,
-    StartOption,
     SystemOption,
-    TemperatureOption,
     ThinkingOption,
-    ThresholdOption,
     TimeoutOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    TopPOption,
-    TruncatedOption,
-    access_of,
     in_flags,
-    media_part,
+    of_output,
+    of_sampling,
     print_json,
-    pruning_options,
     template_options,
 )
 from framesieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
@@ -68,68 +50,40 @@ def ask(
         list[str] | None,
         typer.Option("--question", "-q", help="A question. Repeat it to ask several about the same media."),
     ] = None,
-    pruning_rate: RateOption = None,
-    method: MethodOption = None,
-    pruning_threshold: ThresholdOption = None,
-    fps: FpsOption = None,
-    max_frames: MaxFramesOption = None,
+    pruning: PruningFlags,
+    clip: ClipFlags,
     num_frames: NumFramesOption = None,
-    max_pixels: MaxPixelsOption = None,
-    start_s: StartOption = None,
-    end_s: EndOption = None,
-    allow_truncated: TruncatedOption = False,
-    on_server: OnServerOption = False,
     system: SystemOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Sample from this many of the most likely tokens; 0: all.", rich_help_panel=SAMPLING),
-    ] = None,
+    sampling: SamplingFlags,
+    top_k: Annotated[int | None, of_sampling(help="Sample from this many of the most likely tokens; 0: all.")] = None,
     min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Drop tokens less likely than this fraction of the most likely one.", rich_help_panel=SAMPLING
-        ),
+        float | None, of_sampling(help="Drop tokens less likely than this fraction of the most likely one.")
     ] = None,
     repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 1: make tokens of the prompt and completion less likely.", rich_help_panel=SAMPLING),
+        float | None, of_sampling(help="Above 1: make tokens of the prompt and completion less likely.")
     ] = None,
     presence_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 0, at most 2: make tokens of the completion less likely.", rich_help_panel=SAMPLING),
+        float | None, of_sampling(help="Above 0, at most 2: make tokens of the completion less likely.")
     ] = None,
     frequency_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 0, at most 2: the same, once for each occurrence.", rich_help_panel=SAMPLING),
+        float | None, of_sampling(help="Above 0, at most 2: the same, once for each occurrence.")
     ] = None,
-    seed: SeedOption = None,
     thinking: ThinkingOption = None,
     adapter: AdapterOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End a completion before this text. Repeat it for several texts.", rich_help_panel=OUTPUT),
+        list[str] | None, of_output(help="End a completion before this text. Repeat it for several texts.")
     ] = None,
-    n: Annotated[
-        int | None, typer.Option("--n", help="Number of completions, at most 16.", rich_help_panel=OUTPUT)
-    ] = None,
+    n: Annotated[int | None, of_output("--n", help="Number of completions, at most 16.")] = None,
     as_json: JsonOption = False,
     top_logprobs: Annotated[
         int | None,
-        typer.Option(
-            help="Requires --json: print the log-probability of each token and of this many of the most likely tokens.",
-            rich_help_panel=OUTPUT,
+        of_output(
+            help="Requires --json: print the log-probability of each token and of this many of the most likely tokens."
         ),
     ] = None,
     server: ServerOption = DEFAULT_ADDRESS,
     timeout_s: TimeoutOption = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    token_file: TokenFileOption = None,
-    allow_plaintext_token: PlaintextTokenOption = False,
+    access: AccessFlags,
 ) -> None:
     """Ask a question about videos and images; the completion is streamed to stdout.
 
@@ -151,23 +105,17 @@ def ask(
     """
     if top_logprobs is not None and not as_json:
         raise typer.BadParameter("--top-logprobs requires --json")
-    pruning = pruning_options(pruning_rate, method, pruning_threshold)
     locations, questions = _media_and_questions(inputs or [], question or [])
-    sampling = {"fps": fps, "max_frames": max_frames, "num_frames": num_frames, "start_s": start_s, "end_s": end_s}
-    sampling |= {"allow_truncated": allow_truncated}
-    parts = [media_part(each, on_server, max_pixels, **sampling) for each in locations]
+    parts = [clip.part(each, num_frames=num_frames) for each in locations]
     history = system_message(system)
     options = Options(
-        **pruning,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
+        **pruning.options(),
+        **sampling.options(),
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        seed=seed,
         stop=stop,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs,
@@ -179,7 +127,7 @@ def ask(
 
     async def ask_all() -> None:
         answers = []
-        async with FramesieveClient(server, **access) as client:
+        async with FramesieveClient(server, **access.access()) as client:
             for each in questions:
                 if as_json:
                     with in_flags([*history, user_turn(parts, each)]):
@@ -194,7 +142,6 @@ def ask(
             print_json({"answers": several} if len(questions) > 1 else answers[0])
 
     with reported_errors(server, as_json=as_json):
-        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         asyncio.run(ask_all())
 
 

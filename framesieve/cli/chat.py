@@ -13,33 +13,15 @@ import typer
 
 from framesieve.cli.ask import stream, system_message
 from framesieve.cli.options import (
+    AccessFlags,
     AdapterOption,
-    EndOption,
-    FpsOption,
-    MaxFramesOption,
-    MaxNewTokensOption,
-    MaxPixelsOption,
-    MethodOption,
-    OnServerOption,
-    PlaintextTokenOption,
-    RateOption,
-    SeedOption,
+    ClipFlags,
+    PruningFlags,
+    SamplingFlags,
     ServerOption,
-    StartOption,
     SystemOption,
-    TemperatureOption,
     ThinkingOption,
-    ThresholdOption,
     TimeoutOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    TopPOption,
-    TruncatedOption,
-    access_of,
-    media_part,
-    pruning_options,
     template_options,
 )
 from framesieve.cli.terminal import print_cost, report, reported_errors
@@ -53,30 +35,15 @@ from framesieve.common.contract.errors import FramesieveError
 def chat(
     *,
     media: Annotated[list[str] | None, typer.Argument(help="Videos and images, as files or URLs.")] = None,
-    pruning_rate: RateOption = None,
-    method: MethodOption = None,
-    pruning_threshold: ThresholdOption = None,
-    fps: FpsOption = None,
-    max_frames: MaxFramesOption = None,
-    max_pixels: MaxPixelsOption = None,
-    start_s: StartOption = None,
-    end_s: EndOption = None,
-    allow_truncated: TruncatedOption = False,
-    on_server: OnServerOption = False,
+    pruning: PruningFlags,
+    clip: ClipFlags,
     system: SystemOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
+    sampling: SamplingFlags,
     thinking: ThinkingOption = None,
     adapter: AdapterOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
     server: ServerOption = DEFAULT_ADDRESS,
     timeout_s: TimeoutOption = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    token_file: TokenFileOption = None,
-    allow_plaintext_token: PlaintextTokenOption = False,
+    access: AccessFlags,
 ) -> None:
     """Talk about videos and images: each question sees the ones before it and their answers.
 
@@ -84,26 +51,20 @@ def chat(
 
     Example: framesieve chat clip.mp4 --pruning-rate 0.75
     """
-    pruning = pruning_options(pruning_rate, method, pruning_threshold)
-    sampling = {"fps": fps, "max_frames": max_frames, "start_s": start_s, "end_s": end_s}
-    sampling |= {"allow_truncated": allow_truncated}
-    parts = [media_part(each, on_server, max_pixels, **sampling) for each in media or []]
+    parts = [clip.part(each) for each in media or []]
     options = Options(
-        **pruning,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
+        **pruning.options(),
+        **sampling.options(),
         template_options=template_options(thinking),
         adapter=adapter,
         timeout_s=timeout_s,
     )
 
     with reported_errors(server):
-        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        given = access.access()
         for path in (part.path for part in parts if part.path is not None):
             Path(path).open("rb").close()  # a file that cannot be read is reported before the first question
-        _converse(server, access, parts, system_message(system), options)
+        _converse(server, given, parts, system_message(system), options)
 
 
 def _converse(

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Unpack
 
@@ -20,24 +21,14 @@ from numpy.typing import NDArray
 from framesieve.cli.contact_sheet import contact_sheet, side_by_side, sliced_sheet
 from framesieve.cli.launcher import LocalStack
 from framesieve.cli.options import (
-    OUTPUT,
+    AccessFlags,
     DrawnRateOption,
-    FpsOption,
+    FrameFlags,
     JsonOption,
-    MaxFramesOption,
-    MaxPixelsOption,
     MethodsOption,
-    OnServerOption,
-    PlaintextTokenOption,
     ThresholdOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    TruncatedOption,
-    access_of,
     in_flags,
-    media_part,
+    of_output,
     print_json,
     pruning_of,
 )
@@ -80,40 +71,25 @@ _METHOD_NAMES = {
 }
 _RATE = 0.75
 
-_SERVICES = "Services"
+_services = partial(typer.Option, rich_help_panel="Services")
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 
 def inspect(
+    *,
     media: Annotated[str, typer.Argument(help="A video or an image: a file or a URL.")],
     pruning_rate: DrawnRateOption = None,
     method: MethodsOption = None,
     pruning_threshold: ThresholdOption = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The PNG or JPEG file to write.", rich_help_panel=OUTPUT)
-    ] = Path("kept.png"),
-    fps: FpsOption = None,
-    max_frames: MaxFramesOption = None,
-    max_pixels: MaxPixelsOption = None,
-    preprocessing: Annotated[
-        str | None, typer.Option(help="Address of preprocessing.", rich_help_panel=_SERVICES)
-    ] = None,
-    encoder: Annotated[str | None, typer.Option(help="Address of the encoder.", rich_help_panel=_SERVICES)] = None,
+    output: Annotated[Path, of_output("--output", "-o", help="The PNG or JPEG file to write.")] = Path("kept.png"),
+    frames: FrameFlags,
+    preprocessing: Annotated[str | None, _services(help="Address of preprocessing.")] = None,
+    encoder: Annotated[str | None, _services(help="Address of the encoder.")] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint of the services that this command starts. Default: the demo model.",
-            rich_help_panel=_SERVICES,
-        ),
+        Path | None, _services(help="Checkpoint of the services that this command starts. Default: the demo model.")
     ] = None,
-    allow_truncated: TruncatedOption = False,
-    on_server: OnServerOption = False,
     as_json: JsonOption = False,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    token_file: TokenFileOption = None,
-    allow_plaintext_token: PlaintextTokenOption = False,
+    access: AccessFlags,
 ) -> None:
     """Draw which patches of a video pruning keeps: all frames side by side, pruned patches dimmed; a sheet a method.
 
@@ -127,21 +103,21 @@ def inspect(
     if pruning_rate is None:
         pruning_rate = _RATE if pruning_threshold is None else 0.0
     prunings = [pruning_of(pruning_rate, each, pruning_threshold) for each in dict.fromkeys(methods)]
-    part = media_part(media, on_server, max_pixels, fps=fps, max_frames=max_frames, allow_truncated=allow_truncated)
+    part = frames.part(media)
     if output.suffix.lower() not in _FORMATS:
         raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
     if (preprocessing is None) != (encoder is None):
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     with reported_errors(as_json=as_json):
-        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
+        given = access.access()
         if preprocessing is not None and encoder is not None:
-            inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **access))
+            inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **given))
         else:
             unwind_on_signals()
             stack = LocalStack(model, services=("preprocessing", "encoder"), report=stderr.print)
             with stderr.status("starting preprocessing and the encoder for this command …"), stack:
                 addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
-                inspected = asyncio.run(inspect_media(*addresses, part, prunings, **access))
+                inspected = asyncio.run(inspect_media(*addresses, part, prunings, **given))
         sheets = [_draw(each, file_name(media)) for each in inspected]
         side_by_side(sheets).save(output, _FORMATS[output.suffix.lower()])
     _print_counts(inspected, output, as_json)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Annotated
@@ -19,23 +20,16 @@ import typer
 from framesieve.cli.ask import answer_json
 from framesieve.cli.footage import is_camera, pictures
 from framesieve.cli.options import (
-    OUTPUT,
+    AccessFlags,
     AdapterOption,
-    MaxNewTokensOption,
     MaxPixelsOption,
-    PlaintextTokenOption,
-    SeedOption,
+    SamplingFlags,
     ServerOption,
     SystemOption,
-    TemperatureOption,
     ThresholdOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    TopPOption,
-    access_of,
     in_flags,
+    of_media,
+    of_output,
     print_json,
     said_pruning,
 )
@@ -59,9 +53,8 @@ from framesieve.client.prompt import Pruning, Sampling, Trigger
 from framesieve.common.contract.errors import InvalidRequest, Unavailable
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
 
-_WHEN = "When it is asked"
-_MEDIA = "Media"
-_SESSION = "Session"
+_when = partial(typer.Option, rich_help_panel="When it is asked")
+_session = partial(typer.Option, rich_help_panel="Session")
 _EVERY_S = 5.0
 _FPS = 2.0
 # URLs are watched by the service, which refuses rtsps by name.
@@ -77,79 +70,57 @@ def live(
     question: Annotated[str, typer.Argument(help="The question.")],
     every_s: Annotated[
         float | None,
-        typer.Option(
+        _when(
             help=f"Ask whenever so many seconds of the video have passed; 0: not by time. Default: {_EVERY_S:g}, and 0 "
-            "with --on-change. With neither it is asked once, at the end.",
-            rich_help_panel=_WHEN,
+            "with --on-change. With neither it is asked once, at the end."
         ),
     ] = None,
     on_change: Annotated[
-        float | None,
-        typer.Option(
-            help="Ask when this share of the picture has changed within a slice, such as 0.3.", rich_help_panel=_WHEN
-        ),
+        float | None, _when(help="Ask when this share of the picture has changed within a slice, such as 0.3.")
     ] = None,
     transient: Annotated[
         bool,
-        typer.Option(
+        _when(
             "--transient/--remember",
             help="Whether the model forgets this question and its answers, or sees them before the next one.",
-            rich_help_panel=_WHEN,
         ),
     ] = True,
-    fps: Annotated[float, typer.Option(help="Frames to use per second.", rich_help_panel=_SESSION)] = _FPS,
-    speed: Annotated[float, typer.Option(help="Play a file so many times as fast.", rich_help_panel=_SESSION)] = 1.0,
+    fps: Annotated[float, _session(help="Frames to use per second.")] = _FPS,
+    speed: Annotated[float, _session(help="Play a file so many times as fast.")] = 1.0,
     window_tokens: Annotated[
         int | None,
-        typer.Option(
+        _session(
             help="Tokens that the session remembers; the oldest part of the video goes. Default: 4096, or as "
-            "many as fit.",
-            rich_help_panel=_SESSION,
+            "many as fit."
         ),
     ] = None,
     answer_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a question and its answer together. Default: 1024.", rich_help_panel=_SESSION),
+        int | None, _session(help="Tokens of a question and its answer together. Default: 1024.")
     ] = None,
     window_s: Annotated[
-        float | None,
-        typer.Option(help="Seconds of video that the session remembers. Default: no limit.", rich_help_panel=_SESSION),
+        float | None, _session(help="Seconds of video that the session remembers. Default: no limit.")
     ] = None,
     pruning_threshold: ThresholdOption = None,
     pruning_rate: Annotated[
-        float | None,
-        typer.Option(
-            help=f"With --method {EVS_CAUSAL}: the fraction of each slice's tokens to drop.", rich_help_panel=_MEDIA
-        ),
+        float | None, of_media(help=f"With --method {EVS_CAUSAL}: the fraction of each slice's tokens to drop.")
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
+        of_media(
             help=f"Which tokens are kept. {PIXEL_CHANGE}: those whose pixels changed since the slice before. "
             f"{EVS_CAUSAL}: those that changed most. {NONE}: all. Default: {PIXEL_CHANGE}, with a threshold of "
-            f"{AUTO_THRESHOLD:g}.",
-            rich_help_panel=_MEDIA,
+            f"{AUTO_THRESHOLD:g}."
         ),
     ] = None,
     max_pixels: MaxPixelsOption = None,
     system: SystemOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
+    sampling: SamplingFlags,
     adapter: AdapterOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print each answer, or the error, as a line of JSON on stdout.", rich_help_panel=OUTPUT
-        ),
+        bool, of_output("--json", help="Print each answer, or the error, as a line of JSON on stdout.")
     ] = False,
     server: ServerOption = DEFAULT_ADDRESS,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    token_file: TokenFileOption = None,
-    allow_plaintext_token: PlaintextTokenOption = False,
+    access: AccessFlags,
 ) -> None:
     """Ask about a video while it plays: again and again, and whatever else comes to mind.
 
@@ -172,14 +143,14 @@ def live(
         raise typer.BadParameter(f"--speed must be above 0, got {speed:g}")
     if every_s is None and on_change is None:
         every_s = _EVERY_S
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=sampling)
+    drawn = sampling.options()
+    trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=drawn)
     at_end = not every_s and on_change is None
     url = source if _URL.match(source) else None
     said = said_pruning(pruning_rate, method, pruning_threshold)
 
     async def watch() -> None:
-        async with FramesieveClient(server, **access) as client:
+        async with FramesieveClient(server, **access.access()) as client:
             opening = client.live(
                 system=system,
                 pruning=None if said == Pruning() else said,
@@ -197,20 +168,19 @@ def live(
                     try:
                         async with asyncio.TaskGroup() as tasks:
                             tasks.create_task(printer.follow(session.events()))
-                            typing = tasks.create_task(_type(session, printer, sampling))
+                            typing = tasks.create_task(_type(session, printer, drawn))
                             if url is None:
                                 await _play(session, source, fps, speed)
                             else:
                                 await _ended(session.events())
                             if at_end:
-                                await session.answer(question, transient=transient, **sampling)
+                                await session.answer(question, transient=transient, **drawn)
                             typing.cancel()
                             await session.close()
                     except ExceptionGroup as failures:
                         raise failures.exceptions[0] from None
 
     with reported_errors(server, as_json=as_json):
-        access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if url is None:
             Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
         with in_flags():

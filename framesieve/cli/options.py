@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from framesieve.client.credentials import Access
 from framesieve.client.messages import IN_PYTHON
-from framesieve.client.prompt import Image, Message, Options, Video, check_scheme, is_url
+from framesieve.client.prompt import Image, Message, Options, Sampling, Video, check_scheme, is_url
 from framesieve.client.prompt import Pruning as Said
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, path_of, steps_of
 from framesieve.common.contract.retention import (
@@ -32,10 +33,11 @@ from framesieve.common.contract.retention import (
 )
 from framesieve.common.security.tokens import read_token
 
-_MEDIA = "Media"
-SAMPLING = "Model and sampling (defaults: the model's)"
-OUTPUT = "Output"
-_CONNECTION = "Connection"
+# Options, by the panel of the help that they stand in.
+of_media = partial(typer.Option, rich_help_panel="Media")
+of_sampling = partial(typer.Option, rich_help_panel="Model and sampling (defaults: the model's)")
+of_output = partial(typer.Option, rich_help_panel="Output")
+_of_connection = partial(typer.Option, rich_help_panel="Connection")
 
 # Fields of requests that have flags of another name.
 _FLAGS = {
@@ -52,25 +54,12 @@ _REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --
 _NAME_CHARACTERS = 200  # of a URL, in an error
 
 _RATE_HELP = "Fraction of each video's tokens to drop, at least 0 and below 1."
-RateOption = Annotated[
-    float | None,
-    typer.Option("--pruning-rate", help=f"{_RATE_HELP} Default: the service's.", rich_help_panel=_MEDIA),
-]
-DrawnRateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--pruning-rate",
-        help=f"{_RATE_HELP} Default: 0.75, and 0 with --pruning-threshold.",
-        rich_help_panel=_MEDIA,
-    ),
-]
+DrawnRateOption = Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: 0.75, and 0 with --pruning-threshold.")]
 THRESHOLD_HELP = (
     "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
     f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --method {PIXEL_CHANGE}."
 )
-ThresholdOption = Annotated[
-    float | None, typer.Option("--pruning-threshold", help=THRESHOLD_HELP, rich_help_panel=_MEDIA)
-]
+ThresholdOption = Annotated[float | None, of_media(help=THRESHOLD_HELP)]
 _METHOD_HELP = (
     f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of each "
     f"slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, some in "
@@ -78,162 +67,150 @@ _METHOD_HELP = (
     f"random choice. {PIXEL_CHANGE}: those of each slice whose pixels changed most, chosen before the vision tower. "
     f"{NONE}: all."
 )
-MethodOption = Annotated[
-    str | None, typer.Option("--method", help=f"{_METHOD_HELP} Default: the service's.", rich_help_panel=_MEDIA)
-]
 MethodsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default: {EVS}.",
-        rich_help_panel=_MEDIA,
-    ),
+    list[str] | None, of_media(help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default: {EVS}.")
 ]
-FpsOption = Annotated[
-    float | None,
-    typer.Option(help="Frames to sample per second. Default: the model's.", rich_help_panel=_MEDIA),
-]
-MaxFramesOption = Annotated[
-    int | None,
-    typer.Option(help="Maximum number of frames to sample. Default: the model's.", rich_help_panel=_MEDIA),
-]
+MaxPixelsOption = Annotated[int | None, of_media(help="Resize each frame or image to at most this many pixels.")]
 NumFramesOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of frames, evenly spaced, or all if there are fewer; in place of --fps.", rich_help_panel=_MEDIA
-    ),
+    int | None, of_media(help="Number of frames, evenly spaced, or all if there are fewer; in place of --fps.")
 ]
-MaxPixelsOption = Annotated[
-    int | None,
-    typer.Option(help="Resize each frame or image to at most this many pixels.", rich_help_panel=_MEDIA),
-]
-StartOption = Annotated[float | None, typer.Option(help="Start at this second of each video.", rich_help_panel=_MEDIA)]
-EndOption = Annotated[float | None, typer.Option(help="End at this second of each video.", rich_help_panel=_MEDIA)]
-TruncatedOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-truncated",
-        help="Accept videos that were cut off, even if more than a tenth of the frames is missing.",
-        rich_help_panel=_MEDIA,
-    ),
-]
-OnServerOption = Annotated[
-    bool,
-    typer.Option(
-        "--on-server",
-        help="Media are paths below preprocessing's --media-root, not files on this machine.",
-        rich_help_panel=_MEDIA,
-    ),
-]
-SystemOption = Annotated[
-    str | None, typer.Option(help="System message: instructions for the model.", rich_help_panel=SAMPLING)
-]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(help="Randomness of the choice; 0: always the most likely token.", rich_help_panel=SAMPLING),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(help="Sample from the most likely tokens with this total probability.", rich_help_panel=SAMPLING),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(help="Seed of sampling; the same seed gives the same completion.", rich_help_panel=SAMPLING),
-]
-MaxNewTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of tokens of a completion. Default: as many as fit, at most 1024.", rich_help_panel=OUTPUT
-    ),
-]
+SystemOption = Annotated[str | None, of_sampling(help="System message: instructions for the model.")]
 AdapterOption = Annotated[
-    str | None,
-    typer.Option(help="Name of a LoRA adapter that generation has loaded (--adapters).", rich_help_panel=SAMPLING),
+    str | None, of_sampling(help="Name of a LoRA adapter that generation has loaded (--adapters).")
 ]
 ThinkingOption = Annotated[
     bool | None,
-    typer.Option(
+    of_sampling(
         "--thinking/--no-thinking",
         help="Whether the model thinks before it answers, if it can do both. Default: the chat template's.",
-        rich_help_panel=SAMPLING,
     ),
 ]
-JsonOption = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print the result, or the error, as one JSON object on stdout.", rich_help_panel=OUTPUT
-    ),
-]
-
+JsonOption = Annotated[bool, of_output("--json", help="Print the result, or the error, as one JSON object on stdout.")]
 ServerOption = Annotated[
     str,
-    typer.Option(
-        envvar="FRAMESIEVE_SERVER",
-        help="Address of generation, host:port; several replicas separated by commas.",
-        rich_help_panel=_CONNECTION,
+    _of_connection(
+        envvar="FRAMESIEVE_SERVER", help="Address of generation, host:port; several replicas separated by commas."
     ),
 ]
-TimeoutOption = Annotated[
-    float | None, typer.Option(help="Deadline of each request, in seconds. Default: none.", rich_help_panel=_CONNECTION)
-]
-TlsCaOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        envvar=["FRAMESIEVE_TLS_CA", "FRAMESIEVE_UPSTREAM_TLS_CA"],
-        help="Use TLS, and verify the service's certificate with the authorities in this PEM file.",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-TlsCertOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert", envvar="FRAMESIEVE_TLS_CERT", help="Client certificate (PEM).", rich_help_panel=_CONNECTION
-    ),
-]
-TlsKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-key", envvar="FRAMESIEVE_TLS_KEY", help="Private key of --tls-cert (PEM).", rich_help_panel=_CONNECTION
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        help="File with the bearer token to send. Default: the variable FRAMESIEVE_TOKEN.",
-        rich_help_panel=_CONNECTION,
-    ),
-]
-PlaintextTokenOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-plaintext-token",
-        envvar="FRAMESIEVE_ALLOW_PLAINTEXT_TOKEN",
-        help="Send the token to other machines even without TLS.",
-        rich_help_panel=_CONNECTION,
-    ),
-]
+TimeoutOption = Annotated[float | None, _of_connection(help="Deadline of each request, in seconds. Default: none.")]
 
 
-def access_of(
-    tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None, plaintext_token: bool
-) -> Access:
-    """The connection options. Raises StartupError for a token file without a valid token."""
-    token = read_token("--token-file", token_file) if token_file else os.environ.get("FRAMESIEVE_TOKEN")
-    return Access(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token=token, allow_plaintext_token=plaintext_token)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruningFlags:
+    """How videos are pruned; None: as the service does."""
+
+    pruning_rate: Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: the service's.")] = None
+    method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
+    pruning_threshold: Annotated[float | None, of_media(help=THRESHOLD_HELP)] = None
+
+    def options(self) -> Options:
+        """Raises BadParameter as `pruning_of`."""
+        said = said_pruning(self.pruning_rate, self.method, self.pruning_threshold)
+        return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameFlags:
+    """Where media are, and which of their frames are used, in which size."""
+
+    fps: Annotated[float | None, of_media(help="Frames to sample per second. Default: the model's.")] = None
+    max_frames: Annotated[int | None, of_media(help="Maximum number of frames to sample. Default: the model's.")] = None
+    max_pixels: Annotated[int | None, of_media(help="Resize each frame or image to at most this many pixels.")] = None
+    allow_truncated: Annotated[
+        bool,
+        of_media(
+            "--allow-truncated",
+            help="Accept videos that were cut off, even if more than a tenth of the frames is missing.",
+        ),
+    ] = False
+    on_server: Annotated[
+        bool,
+        of_media("--on-server", help="Media are paths below preprocessing's --media-root, not files on this machine."),
+    ] = False
+
+    def part(self, location: str, **more: Any) -> Video:
+        """The video or image, as its bytes are, that an argument names: a URL, a path on the server or a local file.
+
+        more: other fields of the video.
+        """
+        try:
+            check_scheme(location)
+        except InvalidRequest as error:
+            raise typer.BadParameter(str(error)) from error
+        fields: dict[str, Any] = {**asdict(self), **more}
+        on_server = fields.pop("on_server")
+        fields["url" if is_url(location) else "server_path" if on_server else "path"] = location
+        return Video(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipFlags(FrameFlags):
+    start_s: Annotated[float | None, of_media(help="Start at this second of each video.")] = None
+    end_s: Annotated[float | None, of_media(help="End at this second of each video.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    temperature: Annotated[
+        float | None, of_sampling(help="Randomness of the choice; 0: always the most likely token.")
+    ] = None
+    top_p: Annotated[
+        float | None, of_sampling(help="Sample from the most likely tokens with this total probability.")
+    ] = None
+    seed: Annotated[int | None, of_sampling(help="Seed of sampling; the same seed gives the same completion.")] = None
+    max_new_tokens: Annotated[
+        int | None, of_output(help="Maximum number of tokens of a completion. Default: as many as fit, at most 1024.")
+    ] = None
+
+    def options(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_new_tokens=self.max_new_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessFlags:
+    tls_ca: Annotated[
+        Path | None,
+        _of_connection(
+            envvar=["FRAMESIEVE_TLS_CA", "FRAMESIEVE_UPSTREAM_TLS_CA"],
+            help="Use TLS, and verify the service's certificate with the authorities in this PEM file.",
+        ),
+    ] = None
+    tls_cert: Annotated[Path | None, _of_connection(envvar="FRAMESIEVE_TLS_CERT", help="Client certificate (PEM).")] = (
+        None
+    )
+    tls_key: Annotated[
+        Path | None, _of_connection(envvar="FRAMESIEVE_TLS_KEY", help="Private key of --tls-cert (PEM).")
+    ] = None
+    token_file: Annotated[
+        Path | None, _of_connection(help="File with the bearer token to send. Default: the variable FRAMESIEVE_TOKEN.")
+    ] = None
+    allow_plaintext_token: Annotated[
+        bool,
+        _of_connection(
+            "--allow-plaintext-token",
+            envvar="FRAMESIEVE_ALLOW_PLAINTEXT_TOKEN",
+            help="Send the token to other machines even without TLS.",
+        ),
+    ] = False
+
+    def access(self) -> Access:
+        """Raises StartupError for a token file without a valid token."""
+        token = read_token("--token-file", self.token_file) if self.token_file else os.environ.get("FRAMESIEVE_TOKEN")
+        return Access(
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            token=token,
+            allow_plaintext_token=self.allow_plaintext_token,
+        )
 
 
 def pruning_of(rate: float, method: str | None, threshold: float | None) -> Pruning:
     """Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold."""
     with _bad_parameters():
         return Pruning(rate, named_method(method, threshold), threshold=threshold)
-
-
-def pruning_options(rate: float | None, method: str | None, threshold: float | None) -> Options:
-    """Of a request; None: not said. Raises as `pruning_of`."""
-    said = said_pruning(rate, method, threshold)
-    return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
 
 
 def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Said:
@@ -254,16 +231,6 @@ def _bad_parameters() -> Iterator[None]:
             yield
     except InvalidRequest as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def media_part(location: str, on_server: bool, max_pixels: int | None, **of_videos: Any) -> Video:
-    """The video or image, as its bytes are, that an argument names: a URL, a path on the server or a local file."""
-    try:
-        check_scheme(location)
-    except InvalidRequest as error:
-        raise typer.BadParameter(str(error)) from error
-    source: dict[str, Any] = {"url" if is_url(location) else "server_path" if on_server else "path": location}
-    return Video(**source, max_pixels=max_pixels, **of_videos)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,8 @@ from framesieve.client.client import DEFAULT_ADDRESS
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus, at_once
 
-_MODEL = "Model and media"
-_ADDRESSES = "Addresses"
+_model = partial(typer.Option, rich_help_panel="Model and media")
+_addresses = partial(typer.Option, rich_help_panel="Addresses")
 
 ConfigOption = Annotated[
     Path | None,
@@ -31,53 +32,38 @@ def serve(
     context: typer.Context,
     model: Annotated[
         Path | None,
-        typer.Option(
+        _model(
             envvar="FRAMESIEVE_MODEL",
             help="Checkpoint folder in transformers' format, or a Hugging Face repository. Default: the embedded demo "
             "model.",
-            rich_help_panel=_MODEL,
         ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
+        _model(
             help="Name of the model: its id in the API and its label in metrics. Of several, all are accepted, and the "
-            "first is the id in answers and the label. Default: the repository's name, or the folder's.",
-            rich_help_panel=_MODEL,
+            "first is the id in answers and the label. Default: the repository's name, or the folder's."
         ),
     ] = None,
     media_root: Annotated[
         Path | None,
-        typer.Option(
-            envvar="FRAMESIEVE_MEDIA_ROOT",
-            help="Folder that requests may read files from. Default: none.",
-            rich_help_panel=_MODEL,
-        ),
+        _model(envvar="FRAMESIEVE_MEDIA_ROOT", help="Folder that requests may read files from. Default: none."),
     ] = None,
     config: ConfigOption = None,
     listen: Annotated[
-        str,
-        typer.Option(
-            help="Address of generation, which clients call: host:port or unix:/path.", rich_help_panel=_ADDRESSES
-        ),
+        str, _addresses(help="Address of generation, which clients call: host:port or unix:/path.")
     ] = DEFAULT_ADDRESS,
-    preprocessing_listen: Annotated[
-        str, typer.Option(help="Address of preprocessing.", rich_help_panel=_ADDRESSES)
-    ] = "127.0.0.1:50051",
-    encoder_listen: Annotated[
-        str, typer.Option(help="Address of the encoder.", rich_help_panel=_ADDRESSES)
-    ] = "127.0.0.1:50052",
+    preprocessing_listen: Annotated[str, _addresses(help="Address of preprocessing.")] = "127.0.0.1:50051",
+    encoder_listen: Annotated[str, _addresses(help="Address of the encoder.")] = "127.0.0.1:50052",
     http_listen: Annotated[
-        str,
-        typer.Option(help="Address of the gateway, which speaks HTTP. '': no gateway.", rich_help_panel=_ADDRESSES),
+        str, _addresses(help="Address of the gateway, which speaks HTTP. '': no gateway.")
     ] = "127.0.0.1:8000",
     metrics_port: Annotated[
         int,
-        typer.Option(
+        _addresses(
             min=0,
             max=2**16 - len(SERVICES),
             help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics.",
-            rich_help_panel=_ADDRESSES,
         ),
     ] = 9101,
 ) -> None:

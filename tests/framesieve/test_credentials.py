@@ -13,7 +13,7 @@ import pytest
 from typer.testing import Result
 
 from framesieve import FramesieveClient
-from framesieve.cli.options import access_of
+from framesieve.cli.options import AccessFlags
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.common.channels import open_channel
 from framesieve.common.contract.errors import StartupError
@@ -79,7 +79,7 @@ def test_the_command_reads_its_token_from_the_file_or_else_the_environment(
     path.write_text(f"{TOKEN}\n")
 
     def token(token_file: Path | None) -> str | None:
-        return access_of(None, None, None, token_file, False)["token"]
+        return AccessFlags(token_file=token_file).access()["token"]
 
     assert (token(None), token(path)) == (None, TOKEN)
     monkeypatch.setenv("FRAMESIEVE_TOKEN", "bob-fedcba9876543210")
