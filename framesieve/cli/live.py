@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +16,6 @@ from typing import Annotated
 import typer
 
 from framesieve.cli.ask import answer_json
-from framesieve.cli.footage import is_camera, pictures
 from framesieve.cli.options import (
     OUTPUT,
     AdapterOption,
@@ -55,7 +53,7 @@ from framesieve.client.live_events import (
     LiveUsage,
     StreamState,
 )
-from framesieve.client.prompt import Pruning, Sampling, Trigger
+from framesieve.client.prompt import Pruning, Sampling, Trigger, check_scheme
 from framesieve.common.contract.errors import InvalidRequest, Unavailable
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
 
@@ -64,8 +62,8 @@ _MEDIA = "Media"
 _SESSION = "Session"
 _EVERY_S = 5.0
 _FPS = 2.0
-# URLs are watched by the service, which refuses rtsps by name.
-_URL = re.compile(r"(?:rtsps?|https?)://", re.IGNORECASE)
+# Of sources, which the service watches.
+_SCHEMES = ("http", "https", "rtsp")
 
 
 def live(
@@ -175,7 +173,7 @@ def live(
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=sampling)
     at_end = not every_s and on_change is None
-    url = source if _URL.match(source) else None
+    url = source if "://" in source else None
     said = said_pruning(pruning_rate, method, pruning_threshold)
 
     async def watch() -> None:
@@ -199,13 +197,16 @@ def live(
                             tasks.create_task(printer.follow(session.events()))
                             typing = tasks.create_task(_type(session, printer, sampling))
                             if url is None:
-                                await _play(session, source, fps, speed)
+                                seen_s = await _play(session, source, fps, speed)
                             else:
                                 await _ended(session.events())
-                            if at_end:
+                                seen_s = printer.seen_s
+                            if at_end or (every_s and seen_s < every_s):
                                 await session.answer(question, transient=transient, **sampling)
                             typing.cancel()
                             await session.close()
+                            if every_s and not printer.answers:
+                                raise Unavailable("the question could not be answered", "generation")
                     except ExceptionGroup as failures:
                         raise failures.exceptions[0] from None
 
@@ -213,6 +214,8 @@ def live(
         access = access_of(tls_ca, tls_cert, tls_key, token_file, allow_plaintext_token)
         if url is None:
             Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
+        else:
+            check_scheme(url, _SCHEMES)
         with in_flags():
             asyncio.run(watch())
 
@@ -224,14 +227,24 @@ async def _ended(events: AsyncIterator[LiveEvent]) -> None:
             return
 
 
-async def _play(session: LiveSession, source: str, fps: float, speed: float) -> None:
-    """Shows the frames of a camera as they come, and those of a file when they are due."""
-    frames, began_s = pictures(source, fps), time.monotonic()
+async def _play(session: LiveSession, source: str, fps: float, speed: float) -> float:
+    """Shows the frames of a camera as they come, and those of a file when they are due.
+
+    Returns the time of the last slice: two frames are one, and a last one alone is none before a question comes.
+    """
+    from framesieve.cli.footage import is_camera, pictures  # imported on use: it loads FFmpeg
+
+    frames, shown, seen_s = pictures(source, fps), 0, 0.0
     while frame := await _next(frames):
         time_s, picture = frame
+        if not shown:
+            began_s = time.monotonic()
         if not is_camera(source):
             await asyncio.sleep(began_s + time_s / speed - time.monotonic())
         await session.show(picture, time_s)
+        shown += 1
+        seen_s = seen_s if shown % 2 else time_s
+    return seen_s
 
 
 async def _next(frames: Iterator[tuple[float, bytes]]) -> tuple[float, bytes] | None:
@@ -281,9 +294,9 @@ class _Printer:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._status = StatusLine()
-        self._seen_s = 0.0
+        self.seen_s = 0.0
         self._answering = False  # an answer's line has begun
-        self._answers = 0
+        self.answers = 0
         self._usage: LiveUsage | None = None
 
     def __enter__(self) -> _Printer:
@@ -294,11 +307,11 @@ class _Printer:
         self._status.clear()
         if (usage := self._usage) is None:
             return
-        told = f"{self._seen_s:.1f} s · {usage.frames} frames, {usage.used_frames} used, {usage.dropped_frames} dropped"
+        told = f"{self.seen_s:.1f} s · {usage.frames} frames, {usage.used_frames} used, {usage.dropped_frames} dropped"
         if full := usage.media_tokens_full:
             dropped = 1 - usage.media_tokens / full
             told += f" · kept {usage.media_tokens} of {full} tokens of media ({dropped:.0%} dropped)"
-        told += f" · {self._answers} answers of {usage.completion_tokens} tokens"
+        told += f" · {self.answers} answers of {usage.completion_tokens} tokens"
         stderr.print(f"[dim]{told}[/]", soft_wrap=True)
 
     def prompt(self, shown: bool) -> None:
@@ -309,15 +322,15 @@ class _Printer:
         async for event in events:
             match event:
                 case LiveSlice():
-                    self._usage, self._seen_s = event.usage, event.last_time_s
+                    self._usage, self.seen_s = event.usage, event.last_time_s
                     self._status.show(
-                        f"{self._seen_s:.1f} s · {event.usage.frames} frames, {event.usage.dropped_frames} dropped · "
+                        f"{self.seen_s:.1f} s · {event.usage.frames} frames, {event.usage.dropped_frames} dropped · "
                         f"{event.usage.held_tokens} tokens held"
                     )
                 case LiveDelta() if not self._as_json:
                     self._say(event.delta.text)
                 case LiveFinished():
-                    self._answers += 1
+                    self.answers += 1
                     self._usage = event.usage
                     self._finish(event)
                 case LiveRefused(error=InvalidRequest()) if event.ask_id.startswith("trigger-"):
@@ -343,7 +356,7 @@ class _Printer:
     def _say(self, text: str) -> None:
         if not self._answering:
             self._status.clear()
-            typer.echo(f"{self._seen_s:.1f} s: ", nl=False)
+            typer.echo(f"{self.seen_s:.1f} s: ", nl=False)
         self._answering = True
         typer.echo(text, nl=False)
 
