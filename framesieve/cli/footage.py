@@ -44,15 +44,16 @@ def pictures(source: str, fps: float) -> Iterator[tuple[float, bytes]]:
 
 
 def _frames(source: str, fps: float) -> Iterator[StreamFrame]:
+    name = repr(source)  # quoted, so that errors do not take it for a field
     if is_camera(source):
         with av.open(source, "r", format="v4l2") as camera:
-            yield from opened_frames(camera, fps, source, turned=False)
+            yield from opened_frames(camera, fps, name, turned=False)
         return
     with Path(source).open("rb", buffering=0) as file:
         if file.seekable():
-            yield from _film(Source(source, b"", file.fileno()), fps)
+            yield from _film(Source(name, b"", file.fileno()), fps)
         else:  # a pipe
-            yield from stream_frames(lambda: file.read(_READ_BYTES), Form.CONTAINER, fps, source)
+            yield from stream_frames(lambda: file.read(_READ_BYTES), Form.CONTAINER, fps, name)
 
 
 def _film(source: Source, fps: float) -> Iterator[StreamFrame]:

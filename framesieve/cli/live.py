@@ -76,8 +76,8 @@ def live(
     every_s: Annotated[
         float | None,
         typer.Option(
-            help=f"Ask whenever so many seconds of the video have passed; 0: not by time. Default: {_EVERY_S:g}, and 0 "
-            "with --on-change. With neither it is asked once, at the end.",
+            help="Ask whenever so many seconds of the video have passed, or at a shorter one's end; 0: not by time. "
+            f"Default: {_EVERY_S:g}, and 0 with --on-change. With neither it is asked once, at the end.",
             rich_help_panel=_WHEN,
         ),
     ] = None,
@@ -197,11 +197,11 @@ def live(
                             tasks.create_task(printer.follow(session.events()))
                             typing = tasks.create_task(_type(session, printer, sampling))
                             if url is None:
-                                seen_s = await _play(session, source, fps, speed)
+                                was_due = await _play(session, source, fps, speed) >= (every_s or 0)
                             else:
                                 await _ended(session.events())
-                                seen_s = printer.seen_s
-                            if at_end or (every_s and seen_s < every_s):
+                                was_due = printer.answers > 0
+                            if at_end or (every_s and not was_due):
                                 await session.answer(question, transient=transient, **sampling)
                             typing.cancel()
                             await session.close()
@@ -294,7 +294,7 @@ class _Printer:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._status = StatusLine()
-        self.seen_s = 0.0
+        self._seen_s = 0.0
         self._answering = False  # an answer's line has begun
         self.answers = 0
         self._usage: LiveUsage | None = None
@@ -307,7 +307,7 @@ class _Printer:
         self._status.clear()
         if (usage := self._usage) is None:
             return
-        told = f"{self.seen_s:.1f} s · {usage.frames} frames, {usage.used_frames} used, {usage.dropped_frames} dropped"
+        told = f"{self._seen_s:.1f} s · {usage.frames} frames, {usage.used_frames} used, {usage.dropped_frames} dropped"
         if full := usage.media_tokens_full:
             dropped = 1 - usage.media_tokens / full
             told += f" · kept {usage.media_tokens} of {full} tokens of media ({dropped:.0%} dropped)"
@@ -322,9 +322,9 @@ class _Printer:
         async for event in events:
             match event:
                 case LiveSlice():
-                    self._usage, self.seen_s = event.usage, event.last_time_s
+                    self._usage, self._seen_s = event.usage, event.last_time_s
                     self._status.show(
-                        f"{self.seen_s:.1f} s · {event.usage.frames} frames, {event.usage.dropped_frames} dropped · "
+                        f"{self._seen_s:.1f} s · {event.usage.frames} frames, {event.usage.dropped_frames} dropped · "
                         f"{event.usage.held_tokens} tokens held"
                     )
                 case LiveDelta() if not self._as_json:
@@ -356,7 +356,7 @@ class _Printer:
     def _say(self, text: str) -> None:
         if not self._answering:
             self._status.clear()
-            typer.echo(f"{self.seen_s:.1f} s: ", nl=False)
+            typer.echo(f"{self._seen_s:.1f} s: ", nl=False)
         self._answering = True
         typer.echo(text, nl=False)
 

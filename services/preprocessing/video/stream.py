@@ -224,17 +224,11 @@ class _Pictures:
 
     def __init__(self, stream: VideoStream, turned: bool, name: str) -> None:
         self._stream, self._turned, self._name = stream, turned, name
-        self._converter = RgbConverter()
+        self._converter = RgbConverter(name)
         self._size: tuple[int, int] | None = None  # width and height of the first frame, before it is turned upright
 
     def of(self, frame: VideoFrame) -> UInt8Array:
-        check_frame_size(self._name, frame.height, frame.width)
-        try:
-            pixels = self._converter.rgb(frame)
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"has an unsupported pixel format: {reason_of(error)}", field=self._name) from error
+        pixels = self._converter.rgb(frame)
         self._size = self._size or self._sent_size(frame)
         if self._size != (frame.width, frame.height):
             pixels = np.asarray(Image.fromarray(pixels).resize(self._size, Image.Resampling.BICUBIC))
