@@ -1,22 +1,26 @@
-"""The frames of a video file or of a camera, as JPEG pictures."""
+"""The frames of a video file or of a camera as JPEG pictures: preprocessing's code chooses, decodes and turns them."""
 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import av
+from PIL import Image
+
+from framesieve.cli.terminal import warn
 from framesieve.common.contract.errors import MediaRejected
-
-if TYPE_CHECKING:
-    from av.container import InputContainer
-    from av.video.frame import VideoFrame
+from framesieve.services.preprocessing.sources.form import Form
+from framesieve.services.preprocessing.sources.source import Source
+from framesieve.services.preprocessing.video.packets import read_packets
+from framesieve.services.preprocessing.video.pictures import is_picture, read_picture
+from framesieve.services.preprocessing.video.sampling import TICKS_PER_S
+from framesieve.services.preprocessing.video.slices import PlannedVideo
+from framesieve.services.preprocessing.video.stream import Intervals, StreamFrame, opened_frames, stream_frames
 
 _QUALITY = 90
-_TICK_S = 1e-6  # 0.29 · 100 is below 29
+_READ_BYTES = 2**16
 
 
 def is_camera(source: str) -> bool:
@@ -27,50 +31,39 @@ def is_camera(source: str) -> bool:
 def pictures(source: str, fps: float) -> Iterator[tuple[float, bytes]]:
     """Yields seconds since the first frame, and the picture, of the first frame of each interval of 1 / fps.
 
-    Of a camera they come as they are filmed. Damaged frames are left out.
-    Raises MediaRejected for a file without a video, OSError for one that cannot be read.
+    Of a camera they come as they are filmed.
+    Raises MediaRejected for what is no video, MediaDamaged for one of which too much cannot be decoded, OSError for a
+    file or a camera that cannot be read.
     """
-    import av  # imported on use: slow, and other commands do not need it
-
-    interval = -1
-    origin_s: float | None = None
-    try:
-        with _opened(source) as container:
-            for frame in _decoded(container):
-                if frame.pts is None:
-                    continue
-                origin_s = frame.time if origin_s is None else origin_s
-                since_s = frame.time - origin_s
-                if (number := math.floor((since_s + _TICK_S) * fps)) > interval:
-                    interval = number
-                    file = io.BytesIO()
-                    upright = frame.to_image().rotate(frame.rotation, expand=True)
-                    upright.save(file, "JPEG", quality=_QUALITY)
-                    yield since_s, file.getvalue()
-    except OSError:
-        raise
-    except (av.error.FFmpegError, IndexError) as error:  # IndexError: no stream is a video
-        raise MediaRejected(f"{source} cannot be read as a video: {error}") from error
-    if origin_s is None:
-        raise MediaRejected(f"{source} has no frames")
+    first_us: int | None = None
+    for frame in _frames(source, fps):
+        first_us = frame.time_us if first_us is None else first_us
+        file = io.BytesIO()
+        Image.fromarray(frame.pixels).save(file, "JPEG", quality=_QUALITY)
+        yield (frame.time_us - first_us) / TICKS_PER_S, file.getvalue()
 
 
-def _decoded(container: InputContainer) -> Iterator[VideoFrame]:
-    import av
-
-    for packet in container.demux(video=0):
-        with suppress(av.error.InvalidDataError):  # of cameras often the first
-            yield from packet.decode()
-
-
-@contextmanager
-def _opened(source: str) -> Iterator[InputContainer]:
-    """A file is not opened by its name, which could be an address for FFmpeg."""
-    import av
-
+def _frames(source: str, fps: float) -> Iterator[StreamFrame]:
+    name = repr(source)  # quoted, so that errors do not take it for a field
     if is_camera(source):
-        with av.open(source, "r", format="v4l2") as container:
-            yield container
-    else:
-        with Path(source).open("rb") as file, av.open(file, "r") as container:
-            yield container
+        with av.open(source, "r", format="v4l2") as camera:
+            yield from opened_frames(camera, fps, name, turned=False)
+        return
+    with Path(source).open("rb", buffering=0) as file:
+        if file.seekable():
+            yield from _film(Source(name, b"", file.fileno()), fps)
+        else:  # a pipe
+            yield from stream_frames(lambda: file.read(_READ_BYTES), Form.CONTAINER, fps, name)
+
+
+def _film(source: Source, fps: float) -> Iterator[StreamFrame]:
+    if is_picture(source.head) and not read_picture(source).moves:
+        raise MediaRejected("is a picture, not a video", field=source.name, remedy="framesieve ask takes pictures")
+    index, intervals = read_packets(source), Intervals(fps)
+    if index.missing_frames:
+        warn(f"{source.name} was cut off, {index.missing_frames} frames are missing")
+    times_us = [round(tick * index.times.time_base * TICKS_PER_S) for tick in index.times.ticks]
+    chosen = {place: time_us for place, time_us in enumerate(times_us) if intervals.begins_one(time_us)}
+    video = PlannedVideo(source, index, tuple(chosen), slice_frames=1, size_px=(index.height_px, index.width_px))
+    for time_us, frame in zip(chosen.values(), video.slices(), strict=True):
+        yield StreamFrame(frame.pixels[0], time_us)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,7 +17,6 @@ from typing import Annotated
 import typer
 
 from framesieve.cli.ask import answer_json
-from framesieve.cli.footage import is_camera, pictures
 from framesieve.cli.options import (
     AccessFlags,
     AdapterOption,
@@ -49,7 +47,7 @@ from framesieve.client.live_events import (
     LiveUsage,
     StreamState,
 )
-from framesieve.client.prompt import Pruning, Sampling, Trigger
+from framesieve.client.prompt import Pruning, Sampling, Trigger, check_scheme
 from framesieve.common.contract.errors import InvalidRequest, Unavailable
 from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
 
@@ -57,8 +55,8 @@ _when = partial(typer.Option, rich_help_panel="When it is asked")
 _session = partial(typer.Option, rich_help_panel="Session")
 _EVERY_S = 5.0
 _FPS = 2.0
-# URLs are watched by the service, which refuses rtsps by name.
-_URL = re.compile(r"(?:rtsps?|https?)://", re.IGNORECASE)
+# Of sources, which the service watches.
+_SCHEMES = ("http", "https", "rtsp")
 
 
 def live(
@@ -71,8 +69,8 @@ def live(
     every_s: Annotated[
         float | None,
         _when(
-            help=f"Ask whenever so many seconds of the video have passed; 0: not by time. Default: {_EVERY_S:g}, and 0 "
-            "with --on-change. With neither it is asked once, at the end."
+            help="Ask whenever so many seconds of the video have passed, or at a shorter one's end; 0: not by time. "
+            f"Default: {_EVERY_S:g}, and 0 with --on-change. With neither it is asked once, at the end."
         ),
     ] = None,
     on_change: Annotated[
@@ -146,7 +144,7 @@ def live(
     drawn = sampling.options()
     trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=drawn)
     at_end = not every_s and on_change is None
-    url = source if _URL.match(source) else None
+    url = source if "://" in source else None
     said = said_pruning(pruning_rate, method, pruning_threshold)
 
     async def watch() -> None:
@@ -170,19 +168,24 @@ def live(
                             tasks.create_task(printer.follow(session.events()))
                             typing = tasks.create_task(_type(session, printer, drawn))
                             if url is None:
-                                await _play(session, source, fps, speed)
+                                was_due = await _play(session, source, fps, speed) >= (every_s or 0)
                             else:
                                 await _ended(session.events())
-                            if at_end:
+                                was_due = printer.answers > 0
+                            if at_end or (every_s and not was_due):
                                 await session.answer(question, transient=transient, **drawn)
                             typing.cancel()
                             await session.close()
+                            if every_s and not printer.answers:
+                                raise Unavailable("the question could not be answered", "generation")
                     except ExceptionGroup as failures:
                         raise failures.exceptions[0] from None
 
     with reported_errors(server, as_json=as_json):
         if url is None:
             Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
+        else:
+            check_scheme(url, _SCHEMES)
         with in_flags():
             asyncio.run(watch())
 
@@ -194,14 +197,24 @@ async def _ended(events: AsyncIterator[LiveEvent]) -> None:
             return
 
 
-async def _play(session: LiveSession, source: str, fps: float, speed: float) -> None:
-    """Shows the frames of a camera as they come, and those of a file when they are due."""
-    frames, began_s = pictures(source, fps), time.monotonic()
+async def _play(session: LiveSession, source: str, fps: float, speed: float) -> float:
+    """Shows the frames of a camera as they come, and those of a file when they are due.
+
+    Returns the time of the last slice: two frames are one, and a last one alone is none before a question comes.
+    """
+    from framesieve.cli.footage import is_camera, pictures  # imported on use: it loads FFmpeg
+
+    frames, shown, seen_s = pictures(source, fps), 0, 0.0
     while frame := await _next(frames):
         time_s, picture = frame
+        if not shown:
+            began_s = time.monotonic()
         if not is_camera(source):
             await asyncio.sleep(began_s + time_s / speed - time.monotonic())
         await session.show(picture, time_s)
+        shown += 1
+        seen_s = seen_s if shown % 2 else time_s
+    return seen_s
 
 
 async def _next(frames: Iterator[tuple[float, bytes]]) -> tuple[float, bytes] | None:
@@ -253,7 +266,7 @@ class _Printer:
         self._status = StatusLine()
         self._seen_s = 0.0
         self._answering = False  # an answer's line has begun
-        self._answers = 0
+        self.answers = 0
         self._usage: LiveUsage | None = None
 
     def __enter__(self) -> _Printer:
@@ -268,7 +281,7 @@ class _Printer:
         if full := usage.media_tokens_full:
             dropped = 1 - usage.media_tokens / full
             told += f" · kept {usage.media_tokens} of {full} tokens of media ({dropped:.0%} dropped)"
-        told += f" · {self._answers} answers of {usage.completion_tokens} tokens"
+        told += f" · {self.answers} answers of {usage.completion_tokens} tokens"
         stderr.print(f"[dim]{told}[/]", soft_wrap=True)
 
     def prompt(self, shown: bool) -> None:
@@ -287,7 +300,7 @@ class _Printer:
                 case LiveDelta() if not self._as_json:
                     self._say(event.delta.text)
                 case LiveFinished():
-                    self._answers += 1
+                    self.answers += 1
                     self._usage = event.usage
                     self._finish(event)
                 case LiveRefused(error=InvalidRequest()) if event.ask_id.startswith("trigger-"):

@@ -354,11 +354,12 @@ def is_url(location: StrPath) -> bool:
     return _URL.match(str(location)) is not None
 
 
-def check_scheme(location: StrPath) -> None:
-    """Raises InvalidRequest for a URL that preprocessing cannot fetch, such as s3://bucket/clip.mp4."""
+def check_scheme(location: StrPath, supported: Sequence[str] = ("http", "https", "file", "data")) -> None:
+    """Raises InvalidRequest for a URL of another scheme, such as s3://bucket/clip.mp4."""
     scheme = _SCHEME.match(str(location))
-    if scheme and scheme[1].lower() not in ("http", "https", "file"):
-        raise InvalidRequest(f"{location} has the scheme {scheme[1]}; supported are http, https, file and data")
+    if scheme and scheme[1].lower() not in supported:
+        known = f"{', '.join(supported[:-1])} and {supported[-1]}"
+        raise InvalidRequest(f"{location} has the scheme {scheme[1]}; supported are {known}")
 
 
 def file_name(location: StrPath) -> str:

@@ -142,6 +142,23 @@ class FakeServices(
             delta.top_logprobs.add(token_ids=[token_id, 9], logprobs=[-0.5, -1.5])
         return generation_pb2.GenerateResponse(delta=delta)
 
+    async def Live(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Records frames and questions. Asks nothing by itself."""
+        async for request in requests:
+            match kind := request.WhichOneof("request"):
+                case "open":
+                    yield generation_pb2.LiveResponse(accepted=generation_pb2.LiveAccepted(request_id="r1"))
+                case "frame" | "ask":
+                    self.asked.append(getattr(request, kind))
+                case "close":
+                    return
+            if kind == "ask":
+                name, finished = request.ask.ask_id, generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_STOP)
+                delta = generation_pb2.LiveDelta(ask_id=name, delta=generation_pb2.Delta(text="A red ball"))
+                yield generation_pb2.LiveResponse(delta=delta)
+                ended = generation_pb2.LiveFinished(ask_id=name, finished=finished)
+                yield generation_pb2.LiveResponse(finished=ended)
+
     async def Preprocess(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         self.asked.append((await anext(requests)).prompt)
         for plan in plan_messages(self.plan):

@@ -230,7 +230,7 @@ async def test_a_source_is_watched_by_its_url(address: str) -> None:
         writer.write(head(200) + media.stream("mpegts"))
 
     async def watched() -> dict[str, Any]:
-        command = [sys.executable, "-m", "framesieve", "live", f"http://localhost:{PORT}/", "?", "--every-s", "0"]
+        command = [sys.executable, "-m", "framesieve", "live", f"http://localhost:{PORT}/", "?", "--every-s", "60"]
         process = await asyncio.create_subprocess_exec(*command, "--json", "--server", address, stdout=PIPE)
         told: dict[str, Any] = json.loads((await process.communicate())[0])
         return told

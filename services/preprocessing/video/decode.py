@@ -25,7 +25,7 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from framesieve.common.contract.errors import MediaDamaged, MediaRejected
+from framesieve.common.contract.errors import MediaDamaged
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.epochs import EpochShifts
 from framesieve.services.preprocessing.video.fields import SecondFields
@@ -33,7 +33,6 @@ from framesieve.services.preprocessing.video.orientation import upright
 from framesieve.services.preprocessing.video.packets import (
     MAX_FRAME_PX,
     PacketIndex,
-    check_frame_size,
     open_video,
     packets_of,
 )
@@ -111,7 +110,7 @@ class _Frames:
         self._progress = progress
         self._lacked_memory = False
         self._stack = stack
-        self._converter = RgbConverter()
+        self._converter = RgbConverter(source.name)
         self._keys = range(len(index.times.ticks)) if index.pts is None else index.pts
         self._by_order = index.pts is None
         self._wanted = {self._keys[place] for place in places}
@@ -240,11 +239,4 @@ class _Frames:
                 yield (key if self._by_order else key + shift), frame
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
-        check_frame_size(self._source.name, frame.height, frame.width)
-        try:
-            pixels = self._converter.rgb(frame)
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"has an unsupported pixel format: {error}", field=self._source.name) from error
-        return upright(pixels, self._orientation)
+        return upright(self._converter.rgb(frame), self._orientation)

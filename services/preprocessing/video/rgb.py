@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import av
 import numpy as np
 from av.filter import Graph
 from av.video.frame import VideoFrame
 from av.video.reformatter import ColorRange, ColorTrc, VideoReformatter
 
+from framesieve.common.contract.errors import MediaRejected
+from framesieve.services.preprocessing.video.packets import check_frame_size, reason_of
 from framesieve.services.preprocessing.video.resize import UInt8Array
 
 _HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
@@ -21,14 +24,24 @@ _UNSPECIFIED_COLORSPACE, _BT2020_NCL = 2, 9
 
 
 class RgbConverter:
-    """Converts the frames of one video, on one thread."""
+    """Converts the frames of one video, on one thread. name: of the video, for error texts."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         # `frame.reformat` would start threads for each frame anew, which is ten times as slow on shared cores.
         self._reformatter = VideoReformatter()
 
     def rgb(self, frame: VideoFrame) -> UInt8Array:
-        """uint8 [H, W, 3]. Raises FFmpegError or ValueError for a pixel format that cannot be converted."""
+        """uint8 [H, W, 3]. Raises MediaRejected for a frame that is too large or cannot be converted."""
+        check_frame_size(self._name, frame.height, frame.width)
+        try:
+            return self._shown(frame)
+        except MemoryError:
+            raise
+        except (av.FFmpegError, ValueError) as error:
+            raise MediaRejected(f"has an unsupported pixel format: {reason_of(error)}", field=self._name) from error
+
+    def _shown(self, frame: VideoFrame) -> UInt8Array:
         if frame.interlaced_frame:
             frame = _deinterlaced(frame)
         if frame.color_trc in _HDR:

@@ -62,26 +62,30 @@ def stream_frames(more: Callable[[], bytes], form: Form, fps: float, name: str) 
     Raises MediaRejected for bytes that are no video, or where reading cannot go on.
     """
     file: _File = _Packets(more) if form is Form.RTP else _Bytes(more)
-    intervals, clock = _Intervals(fps), _Clock()
     with _opened(file, form, name) as container:
-        stream = video_stream(container, name)
-        if stream.codec_context is None:
-            raise MediaRejected("uses an unsupported codec", field=name)
-        # Threads that decode frames side by side would hold frames back.
-        stream.codec_context.thread_count = 1
-        turned = may_be_turned(io.BytesIO(file.head))
-        pictures = _Pictures(stream, turned, name)
-        # FFmpeg counts the times of RTP from the first packet on, to which it gives none.
-        first_pts = 0 if form is Form.RTP else None
-        for frame in _decoded(container, stream, name):
-            pts, first_pts = first_pts if frame.pts is None else frame.pts, None
-            if container.format.name in _UNTIMED:
-                pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
-            if pts is None or frame.time_base is None or frame.is_corrupt:
-                continue
-            time_us = clock.shown(round(pts * frame.time_base * _TICKS_PER_S))
-            if intervals.begins_one(time_us):
-                yield StreamFrame(pictures.of(frame), time_us)
+        yield from opened_frames(container, fps, name, turned=may_be_turned(io.BytesIO(file.head)))
+
+
+def opened_frames(container: InputContainer, fps: float, name: str, turned: bool) -> Generator[StreamFrame, None, None]:
+    """As `stream_frames`, of what is open. turned: as in `_Pictures`."""
+    intervals, clock = Intervals(fps), _Clock()
+    stream = video_stream(container, name)
+    if stream.codec_context is None:
+        raise MediaRejected("uses an unsupported codec", field=name)
+    # Threads that decode frames side by side would hold frames back.
+    stream.codec_context.thread_count = 1
+    pictures = _Pictures(stream, turned, name)
+    # FFmpeg counts the times of RTP from the first packet on, to which it gives none.
+    first_pts = 0 if container.format.name == "sdp" else None
+    for frame in _decoded(container, stream, name):
+        pts, first_pts = first_pts if frame.pts is None else frame.pts, None
+        if container.format.name in _UNTIMED:
+            pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
+        if pts is None or frame.time_base is None or frame.is_corrupt:
+            continue
+        time_us = clock.shown(round(pts * frame.time_base * _TICKS_PER_S))
+        if intervals.begins_one(time_us):
+            yield StreamFrame(pictures.of(frame), time_us)
 
 
 class _File(Protocol):
@@ -192,7 +196,7 @@ class _Clock:
         return self._last_us
 
 
-class _Intervals:
+class Intervals:
     """Intervals of 1 / fps from the first frame on. Generation's `Frames` counts alike."""
 
     def __init__(self, fps: float) -> None:
@@ -220,17 +224,11 @@ class _Pictures:
 
     def __init__(self, stream: VideoStream, turned: bool, name: str) -> None:
         self._stream, self._turned, self._name = stream, turned, name
-        self._converter = RgbConverter()
+        self._converter = RgbConverter(name)
         self._size: tuple[int, int] | None = None  # width and height of the first frame, before it is turned upright
 
     def of(self, frame: VideoFrame) -> UInt8Array:
-        check_frame_size(self._name, frame.height, frame.width)
-        try:
-            pixels = self._converter.rgb(frame)
-        except MemoryError:
-            raise
-        except (av.FFmpegError, ValueError) as error:
-            raise MediaRejected(f"has an unsupported pixel format: {reason_of(error)}", field=self._name) from error
+        pixels = self._converter.rgb(frame)
         self._size = self._size or self._sent_size(frame)
         if self._size != (frame.width, frame.height):
             pixels = np.asarray(Image.fromarray(pixels).resize(self._size, Image.Resampling.BICUBIC))
