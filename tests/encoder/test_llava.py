@@ -319,7 +319,7 @@ def test_a_tower_that_cannot_be_made_is_refused(
 
 @pytest.mark.parametrize(
     ("kind", "tower"),
-    [("llava", "clip_vision_model"), ("internvl", "internvl_vision"), ("cosmos3_edge", "SigLIP")],
+    [("llava", "clip_vision_model"), ("internvl", "internvl_vision"), ("cosmos3_edge", "cosmos3_edge_vision")],
 )
 def test_float16_is_refused(checkpoints: Callable[[str], Path], kind: str, tower: str) -> None:
     with pytest.raises(StartupError, match=f"--dtype float16: {tower} towers"):

@@ -227,7 +227,7 @@ def test_missing_weights_are_refused(dropped: str, named: str, tmp_path: Path) -
 
 
 def test_float16_is_refused(folder: Path) -> None:
-    with pytest.raises(StartupError, match="the projector squares its values"):
+    with pytest.raises(StartupError, match="--dtype float16: radio towers overflow it"):
         load_tower(Checkpoint(folder), "float16", CPU)
 
 

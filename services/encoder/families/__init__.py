@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 
@@ -30,17 +29,10 @@ from framesieve.services.encoder.families import (
 from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
-
-class LoadShare(Protocol):
-    """Loads a tower, or the share of it that a rank computes."""
-
-    def __call__(
-        self, checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None, /
-    ) -> Tower: ...
-
-
-DIVISIBLE: Mapping[str, LoadShare] = {
+# Of whose layers a rank can have a share.
+DIVISIBLE: Mapping[str, Callable[[Checkpoint, RunOptions], Tower]] = {
     "glm4v": glm4v.load,
     "glm4v_moe": glm4v.load,
     "glm46v": glm4v.load,
@@ -51,7 +43,7 @@ DIVISIBLE: Mapping[str, LoadShare] = {
     "qwen3_vl": qwen3_vl.load,
     "qwen3_vl_moe": qwen3_vl.load,
 }
-FAMILIES: Mapping[str, Callable[[Checkpoint, str, torch.device, Wanted], Tower]] = {
+FAMILIES: Mapping[str, Callable[[Checkpoint, RunOptions], Tower]] = {
     **DIVISIBLE,
     "NemotronH_Nano_VL_V2": nemotron_nano_vl.load,
     "cosmos3_edge": cosmos3_edge.load,
@@ -78,11 +70,9 @@ def load_tower(
     that cannot be divided.
     """
     load = checkpoint.pick(FAMILIES)
-    if share is None:
-        return load(checkpoint, dtype, device, attention)
-    if checkpoint.model_type not in DIVISIBLE:
+    if share and checkpoint.model_type not in DIVISIBLE:
         raise StartupError(
             f"--tower-tensor-parallel {share.ranks}: the towers of {checkpoint.model_type} are not divided, only those "
             f"of {', '.join(sorted(DIVISIBLE))}; --data-parallel takes all families"
         )
-    return DIVISIBLE[checkpoint.model_type](checkpoint, dtype, device, attention, share)
+    return load(checkpoint, RunOptions(dtype, device, attention, share))

@@ -17,61 +17,42 @@ from transformers import Cosmos3EdgeConfig
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePatchMerger, Cosmos3EdgeVisionModel
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
 from framesieve.common.cosmos3_edge import own_name
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.tower import Tower, sizes_of
+from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
+from framesieve.services.encoder.tower.weights import find_parts
 
 _PARTS = ("visual.", "projector.")
 _PATCH_EMBED = "visual.embeddings.patch_embedding."
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Cosmos3EdgeConfig)
     vision = config.vision_config
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _Cosmos3Edge(config)
-    stored = {
-        own_name(part + name): each
-        for part in _PARTS
-        for name, each in find_weights(checkpoint, (f"model.{part}",)).items()
-    }
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
-    weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
-    fill(model, weights, runs_in)
-    heads, patch_px = vision.num_attention_heads, int(vision.patch_size)
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
+    stored = {own_name(name): each for name, each in find_parts(checkpoint, _PARTS).items()}
+    loaded = load_model(model, vision, stored, _PATCH_EMBED, options)
+    patch_px, merge = int(vision.patch_size), int(vision.spatial_merge_size)
+    weight, bias = (loaded.weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
     # A patch's values, in the order y, x, channel, to those of a convolution.
     convolution = weight.unflatten(1, (patch_px, patch_px, CHANNELS)).permute(0, 3, 1, 2)[:, :, None]
-    model.embed_with(FoldedPatchEmbed(convolution, bias, read_normalisation(checkpoint), runs_in))
-    sizes, layers = _sizes(model), tuple(model.visual.encoder.layers)
-    pack_linears(model.eval().requires_grad_(False).to(device))
-
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        tokens: Tensor = model(patches, layout, attend)
-        return tokens[None]
-
-    merge = int(vision.spatial_merge_size)
-    shape = TowerShape(merge, table_side=math.isqrt(vision.num_patches), fit=Fit.SMOOTHED)
-    return Tower(
-        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
+    model.embed_with(FoldedPatchEmbed(convolution, bias, read_normalisation(checkpoint), loaded.dtype))
+    layers = model.visual.encoder.layers
+    # Of each patch the table is multiplied, too.
+    patch_weights = model.patch_embed.weight.numel() + model.table.numel()
+    return loaded.tower(
+        layers,
+        shape=TowerShape(merge, table_side=math.isqrt(vision.num_patches), fit=Fit.SMOOTHED),
         patches=PatchShape(patch_px, merge, 1),
+        sizes=sizes_of(vision.hidden_size, layers, patch_weights, model.projector),
         embed_dim=config.text_config.hidden_size,
-        embed_levels=0,
-        dtype=runs_in,
-        device=device,
-        sizes=sizes,
         pruning_methods=METHODS,
     )
 
@@ -103,15 +84,3 @@ class _Cosmos3Edge(nn.Module):
             rows = layer(rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, attend=attend)
         tokens: Tensor = self.projector(self.visual.post_layernorm(rows))
         return tokens
-
-
-def _sizes(model: _Cosmos3Edge) -> TowerSizes:
-    """Of each patch the table is multiplied, too."""
-    in_layers, projector = linear_weights(model.visual.encoder), linear_weights(model.projector)
-    weight = model.patch_embed.weight
-    return TowerSizes(
-        hidden=len(weight),
-        patch_weights=in_layers + weight.numel() + model.table.numel(),
-        token_weights=projector,
-        full_layers=len(model.visual.encoder.layers),
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
@@ -19,11 +18,9 @@ from transformers.models.glm4v.modeling_glm4v import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
-from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
+from framesieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
 
 class _Embeddings(Glm4vVisionEmbeddings):
@@ -41,10 +38,8 @@ class _Tower(Glm4vVisionModel):
         self.embeddings = _Embeddings(config)
 
 
-def load(
-    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
-) -> Tower:
-    """share, and what it raises: see `make_tower`."""
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    """What it raises: see `make_tower`."""
     config = vision_config(checkpoint, Glm4vVisionConfig)
     table_side = config.image_size // config.patch_size
     return make_tower(
@@ -56,17 +51,9 @@ def load(
         keywords=_keywords,
         hidden=config.hidden_size,
         embed_dim=config.out_hidden_size,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        share=share,
+        options=options,
     )
 
 
 def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Any]:
-    return {
-        "position_ids": layout.positions,
-        "cu_seqlens": layout.ends,
-        "max_seqlen": layout.longest,
-        "grid_thw": (layout.interpolation_indices, layout.interpolation_weights),  # for the embeddings alone
-    }
+    return {"grid_thw": (layout.interpolation_indices, layout.interpolation_weights)}  # for the embeddings alone

@@ -10,17 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tiles import one_after_the_other
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
 
 class _Projector(InternVLMultiModalProjector):
@@ -36,7 +35,7 @@ class _Projector(InternVLMultiModalProjector):
         return projected
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(InternVLConfig)
     vision = config.vision_config
@@ -55,7 +54,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
             raise StartupError(f"vision_config.{name} {list(sides)} is not supported, only squares")
     merge = round(1 / config.downsample_ratio)
     video = _video_settings(checkpoint, vision.image_size[0])
-    tower = load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge, video=video)
+    tower = load_projected(checkpoint, config, options, projector=_Projector, merge=merge, video=video)
     return replace(tower, arrange=partial(one_after_the_other, tower.patches))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import LlavaConfig
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
-    return load_projected(checkpoint, checkpoint.config_as(LlavaConfig), dtype, device, attention)
+    return load_projected(checkpoint, checkpoint.config_as(LlavaConfig), options)

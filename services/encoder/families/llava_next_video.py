@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlavaNextVideoConfig
@@ -23,22 +22,22 @@ from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tiles import check_frames, check_plan, tiled
 from framesieve.services.encoder.tower.tower import Arrangement, Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
 _POOLS: dict[str, Callable[..., Tensor]] = {"average": F.avg_pool2d, "max": F.max_pool2d}
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(LlavaNextVideoConfig)
     if config.spatial_pool_mode not in _POOLS:
         raise StartupError(f"spatial_pool_mode {config.spatial_pool_mode!r} is not supported, only {', '.join(_POOLS)}")
     pool = partial(_POOLS[config.spatial_pool_mode], kernel_size=config.spatial_pool_stride)
     arranging = partial(_Arranging, AnyRes.of(config.to_dict(), None), pool, config.spatial_pool_stride)
-    return load_projected(checkpoint, config, dtype, device, attention, arrange=arranging)
+    return load_projected(checkpoint, config, options, arrange=arranging)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,22 +13,21 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from transformers import LlavaOnevisionConfig
 
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tiles import check_frames, check_plan, interpolated, tiled
 from framesieve.services.encoder.tower.tower import Arrangement, Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(LlavaOnevisionConfig)
-    tower = load_projected(checkpoint, config, dtype, device, attention)
+    tower = load_projected(checkpoint, config, options)
     anyres = AnyRes.of(config.to_dict(), int(config.vision_aspect_ratio.removeprefix("anyres_max_")))
     return replace(tower, arrange=_Arranging(anyres))
 

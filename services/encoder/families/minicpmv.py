@@ -19,25 +19,17 @@ from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
 from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, queries_of, version_of
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import (
-    VARLEN,
-    Attend,
-    Resampling,
-    Wanted,
-    attend_by_length,
-    find_attention,
-)
+from framesieve.services.encoder.tower.attention import Attend, Resampling
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.projected import pass_ends_on, side_of
 from framesieve.services.encoder.tower.resampler import Resampler
 from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
+from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
+from framesieve.services.encoder.tower.weights import find_parts
 
 # The version whose slices are groups of frames.
 _GROUPING = "4.5"
@@ -49,7 +41,7 @@ _TOWER, _RESAMPLER = "vpm.", "resampler."
 _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config, version = checkpoint.config, version_of(checkpoint.config)
     vision = SiglipVisionConfig(**(config.get("vision_config") or {}))
@@ -59,31 +51,11 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _MiniCPMV(vision, queries, width)
-    stored = {
-        part + name: each for part in (_TOWER, _RESAMPLER) for name, each in find_weights(checkpoint, (part,)).items()
-    }
-    kept = model.state_dict().keys()
-    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(f"{_TOWER}encoder.")}
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
-    weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
-    fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
+    stored = find_parts(checkpoint, (_TOWER, _RESAMPLER))
+    unread = (f"{_TOWER}encoder.",)
     resampling = Resampling(queries, model.resampler.attn.num_heads, model.resampler.attn.head_dim)
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads, resampling)
-    attend = attend or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
-    model.embed_with(FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in))
-    sizes = _sizes(model)
-    layers = tuple(model.vpm.encoder.layers)
-    pack_linears(model.eval().requires_grad_(False).to(device))
-
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        tokens: Tensor = model(patches, layout, attend)
-        return tokens[None]
-
+    loaded = load_model(model, vision, stored, _PATCH_EMBED, options, unread=unread, resampling=resampling)
+    model.embed_with(loaded.folded(read_normalisation(checkpoint)))
     patch_px, timed = side_of(vision.patch_size), version == _GROUPING
     cell_side, in_a_row = side_of(vision.image_size) // patch_px, version == _IN_A_ROW
     shape = TowerShape(1, queries=queries, cell_side=cell_side, cells_in_a_row=in_a_row, timed=timed)
@@ -98,14 +70,12 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
             raise ValueError(f"sides of {frames.frame_px(0)} and {frames.frame_px(1)} are no multiples of {patch_px}")
         return Arrangement(queries, times=tuple(map(time_number, plan.timestamps_s)) if timed else ())
 
-    return Tower(
-        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
+    return loaded.tower(
+        model.vpm.encoder.layers,
+        shape=shape,
         patches=PatchShape(patch_px, 1, 1, queries=queries),
+        sizes=_sizes(model),
         embed_dim=width,
-        embed_levels=0,
-        dtype=runs_in,
-        device=device,
-        sizes=sizes,
         pruning_methods=PRUNING_METHODS,
         why_not_all=WHY_NOT_ALL,
         arrange=arrange,

@@ -29,14 +29,14 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
 from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES, merged_side
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.projected import side_of
 from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
+from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
+from framesieve.services.encoder.tower.weights import find_parts
 
 _CONFIGS = {"minicpmv4_6": MiniCPMV4_6Config, "minicpmv4_7": MiniCPMV4_7Config}
 _TOWER, _MERGER = "vision_tower.", "merger."
@@ -47,49 +47,24 @@ _WINDOW_SIDE, _WINDOW = 2, 4
 _MERGED_TWICE = 4
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(_CONFIGS[checkpoint.model_type])
     vision, merge = config.vision_config, merged_side(checkpoint.config)
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = VisionModel(config, windows=merge == _MERGED_TWICE)
-    stored = {
-        part + name: each
-        for part in (_TOWER, _MERGER)
-        for name, each in find_weights(checkpoint, (f"model.{part}", part)).items()
-    }
-    kept = model.state_dict().keys()
-    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(_WINDOW_MERGER)}
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
-    weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
-    fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
-    model.embed_with(FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in))
-    sizes = _sizes(model)
-    layers = tuple(model.vision_tower.encoder.layers)
-    pack_linears(model.eval().requires_grad_(False).to(device))
-
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        tokens: Tensor = model(patches, layout, attend)
-        return tokens[None]
-
+    stored = find_parts(checkpoint, (_TOWER, _MERGER))
+    loaded = load_model(model, vision, stored, _PATCH_EMBED, options, unread=(_WINDOW_MERGER,))
+    model.embed_with(loaded.folded(read_normalisation(checkpoint)))
     patch_px = side_of(vision.patch_size)
     patches = PatchShape(patch_px, merge, 1)
-    shape = TowerShape(merge, cell_side=side_of(vision.image_size) // patch_px, cells_by_quotient=True)
-    return Tower(
-        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
+    return loaded.tower(
+        model.vision_tower.encoder.layers,
+        shape=TowerShape(merge, cell_side=side_of(vision.image_size) // patch_px, cells_by_quotient=True),
         patches=patches,
+        sizes=_sizes(model),
         embed_dim=config.text_config.hidden_size,
-        embed_levels=0,
-        dtype=runs_in,
-        device=device,
-        sizes=sizes,
         pruning_methods=PRUNING_METHODS_OF_PLACES,
         why_not_all=WHY_NOT_ALL_OF_PLACES,
         arrange=lambda plan: _arrange(plan, patches),

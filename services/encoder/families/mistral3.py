@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Mistral3Config
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
 
 class _Projector(Mistral3MultiModalProjector):
@@ -26,7 +25,7 @@ class _Projector(Mistral3MultiModalProjector):
         return self.linear_2(self.act(self.linear_1(merged)))  # type: ignore[no-any-return]
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Mistral3Config)
     layers = config.vision_feature_layer
@@ -35,4 +34,4 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
             f"vision_feature_layer {layers} is not supported, only one layer: the projector takes no more"
         )
     merge = config.spatial_merge_size
-    return load_projected(checkpoint, config, dtype, device, attention, projector=_Projector, merge=merge)
+    return load_projected(checkpoint, config, options, projector=_Projector, merge=merge)

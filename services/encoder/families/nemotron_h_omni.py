@@ -25,10 +25,8 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
 from transformers.models.radio.modeling_radio import RadioModel
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import (
     CHANNELS,
@@ -37,8 +35,9 @@ from framesieve.services.encoder.tower.patches import (
     PatchShape,
     read_normalisation,
 )
-from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.tower import Tower, sizes_of
+from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
+from framesieve.services.encoder.tower.weights import Stored, find_weights
 
 _TOWER, _EMBEDDINGS, _LAYERS = "vision_model.", "vision_model.embeddings.", "vision_model.encoder.layer."
 # Parts of published checkpoints, and their names in transformers.
@@ -67,20 +66,13 @@ _RENAMED = {
 _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config)
-    return load_radio(checkpoint, config, read_normalisation(checkpoint), dtype, device, attention)
+    return load_radio(checkpoint, config, read_normalisation(checkpoint), options)
 
 
-def load_radio(
-    checkpoint: Checkpoint,
-    config: Any,
-    normalisation: Normalisation,
-    dtype: str,
-    device: torch.device,
-    attention: Wanted,
-) -> Tower:
+def load_radio(checkpoint: Checkpoint, config: Any, normalisation: Normalisation, options: RunOptions) -> Tower:
     """A tower of transformers' config of the whole model, which has tubelets if its vision_config has.
 
     Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
@@ -90,38 +82,25 @@ def load_radio(
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _Nemotron(config, merge)
-    stored = _find(checkpoint)
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: the projector squares its values, use bfloat16 or float32")
-    weights = read_weights(stored, runs_in, device, _EMBEDDINGS)
-    _split(weights)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".lambda1") and name not in weights:  # published checkpoints have no scales of layers
-            weights[name] = torch.full(parameter.shape, vision.layerscale_value, dtype=runs_in, device=device)
-    fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    model.embed = _embedding(normalisation, vision, weights, runs_in)
+
+    def complete(weights: dict[str, Tensor]) -> None:
+        _split(weights)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".lambda1") and name not in weights:  # published checkpoints have no scales of layers
+                weights[name] = torch.full(parameter.shape, vision.layerscale_value, device=options.device)
+
+    loaded = load_model(model, vision, _find(checkpoint), _EMBEDDINGS, options, unread=_UNREAD, complete=complete)
+    model.embed = _embedding(normalisation, vision, loaded.weights, loaded.dtype)
     del model.vision_model.embeddings
-    sizes, layers = _sizes(model), tuple(model.vision_model.encoder.layer)
-    pack_linears(model.eval().requires_grad_(False).to(device))
-
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        tokens: Tensor = model(patches, layout, attend)
-        return tokens[None]
-
     lead, table_side = vision.num_summary_tokens, vision.max_img_size // vision.patch_size
     shape = TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=frames > 1)
-    return Tower(
-        forward=ModelForward(compute, shape, device, attend is not attend_by_length, layers),
+    layers, patch_weights = model.vision_model.encoder.layer, model.embed.patch_embed.weight.numel()
+    return loaded.tower(
+        layers,
+        shape=shape,
         patches=PatchShape(vision.patch_size, merge, frames, lead, lead, frame_dtype=torch.float32),
+        sizes=sizes_of(vision.hidden_size, layers, patch_weights, model.multi_modal_projector),
         embed_dim=config.text_config.hidden_size,
-        embed_levels=0,
-        dtype=runs_in,
-        device=device,
-        sizes=sizes,
         pruning_methods=METHODS,
     )
 
@@ -210,8 +189,7 @@ def _find(checkpoint: Checkpoint) -> dict[str, Stored]:
             name = renamed + name
             for before, after in _RENAMED.items():
                 name = name.replace(before, after)
-            if not name.startswith(_UNREAD):
-                found[name] = each
+            found[name] = each
     return found
 
 
@@ -220,9 +198,3 @@ def _split(weights: dict[str, Tensor]) -> None:
     for name in [name for name in weights if ".attention.qkv." in name]:
         for part, own in zip("qkv", weights.pop(name).chunk(3), strict=True):
             weights[name.replace("qkv", f"{part}_proj")] = own
-
-
-def _sizes(model: _Nemotron) -> TowerSizes:
-    in_layers, projector = linear_weights(model.vision_model.encoder), linear_weights(model.multi_modal_projector)
-    in_patches = in_layers + model.embed.patch_embed.weight.numel()
-    return TowerSizes(model.embed.before.shape[1], in_patches, projector, len(model.vision_model.encoder.layer))

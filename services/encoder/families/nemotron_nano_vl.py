@@ -11,17 +11,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.radio.configuration_radio import RadioConfig
 
 from framesieve.common.checkpoint import Checkpoint, field_of
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.encoder.families.nemotron_h_omni import load_radio
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.patches import Normalisation
 from framesieve.services.encoder.tower.tiles import one_after_the_other
 from framesieve.services.encoder.tower.tower import Tower
+from framesieve.services.encoder.tower.vision_model import RunOptions
 
 # timm's names: width, layers and heads. An MLP is four times as wide.
 _ARCHITECTURES = {
@@ -32,14 +31,14 @@ _ARCHITECTURES = {
 }
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(NemotronH_Omni_Reasoning_V3_Config, without=["vision_config"])
     config.vision_config = _radio(checkpoint.config)
     if (version := getattr(config, "ps_version", "v2")) != "v2":
         raise StartupError(f"ps_version {version!r} is not supported, only 'v2'")
     mean, std = (tuple(field_of(checkpoint.config, f"norm_{name}")) for name in ("mean", "std"))
-    tower = load_radio(checkpoint, config, Normalisation(1 / 255, mean, std), dtype, device, attention)
+    tower = load_radio(checkpoint, config, Normalisation(1 / 255, mean, std), options)
     return replace(tower, arrange=partial(one_after_the_other, tower.patches))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
@@ -11,17 +10,13 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
+from framesieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
 
-def load(
-    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
-) -> Tower:
-    """share, and what it raises: see `make_tower`."""
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    """What it raises: see `make_tower`."""
     config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
     merge = config.spatial_merge_size
     return make_tower(
@@ -33,19 +28,13 @@ def load(
         keywords=_keywords,
         hidden=config.hidden_size,
         embed_dim=config.out_hidden_size,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        share=share,
+        options=options,
         windowed_layers=config.depth - len(config.fullatt_block_indexes),
     )
 
 
 def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
     return {
-        "position_ids": layout.positions,
-        "cu_seqlens": layout.ends,
-        "max_seqlen": layout.longest,
         "window_index": layout.order,
         "cu_window_seqlens": layout.window_ends,
         "max_window_seqlen": layout.longest_window,

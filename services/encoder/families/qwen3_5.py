@@ -5,21 +5,16 @@
 
 from __future__ import annotations
 
-import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.encoder.families.qwen3_vl import tower_of
-from framesieve.services.encoder.tower.attention import Wanted
-from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import vision_config
+from framesieve.services.encoder.tower.vision_model import RunOptions, vision_config
 
 
-def load(
-    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
-) -> Tower:
-    """share, and what it raises: see `make_tower`."""
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    """What it raises: see `make_tower`."""
     config = vision_config(checkpoint, Qwen3VLVisionConfig)
     config.deepstack_visual_indexes = ()  # saved configs lack the field, whose default is Qwen3-VL's layers
-    return tower_of(checkpoint, config, dtype, device, attention, share)
+    return tower_of(checkpoint, config, options)

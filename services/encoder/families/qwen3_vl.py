@@ -15,29 +15,18 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.attention import Wanted
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.parallel.division import Share
 from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import make_tower, vision_config
+from framesieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
 
-def load(
-    checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted, share: Share | None = None
-) -> Tower:
-    """share, and what it raises: see `make_tower`."""
-    return tower_of(checkpoint, vision_config(checkpoint, Qwen3VLVisionConfig), dtype, device, attention, share)
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    """What it raises: see `make_tower`."""
+    return tower_of(checkpoint, vision_config(checkpoint, Qwen3VLVisionConfig), options)
 
 
-def tower_of(
-    checkpoint: Checkpoint,
-    config: Qwen3VLVisionConfig,
-    dtype: str,
-    device: torch.device,
-    attention: Wanted,
-    share: Share | None,
-) -> Tower:
-    """The tower with this config. share, and what it raises: see `make_tower`."""
+def tower_of(checkpoint: Checkpoint, config: Qwen3VLVisionConfig, options: RunOptions) -> Tower:
+    """The tower with this config. What it raises: see `make_tower`."""
     return make_tower(
         checkpoint,
         config,
@@ -49,18 +38,12 @@ def tower_of(
         embed_levels=len(config.deepstack_visual_indexes),
         hidden=config.hidden_size,
         embed_dim=config.out_hidden_size,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        share=share,
+        options=options,
     )
 
 
 def _keywords(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
     return {
-        "position_ids": layout.positions,
-        "cu_seqlens": layout.ends,
-        "max_seqlen": layout.longest,
         "interp_indices": layout.interpolation_indices,
         "interp_weights": layout.interpolation_weights,
     }

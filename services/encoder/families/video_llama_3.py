@@ -25,15 +25,14 @@ from transformers.models.video_llama_3.modeling_video_llama_3 import (
 )
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
+from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
+from framesieve.services.encoder.tower.weights import find_parts
 
 _TOWER, _PROJECTOR = "vision_model.", "projector."
 _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
@@ -41,45 +40,22 @@ _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 _MERGE = 2
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
+def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(VideoLlama3Config)
     vision = config.vision_config
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _VideoLlama3(config)
-    stored = {
-        part + name: each
-        for part in (_TOWER, _PROJECTOR)
-        for name, each in find_weights(checkpoint, (f"model.{part}", part)).items()
-    }
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
-    weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
-    fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
-    patch_embed = FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in)
-    model.embed_with(patch_embed, VideoLlama3VisionRotaryEmbedding(vision))
-    sizes, layers = _sizes(model), tuple(model.vision_model.encoder.layers)
-    pack_linears(model.eval().requires_grad_(False).to(device))
-
-    def compute(patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        features: Tensor = model(patches, layout, attend=attend)
-        return features[None]
-
-    patch_px = int(vision.patch_size)
-    return Tower(
-        forward=ModelForward(compute, TowerShape(1), device, attend is not attend_by_length, layers),
+    loaded = load_model(model, vision, find_parts(checkpoint, (_TOWER, _PROJECTOR)), _PATCH_EMBED, options)
+    model.embed_with(loaded.folded(read_normalisation(checkpoint)), VideoLlama3VisionRotaryEmbedding(vision))
+    patch_px, layers = int(vision.patch_size), model.vision_model.encoder.layers
+    return loaded.tower(
+        layers,
+        shape=TowerShape(1),
         patches=PatchShape(patch_px, 1, 1),
+        sizes=sizes_of(vision.hidden_size, layers, model.patch_embed.weight.numel(), model.projector),
         embed_dim=config.text_config.hidden_size,
-        embed_levels=0,
-        dtype=runs_in,
-        device=device,
-        sizes=sizes,
         features=vision.hidden_size,
         arrange=partial(_arranged, project=model.projector, patch_px=patch_px),
     )
@@ -104,12 +80,14 @@ class _VideoLlama3(nn.Module):
         self.vision_model.rotary_pos_emb = rotary
         del self.vision_model.embeddings
 
-    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], **attend: Any) -> Tensor:
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Features (P, hidden) of patches uint8 (P, values)."""
         rows = self.patch_embed(patches)
         turned = self.vision_model.rotary_pos_emb(rows, layout.positions)
         for layer in self.vision_model.encoder.layers:
-            rows = layer(rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, position_embeddings=turned, **attend)
+            rows = layer(
+                rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, position_embeddings=turned, attend=attend
+            )
         features: Tensor = self.vision_model.post_layernorm(rows)
         return features
 
@@ -132,11 +110,3 @@ def _means(features: Tensor, side: tuple[int, int], project: Callable[[Tensor], 
     """Features (1, rows · columns, hidden) of a frame of this side to its tokens (1, n, D)."""
     grid = features.unflatten(1, side).permute(0, 3, 1, 2)
     return project(F.avg_pool2d(grid, _MERGE).flatten(2).transpose(1, 2))
-
-
-def _sizes(model: _VideoLlama3) -> TowerSizes:
-    in_layers, projector = linear_weights(model.vision_model.encoder), linear_weights(model.projector)
-    hidden = model.patch_embed.weight.shape[0]
-    return TowerSizes(
-        hidden, in_layers + model.patch_embed.weight.numel(), projector, len(model.vision_model.encoder.layers)
-    )

@@ -11,7 +11,6 @@ Source: `LlavaModel.get_image_features` of transformers 5.24, whose classes thes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +28,13 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVi
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
-from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
+from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
+from framesieve.services.encoder.tower.weights import find_parts
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 _CLASSES: dict[str, Any] = {
@@ -44,15 +43,15 @@ _CLASSES: dict[str, Any] = {
     "pixtral": PixtralVisionModel,
     "internvl_vision": InternVLVisionModel,
 }
+# Layers and norms that the model leaves out.
+_UNREAD = (f"{_TOWER}post_layernorm.", f"{_TOWER}head.", f"{_TOWER}encoder.layer", f"{_TOWER}transformer.layers.")
 _WITH_CLASS_TOKEN = ("clip_vision_model", "internvl_vision")
 
 
 def load_projected(
     checkpoint: Checkpoint,
     config: Any,
-    dtype: str,
-    device: torch.device,
-    attention: Wanted,
+    options: RunOptions,
     *,
     projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
     merge: int = 1,
@@ -79,36 +78,29 @@ def load_projected(
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _Llava(config, projector(config))
-    stored = _find(checkpoint, model)
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError(f"--dtype float16: {vision.model_type} towers overflow it, use bfloat16 or float32")
-    weights = read_weights(stored, runs_in, device, model.patch_embedding)
-    fill(model, weights, runs_in)
-    heads, hidden = vision.num_attention_heads, vision.hidden_size
-    attend = find_attention(attention, device, runs_in, heads, hidden // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    model.embed_with(read_normalisation(checkpoint, video), weights, runs_in)
-    sizes = _sizes(model)
-    layers = model.layers
+    # Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5.
+    stored = {
+        name.replace(f"{_TOWER}vision_model.", _TOWER): each
+        for name, each in find_parts(checkpoint, (_TOWER, _PROJECTOR)).items()
+    }
+    loaded = load_model(model, vision, stored, model.patch_embedding, options, unread=_UNREAD)
+    model.embed_with(loaded.folded(read_normalisation(checkpoint, video)))
     # A projector that runs outside the forward is no part of it.
     adaptable = {name: each for name, each in model.linear.items() if not (arrange and name.startswith(_PROJECTOR))}
-    pack_linears(model.eval().requires_grad_(False).to(device))
 
     def compute(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        features: Tensor = model(patches, layout, attend=attend)
+        features: Tensor = model(patches, layout, loaded.attend)
         return (features if arrange else model.multi_modal_projector(features))[None]
 
     fixed = 0 if vision.model_type == "pixtral" else side_of(vision.image_size) // side_of(vision.patch_size)
-    shape = TowerShape(merge, lead=lead, dropped=dropped, fixed=Side(fixed, fixed) if fixed else None)
-    return Tower(
-        forward=ModelForward(partial(compute, model), shape, device, attend is not attend_by_length, tuple(layers)),
+    patch_weights = model.embed.patch_embed.weight.numel()
+    return loaded.tower(
+        model.layers,
+        shape=TowerShape(merge, lead=lead, dropped=dropped, fixed=Side(fixed, fixed) if fixed else None),
         patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, fixed),
+        sizes=sizes_of(vision.hidden_size, model.layers, patch_weights, model.multi_modal_projector),
         embed_dim=config.text_config.hidden_size,
-        embed_levels=0,
-        dtype=runs_in,
-        device=device,
-        sizes=sizes,
+        compute=compute,
         features=model.features if arrange else None,
         arrange=arrange(model.multi_modal_projector) if arrange else None,
         adaptable=Adaptable(model, compute, adaptable),
@@ -180,11 +172,8 @@ class _Llava(nn.Module):
             "patch_embedding." if hasattr(inner, "patch_embedding") else "patch_embeddings.projection."
         )
 
-    def embed_with(self, normalisation: Normalisation, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def embed_with(self, folded: FoldedPatchEmbed) -> None:
         """Replaces the embedding by one of uint8 patches, once the model has its weights."""
-        weight, bias = (weights.get(f"{self.patch_embedding}{name}") for name in ("weight", "bias"))
-        assert weight is not None
-        folded = FoldedPatchEmbed(weight[:, :, None], bias, normalisation, dtype)
         kind = _RotaryEmbedding if hasattr(self.vision_tower, "patch_conv") else _TableEmbedding
         self.embed = kind(self.vision_tower, folded)
         for replaced in ("embeddings", "patch_conv", "patch_positional_embedding"):
@@ -194,7 +183,7 @@ class _Llava(nn.Module):
         if hasattr(self.vision_tower, name):
             delattr(self.vision_tower, name)
 
-    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Any) -> Tensor:
+    def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend | None) -> Tensor:
         """Selected features (T, hidden · selected layers) of patches uint8 (P, values)."""
         rows, keywords = self.embed(patches, layout)
         outputs = [rows[None]]
@@ -258,23 +247,3 @@ class _RotaryEmbedding(nn.Module):
 
 def side_of(side: int | Sequence[int]) -> int:
     return side if isinstance(side, int) else side[0]
-
-
-def _find(checkpoint: Checkpoint, model: _Llava) -> dict[str, Stored]:
-    """The weights of tower and projector by their names in the model, without those that the model leaves out.
-
-    Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5.
-    """
-    found: dict[str, Stored] = {}
-    for part in (_TOWER, _PROJECTOR):
-        for name, each in find_weights(checkpoint, (f"model.{part}", part)).items():
-            found[part + name.removeprefix("vision_model.")] = each
-    kept = model.state_dict().keys()
-    unread = (f"{_TOWER}post_layernorm.", f"{_TOWER}head.", f"{_TOWER}encoder.layer", f"{_TOWER}transformer.layers.")
-    return {name: each for name, each in found.items() if name in kept or not name.startswith(unread)}
-
-
-def _sizes(model: _Llava) -> TowerSizes:
-    in_layers, projector = linear_weights(model.layers), linear_weights(model.multi_modal_projector)
-    hidden, values = model.embed.patch_embed.weight.shape
-    return TowerSizes(hidden, in_layers + hidden * values, projector, len(model.layers))

@@ -1,11 +1,15 @@
-"""Makes a vision tower from a checkpoint and transformers' class for it.
+"""Makes a vision tower from a checkpoint and transformers' class for it, or from a module that calls the layers itself.
+
+    transformers' class    make_tower
+    other modules          load_model ─▶ the family replaces the patch embedding ─▶ LoadedModel.tower
 
 It knows no family: a family's file names the classes, and extracts the embeddings from their output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,13 +22,20 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
-from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import (
+    VARLEN,
+    Attend,
+    Resampling,
+    Wanted,
+    attend_by_length,
+    find_attention,
+)
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.parallel.division import Share, divide
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.saturation import saturate
 from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from framesieve.services.encoder.tower.weights import choose_dtype, fill, find_weights, read_weights
+from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")
@@ -34,6 +45,102 @@ ALIGNED_WIDTH = 128
 _PEFT_PREFIX = "visual."
 # Modules that multiply each of their inputs by all of their weights. The only convolution merges patches to tokens.
 _PRODUCTS = (nn.Linear, nn.Conv2d)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a tower runs. dtype: a name, or "auto", see `choose_dtype`. share: of its layers; None: all of them."""
+
+    dtype: str
+    device: torch.device
+    attention: Wanted = "auto"
+    share: Share | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that has its weights. weights: by name, those under `patch_embed` as stored, the others in `dtype`.
+
+    attend: the attention of its layers; None: transformers' SDPA.
+    """
+
+    model: Any
+    weights: Mapping[str, Tensor]
+    patch_embed: str
+    dtype: torch.dtype
+    device: torch.device
+    attend: Attend | None
+
+    def folded(self, normalisation: Normalisation) -> FoldedPatchEmbed:
+        """The patch embedding of the weights under `patch_embed`, a convolution over pixels or over frames of them."""
+        weight, bias = self.weights[f"{self.patch_embed}weight"], self.weights.get(f"{self.patch_embed}bias")
+        return FoldedPatchEmbed(weight if weight.ndim == 5 else weight[:, :, None], bias, normalisation, self.dtype)
+
+    def tower(
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        shape: TowerShape,
+        patches: PatchShape,
+        sizes: TowerSizes,
+        embed_dim: int,
+        compute: Callable[[Any, Tensor, PackedLayout[Tensor]], Tensor] | None = None,
+        embed_levels: int = 0,
+        **fields: Any,
+    ) -> Tower:
+        """The tower of the model, whose linear layers are packed from now on.
+
+        compute: as `Adaptable.compute`; None: the model's own forward, of patches, layout and attention, to (T, D).
+        fields: others of `Tower`.
+        """
+
+        def call(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
+            tokens: Tensor = model(patches, layout, self.attend)
+            return tokens[None]
+
+        pack_linears(self.model.eval().requires_grad_(False).to(self.device))
+        varlen = self.attend not in (None, attend_by_length)
+        return Tower(
+            forward=ModelForward(partial(compute or call, self.model), shape, self.device, varlen, tuple(layers)),
+            patches=patches,
+            embed_dim=embed_dim,
+            embed_levels=embed_levels,
+            dtype=self.dtype,
+            device=self.device,
+            sizes=sizes,
+            **fields,
+        )
+
+
+def load_model(
+    model: nn.Module,
+    vision: Any,
+    stored: Mapping[str, Stored],
+    patch_embed: str,
+    options: RunOptions,
+    *,
+    unread: tuple[str, ...] = (),
+    complete: Callable[[dict[str, Tensor]], None] = lambda weights: None,
+    resampling: Resampling | None = None,
+) -> LoadedModel:
+    """Gives a model that was made on the meta device its weights, and finds the attention of its layers.
+
+    vision: its config. unread: prefixes of weights that are left out if the model lacks them. complete: changes the
+    weights that were read to those of the model. resampling: see `find_attention`.
+    Raises StartupError if the weights are not those of the model, for float16, or if the attention is unavailable.
+    """
+    kept = model.state_dict().keys()
+    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(unread)}
+    device, dtype = options.device, choose_dtype(stored, options.dtype, options.device)
+    if dtype == torch.float16:
+        raise StartupError(f"--dtype float16: {vision.model_type} towers overflow it, use bfloat16 or float32")
+    weights = read_weights(stored, dtype, device, patch_embed)
+    complete(weights)
+    fill(model, weights, dtype)
+    heads = vision.num_attention_heads
+    attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, resampling)
+    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    return LoadedModel(model, weights, patch_embed, dtype, device, attend or attend_by_length)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
@@ -52,29 +159,27 @@ def make_tower(
     model_class: Any,
     rotary_class: Any,
     shape: TowerShape,
-    keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Any]],
     hidden: int,
     embed_dim: int,
-    dtype: str,
-    device: torch.device,
-    attention: Wanted,
+    options: RunOptions,
+    keywords: Callable[[PackedLayout[Tensor]], Mapping[str, Any]] = lambda layout: {},
     levels: Callable[[Any], Tensor] = lambda output: output.pooler_output[None],
     embed_levels: int = 0,
     windowed_layers: int = 0,
-    share: Share | None = None,
 ) -> Tower:
     """A tower that runs `model_class(config)` with the checkpoint's weights.
 
-    rotary_class: of its `rotary_pos_emb`. keywords: the layout as keyword arguments of the model's forward, which
-    otherwise computes it. levels: converts its output to (1 + embed_levels, P / merge², embed_dim); by default it has
-    the embedding alone. hidden: width of a patch inside the model. share: of its layers; None: all of them.
+    rotary_class: of its `rotary_pos_emb`. keywords: what the model's forward takes of the layout beside positions and
+    sequences. levels: converts its output to (1 + embed_levels, P / merge², embed_dim); by default it has the embedding
+    alone. hidden: width of a patch inside the model.
     Raises StartupError if the checkpoint's tower is incomplete or cannot be divided, or the attention is unavailable.
     """
     with torch.device("meta"):
         model = model_class(config)
+    device, share = options.device, options.share
     cuts = divide(model.blocks, share, "blocks.") if share else {}
     stored = find_weights(checkpoint, PREFIXES)
-    runs_in = choose_dtype(stored, dtype, device)
+    runs_in = choose_dtype(stored, options.dtype, device)
     if share and runs_in == torch.float16:
         raise StartupError(
             f"--dtype float16 with --tower-tensor-parallel {share.ranks}: sums of several ranks overflow it, use "
@@ -84,38 +189,37 @@ def make_tower(
     fill(model, weights, runs_in)
     # Made again off the meta device: its frequencies are computed, not stored, and stay float32.
     model.rotary_pos_emb = rotary_class(config)
-    model.patch_embed = FoldedPatchEmbed(
-        weights[f"{PATCH_EMBED}weight"],
-        weights.get(f"{PATCH_EMBED}bias"),
-        read_normalisation(checkpoint),
-        runs_in,
-    )
+    heads = config.num_heads
+    attend = find_attention(options.attention, device, runs_in, heads // (share.ranks if share else 1), hidden // heads)
+    loaded = LoadedModel(model, weights, PATCH_EMBED, runs_in, device, attend)
+    model.patch_embed = loaded.folded(read_normalisation(checkpoint))
     if runs_in == torch.float16:
         saturate(model)
     sizes, linear = _sizes(model, hidden, shape, windowed_layers), linear_layers(model, _PEFT_PREFIX)
     if device.type == "cuda":
         align_mlps(model)
-    pack_linears(model.eval().requires_grad_(False).to(device))
-    heads = config.num_heads
-    attend = find_attention(attention, device, runs_in, heads // (share.ranks if share else 1), hidden // heads)
     extra = {"attend": attend} if attend else {}
-    varlen = attend not in (None, attend_by_length)
     if attend:
         # The private name: transformers' setter accepts no names with "flash" except its own.
         config._attn_implementation_internal = VARLEN
 
     def compute(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        # Without grid_thw, from which the model would compute the layout on the device.
-        return levels(model(patches, **{"grid_thw": None, **keywords(layout), **extra}))
+        given = {
+            "grid_thw": None,  # the model would compute the layout from it, on the device
+            "position_ids": layout.positions,
+            "cu_seqlens": layout.ends,
+            "max_seqlen": layout.longest,
+        }
+        return levels(model(patches, **{**given, **keywords(layout), **extra}))
 
-    return Tower(
-        forward=ModelForward(partial(compute, model), shape, device, varlen, model.blocks),
+    return loaded.tower(
+        model.blocks,
+        shape=shape,
         patches=PatchShape(config.patch_size, config.spatial_merge_size, config.temporal_patch_size),
-        embed_dim=embed_dim,
-        embed_levels=embed_levels,
-        dtype=runs_in,
-        device=device,
         sizes=sizes,
+        embed_dim=embed_dim,
+        compute=compute,
+        embed_levels=embed_levels,
         pruning_methods=METHODS,
         adaptable=None if share else Adaptable(model, compute, linear, _PEFT_PREFIX),
     )

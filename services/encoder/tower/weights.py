@@ -45,6 +45,12 @@ def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, S
     return next((weights for weights in found.values() if weights), {})
 
 
+def find_parts(checkpoint: Checkpoint, parts: Sequence[str]) -> dict[str, Stored]:
+    """The tensors under these prefixes of modules, by name with the prefix, before which `model.` may stand."""
+    found = {part: find_weights(checkpoint, (f"model.{part}", part)) for part in parts}
+    return {part + name: each for part, weights in found.items() for name, each in weights.items()}
+
+
 def read_weights(
     stored: Mapping[str, Stored],
     dtype: torch.dtype,
