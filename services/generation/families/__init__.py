@@ -1,4 +1,4 @@
-"""The registry of model families by model type. A new family is a new file and a line here."""
+"""The registry of model families by model type. A new family is a file and a line here, or a line in llava.py."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.families import (
     cosmos3_edge,
-    glm4v,
-    glm4v_moe,
-    glm46v,
-    internvl,
+    glm,
     llava,
-    llava_next_video,
-    llava_onevision,
     minicpmv,
     minicpmv4_6,
-    mistral3,
     nemotron_h_omni,
     qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
     qwen3_vl,
-    video_llama_3,
 )
 from framesieve.services.generation.loading import TextFamily, load
 from framesieve.services.generation.model.language_model import LanguageModel
@@ -34,19 +27,15 @@ from framesieve.services.generation.parallel.group import Group
 from framesieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES: Mapping[str, TextFamily] = {
+    **llava.FAMILIES,
     "NemotronH_Nano_VL_V2": nemotron_h_omni.NANO_VL_FAMILY,
     "cosmos3_edge": cosmos3_edge.FAMILY,
-    "glm4v": glm4v.FAMILY,
-    "glm4v_moe": glm4v_moe.FAMILY,
-    "glm46v": glm46v.FAMILY,
-    "internvl": internvl.FAMILY,
-    "llava": llava.FAMILY,
-    "llava_next_video": llava_next_video.FAMILY,
-    "llava_onevision": llava_onevision.FAMILY,
+    "glm4v": glm.GLM4V_FAMILY,
+    "glm4v_moe": glm.GLM4V_MOE_FAMILY,
+    "glm46v": glm.GLM46V_FAMILY,
     "minicpmv": minicpmv.FAMILY,
     "minicpmv4_6": minicpmv4_6.FAMILY,
     "minicpmv4_7": minicpmv4_6.CANVAS_FAMILY,
-    "mistral3": mistral3.FAMILY,
     "nemotron_h_omni": nemotron_h_omni.FAMILY,
     "qwen2_vl": qwen2_vl.FAMILY,
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
@@ -54,7 +43,6 @@ FAMILIES: Mapping[str, TextFamily] = {
     "qwen3_5_moe": qwen3_5.MOE_FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl.MOE_FAMILY,
-    "video_llama_3": video_llama_3.FAMILY,
 }
 
 NOT_LIVE = (

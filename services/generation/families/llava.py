@@ -1,7 +1,9 @@
 """Language models of LLaVA 1.5 and of models in its layout: Llama, Mistral, Qwen2 or Qwen3, with one-dimensional
 positions.
 
-Source: `LlavaForConditionalGeneration` of transformers 5.24; weight names of llava-hf/llava-1.5-7b-hf.
+In LLaVA-NeXT-Video and LLaVA-OneVision a newline is a stored vector, whose id follows the vocabulary's last.
+Source: transformers 5.24; weight names of llava-hf/llava-1.5-7b-hf, llava-hf/LLaVA-NeXT-Video-7B-hf,
+llava-hf/llava-onevision-qwen2-7b-ov-hf, mistralai/Mistral-Small-3.1-24B-Instruct-2503 and OpenGVLab/InternVL3-8B-hf.
 """
 
 from __future__ import annotations
@@ -9,7 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextVideoConfig,
+    LlavaNextVideoForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    VideoLlama3Config,
+    VideoLlama3ForConditionalGeneration,
+)
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralModel, MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
@@ -21,8 +36,8 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.loading import TextClasses, TextFamily
 
 # Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
-TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
-NEWLINES = ("model.image_newline", "image_newline")
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
+_NEWLINES = ("model.image_newline", "image_newline")
 _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
     "llama": (LlamaModel, LlamaRotaryEmbedding),
     "mistral": (MistralModel, MistralRotaryEmbedding),
@@ -34,7 +49,7 @@ _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {
 _DYNAMIC = "dynamic"
 
 
-def linear_family(config_class: Any, whole_class: Any, stored: Sequence[str] = ()) -> TextFamily:
+def _family(config_class: Any, whole_class: Any, stored: Sequence[str] = ()) -> TextFamily:
     """Language models with one-dimensional positions. config_class, whole_class: transformers', of the whole model."""
 
     def config(checkpoint: Checkpoint) -> Any:
@@ -55,7 +70,14 @@ def linear_family(config_class: Any, whole_class: Any, stored: Sequence[str] = (
     def classes(config: Any) -> TextClasses:
         return TextClasses(whole_class, *_TEXT_CLASSES[config.text_config.model_type])
 
-    return TextFamily(config, classes, TEXT_PREFIXES, position_axes=1, stored=stored)
+    return TextFamily(config, classes, _TEXT_PREFIXES, position_axes=1, stored=stored)
 
 
-FAMILY = linear_family(LlavaConfig, LlavaForConditionalGeneration)
+FAMILIES: Mapping[str, TextFamily] = {
+    "internvl": _family(InternVLConfig, InternVLForConditionalGeneration),
+    "llava": _family(LlavaConfig, LlavaForConditionalGeneration),
+    "llava_next_video": _family(LlavaNextVideoConfig, LlavaNextVideoForConditionalGeneration, _NEWLINES),
+    "llava_onevision": _family(LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, _NEWLINES),
+    "mistral3": _family(Mistral3Config, Mistral3ForConditionalGeneration),
+    "video_llama_3": _family(VideoLlama3Config, VideoLlama3ForConditionalGeneration),
+}
