@@ -215,18 +215,14 @@ def lay_out(sides: Sequence[Side], shape: TowerShape) -> PackedLayout[Array]:
     if shape.dropped:
         token_rows = np.concatenate([np.arange(a + shape.dropped, b) for a, b in pairwise(ends)])
     return PackedLayout(
-        positions=np.concatenate([each.positions for each in laid]),
+        **{name: np.concatenate([each.by_row[name] for each in laid]) for name in laid[0].by_row},
         ends=ends,
         longest=max(patches),
         order=order,
         window_ends=window_ends,
         longest_window=longest_window,
-        interpolation_indices=np.concatenate([each.indices for each in laid]) if shape.has_entries else None,
-        interpolation_weights=np.concatenate([each.weights for each in laid]) if shape.has_entries else None,
-        table_weights=np.concatenate([each.table_weights for each in laid]) if shape.fit is Fit.SMOOTHED else None,
         token_rows=token_rows,
         query_ends=_ends([shape.queries] * len(sides)) if shape.queries else None,
-        cells=np.concatenate([each.cells for each in laid]) if shape.cell_side else None,
         times=np.repeat([time for side in sides for time in side.times], patches) if shape.timed else None,
         slice_ends=_ends(slices) if shape.timed else None,
         longest_slice=max(slices),
@@ -245,39 +241,31 @@ def pad(layout: PackedLayout[Array], bucket: Size, shape: TowerShape) -> PackedL
     order = layout.order
     if order is not None:
         order = np.concatenate([order, np.arange(len(order), bucket.tokens)])
+    by_row = ("positions", "interpolation_indices", "interpolation_weights", "table_weights", "cells", "stills")
+    by_sequence = {"ends": slices, "window_ends": bucket.windows + 1, "query_ends": slices, "slice_ends": slices}
     return PackedLayout(
-        positions=_lengthen(layout.positions, patches),
-        ends=_lengthen_ends(layout.ends, slices),
+        **{name: _lengthen(getattr(layout, name), patches) for name in by_row},
+        **{name: _lengthen_ends(getattr(layout, name), count) for name, count in by_sequence.items()},
+        times=_lengthen(layout.times, patches, UNTIMED),
+        token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
         longest=longest,
         order=order,
-        window_ends=_lengthen_ends(layout.window_ends, bucket.windows + 1),
         longest_window=min(longest, (shape.window_side * shape.merge) ** 2),
-        interpolation_indices=_lengthen(layout.interpolation_indices, patches),
-        interpolation_weights=_lengthen(layout.interpolation_weights, patches),
-        table_weights=_lengthen(layout.table_weights, patches),
-        token_rows=_lengthen(layout.token_rows, bucket.tokens * shape.merge**2),
-        query_ends=_lengthen_ends(layout.query_ends, slices),
-        cells=_lengthen(layout.cells, patches),
-        times=_lengthen(layout.times, patches, UNTIMED),
-        slice_ends=_lengthen_ends(layout.slice_ends, slices),
         longest_slice=patches,
-        stills=_lengthen(layout.stills, patches),
     )
-
-
-@lru_cache(maxsize=_CACHED_SIZES)
-def _laid(rows: int, columns: int, shape: TowerShape) -> _Frame:
-    return _Frame(rows, columns, shape)
 
 
 def _laid_side(side: Side, shape: TowerShape) -> _Frame:
     """The layout of each frame of a slice."""
-    whole = _laid(side.rows, side.columns, shape)
+    whole = _whole(side.rows, side.columns, shape)
     return whole if side.kept is None else whole.only(side.kept)
 
 
 class _Frame:
-    """The layout of one frame. window: of each token. order: tokens by window. windows: patches in each window."""
+    """The layout of one frame. window: of each token. order: tokens by window. windows: patches in each window.
+
+    by_row: arrays of `PackedLayout` with an entry for each patch and each row before the patches, by name.
+    """
 
     def __init__(self, rows: int, columns: int, shape: TowerShape) -> None:
         side = (rows, columns)
@@ -287,30 +275,32 @@ class _Frame:
         places = np.indices(side).reshape(2, rows // merge, merge, columns // merge, merge)
         by_patch = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
         before = np.stack([np.full(shape.lead, -1), np.arange(shape.lead)], axis=1)
-        self.positions = np.concatenate([before, by_patch])
+        positions = np.concatenate([before, by_patch])
+        self.by_row = {"positions": positions}
         if shape.window_side:
             row, column = np.indices((rows // merge, columns // merge)) // shape.window_side
             self.window = (row * (column.max() + 1) + column).ravel()
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
         if shape.fit is Fit.SMOOTHED:
-            axes = [_smoothed_axis(side[axis], shape.table_side)[self.positions[:, axis]] for axis in (0, 1)]
-            self.table_weights = np.stack(axes, axis=1)
+            axes = [_smoothed_axis(side[axis], shape.table_side)[positions[:, axis]] for axis in (0, 1)]
+            self.by_row["table_weights"] = np.stack(axes, axis=1)
         if shape.has_entries:
             lengths = (max(side),) * 2 if shape.fit is Fit.LONGER_SIDE else side
             (row_indices, row_weights), (column_indices, column_weights) = (
-                _AXES[shape.fit](self.positions[:, axis], lengths[axis], shape.table_side) for axis in (0, 1)
+                _AXES[shape.fit](positions[:, axis], lengths[axis], shape.table_side) for axis in (0, 1)
             )
             entries = row_indices[:, :, None] * shape.table_side + column_indices[:, None]
-            self.indices = entries.reshape(len(entries), -1)
-            self.weights = (row_weights[:, :, None] * column_weights[:, None]).reshape(self.indices.shape)
+            weights = row_weights[:, :, None] * column_weights[:, None]
+            self.by_row["interpolation_indices"] = entries.reshape(len(entries), -1)
+            self.by_row["interpolation_weights"] = weights.reshape(len(entries), -1)
         if shape.cell_side:
-            places, lengths = self.positions, side
+            places, lengths = positions, side
             if shape.cells_in_a_row:
                 lengths = (1, len(places))
                 places = np.indices(lengths).reshape(2, -1).T
             row, column = (_cells(lengths[axis], shape)[places[:, axis]] for axis in (0, 1))
-            self.cells = row * shape.cell_side + column
+            self.by_row["cells"] = row * shape.cell_side + column
         self._shape = shape
 
     def only(self, kept: Sequence[int]) -> _Frame:
@@ -320,19 +310,16 @@ class _Frame:
         patches = (tokens[:, None] * shape.merge**2 + np.arange(shape.merge**2)).ravel()
         rows = np.concatenate([np.arange(shape.lead), shape.lead + patches])
         frame.tokens, frame.patches = len(tokens), len(rows)
-        frame.positions = self.positions[rows]
+        frame.by_row = {name: array[rows] for name, array in self.by_row.items()}
         if shape.window_side:
             window = self.window[tokens]
             frame.order = np.argsort(window, kind="stable")
             found = np.bincount(window)
             frame.windows = found[found > 0] * shape.merge**2
-        if shape.fit is Fit.SMOOTHED:
-            frame.table_weights = self.table_weights[rows]
-        if shape.has_entries:
-            frame.indices, frame.weights = self.indices[rows], self.weights[rows]
-        if shape.cell_side:
-            frame.cells = self.cells[rows]
         return frame
+
+
+_whole = lru_cache(maxsize=_CACHED_SIZES)(_Frame)
 
 
 def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
