@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 # Rows of a tile, for which FlashAttention launches one block of threads in each head.
 TILE_ROWS = 128
 # A bucket launches so many blocks for each one that its tokens fill; the others find nothing to do.
@@ -149,14 +151,5 @@ def pays(load: Size, chosen: Size, ascending: Sequence[Measured]) -> bool:
     linearly between them, and constant below the first.
     """
     replay_s = next(each.replay_s for each in ascending if each.bucket == chosen)
-    return replay_s <= _eager_s(load.tokens, ascending)
-
-
-def _eager_s(tokens: int, ascending: Sequence[Measured]) -> float:
-    below = ascending[0]
-    for each in ascending:
-        if tokens <= each.bucket.tokens:
-            share = (tokens - below.bucket.tokens) / max(1, each.bucket.tokens - below.bucket.tokens)
-            return below.eager_s + share * (each.eager_s - below.eager_s)
-        below = each
-    return below.eager_s
+    tokens, eager_s = [each.bucket.tokens for each in ascending], [each.eager_s for each in ascending]
+    return bool(replay_s <= np.interp(load.tokens, tokens, eager_s))
