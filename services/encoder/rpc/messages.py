@@ -76,12 +76,9 @@ def take_embeds(prompt: prompt_pb2.Prompt, tower: Tower) -> dict[int, BroughtEmb
     Reads and converts all values, so call it in a thread, not on the event loop.
     Raises InvalidRequest, naming the field, for a dtype, shape, size or value that the tower could not have produced.
     """
-    named = [(name, media) for name, _, media in named_media(prompt)]
-    if not any(media.WhichOneof("source") == "embeds" for _, media in named):
-        return {}
     return {
         index: _take(media.embeds, tower, f"{name}.embeds")
-        for index, (name, media) in enumerate(named)
+        for index, (name, _, media) in enumerate(named_media(prompt))
         if media.WhichOneof("source") == "embeds"
     }
 
