@@ -7,43 +7,26 @@ Source: arXiv 2412.06464; `Qwen3_5GatedDeltaNet` of transformers, whose weights 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-import structlog
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 from framesieve.services.compute.kernels import check_result
-from framesieve.services.generation.model.recurrent_layer import RecurrentLayer
+from framesieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
 from framesieve.services.generation.model.states import StateBatch, StateSizes
 
 # The rule for a chunk computes whole chunks of 64 tokens: so few tokens, drafts for instance, are computed one by one.
 FEW_TOKENS = 8
 
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """transformers' functions: for a chunk of a sequence, for one token after the other of each of several."""
-
-    chunk: Callable[..., tuple[Tensor, Tensor]]
-    step: Callable[..., tuple[Tensor, Tensor]]
-
-
-_BY_TORCH = Kernels(
-    inspect.unwrap(torch_chunk_gated_delta_rule),
-    inspect.unwrap(torch_recurrent_gated_delta_rule),
-)
 _INSTALLED = Kernels(torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule)
+_BY_TORCH = _INSTALLED.by_torch()
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaRule:
+class GatedDeltaRule(TriedKernels):
     """A `Recurrence`. Channels are queries, keys and values; gates are beta and decay, the latter in log space.
 
     key_heads, value_heads: each key head serves value_heads / key_heads value heads. key_dim, value_dim: of one head.
@@ -53,23 +36,13 @@ class GatedDeltaRule:
     value_heads: int
     key_dim: int
     value_dim: int
-    kernels: Kernels = _BY_TORCH
+    kernels: Kernels = field(default=_BY_TORCH, kw_only=True)
+    package = "fla"
+    installed = _INSTALLED
 
     @property
     def matrices(self) -> tuple[int, int, int]:
         return self.value_heads, self.key_dim, self.value_dim
-
-    @torch.inference_mode()
-    def fastest(self, like: Tensor) -> GatedDeltaRule:
-        """Cards have run only torch's own kernels here."""
-        if like.device.type != "cuda":
-            return self
-        try:
-            self._check(like)
-        except Exception as error:  # a kernel that is compiled for the card may fail in any way
-            log.warning("recurrent states are computed by torch: fla does not work", error=str(error))
-            return self
-        return replace(self, kernels=_INSTALLED)
 
     def step(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
@@ -112,15 +85,10 @@ class GatedDeltaRule:
             value.unflatten(-1, (self.value_heads, self.value_dim)),
         )
 
-    def _check(self, like: Tensor) -> None:
-        """Compares the installed kernels with torch's. Raises AssertionError, and whatever they raise."""
-        draw = torch.Generator(like.device).manual_seed(0)
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
-
-        step = _INSTALLED.step, _BY_TORCH.step
-        for tokens, installed, exact in ((70, _INSTALLED.chunk, _BY_TORCH.chunk), (1, *step), (FEW_TOKENS, *step)):
+    def check(self, exact: GatedDeltaRule, like: Tensor, drawn: Callable[..., Tensor]) -> None:
+        """See `TriedKernels`."""
+        chunk, step = (self.kernels.chunk, exact.kernels.chunk), (self.kernels.step, exact.kernels.step)
+        for tokens, installed, by_torch in ((70, *chunk), (1, *step), (FEW_TOKENS, *step)):
             keys, values = (1, tokens, self.key_heads, self.key_dim), (1, tokens, self.value_heads, self.value_dim)
             rows = drawn(*keys), drawn(*keys), drawn(*values)
             state = drawn(1, *self.matrices)
@@ -131,7 +99,7 @@ class GatedDeltaRule:
                 "use_qk_l2norm_in_kernel": True,
             }
             found = installed(*(each.to(like.dtype) for each in rows), initial_state=state.clone(), **more)
-            expected = exact(*rows, initial_state=state.clone(), **more)
+            expected = by_torch(*rows, initial_state=state.clone(), **more)
             for one, other in zip(found, expected, strict=True):
                 check_result(one, other)
 

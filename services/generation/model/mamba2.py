@@ -8,37 +8,24 @@ Source: arXiv 2405.21060; `NemotronHMamba2Mixer` of transformers, whose weights 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
 
 from framesieve.services.compute.kernels import check_result
-from framesieve.services.generation.model.recurrent_layer import RecurrentLayer
+from framesieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
 from framesieve.services.generation.model.states import StateBatch, StateSizes
 
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """transformers' functions: for a chunk of a sequence, for one token of each of several."""
-
-    chunk: Callable[..., tuple[Tensor, Tensor]]
-    step: Callable[..., Tensor]
-
-
-_BY_TORCH = Kernels(inspect.unwrap(mamba2_chunk_scan), inspect.unwrap(mamba2_selective_state_update))
 _INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)
+_BY_TORCH = _INSTALLED.by_torch()
 
 
 @dataclass(frozen=True, slots=True)
-class SelectiveScan:
+class SelectiveScan(TriedKernels):
     """A `Recurrence`. Channels are x, B and C; the gate is the time step; weights are A and D, float32 [heads].
 
     heads, head_dim: of x. groups: of B and C, each of which serves heads / groups heads. state_dim: of one head.
@@ -50,24 +37,13 @@ class SelectiveScan:
     groups: int
     state_dim: int
     chunk_tokens: int
-    kernels: Kernels = _BY_TORCH
+    kernels: Kernels = field(default=_BY_TORCH, kw_only=True)
+    package = "mamba-ssm"
+    installed = _INSTALLED
 
     @property
     def matrices(self) -> tuple[int, int, int]:
         return self.heads, self.head_dim, self.state_dim
-
-    @torch.inference_mode()
-    def fastest(self, like: Tensor) -> SelectiveScan:
-        """Cards have run only torch's own kernels here."""
-        if like.device.type != "cuda":
-            return self
-        installed = replace(self, kernels=_INSTALLED)
-        try:
-            self._check(installed, like)
-        except Exception as error:  # a kernel that is compiled for the card may fail in any way
-            log.warning("recurrent states are computed by torch: mamba-ssm does not work", error=str(error))
-            return self
-        return installed
 
     def step(
         self, convolved: Tensor, gates: Sequence[Tensor], weights: Sequence[Tensor], matrices: Tensor
@@ -117,26 +93,16 @@ class SelectiveScan:
             c.unflatten(-1, (self.groups, self.state_dim)),
         )
 
-    def _check(self, installed: SelectiveScan, like: Tensor) -> None:
-        """Compares the installed kernels with torch's. Raises AssertionError, and whatever they raise."""
-        draw = torch.Generator(like.device).manual_seed(0)
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1)
-
+    def check(self, exact: SelectiveScan, like: Tensor, drawn: Callable[..., Tensor]) -> None:
+        """See `TriedKernels`."""
         tokens = self.chunk_tokens + 6
         convolved = drawn(tokens, self.heads * self.head_dim + 2 * self.groups * self.state_dim).to(like.dtype)
         gates, weights = [drawn(tokens, self.heads).abs()], (-drawn(self.heads).abs(), drawn(self.heads))
         matrix = drawn(*self.matrices)
+        both = ((self, convolved), (exact, convolved.float()))
         pairs = (
-            (
-                each.chunk(rows, gates, weights, matrix)
-                for each, rows in ((installed, convolved), (self, convolved.float()))
-            ),
-            (
-                each.step(rows[:1], [gates[0][:1]], weights, matrix[None].clone())
-                for each, rows in ((installed, convolved), (self, convolved.float()))
-            ),
+            (each.chunk(rows, gates, weights, matrix) for each, rows in both),
+            (each.step(rows[:1], [gates[0][:1]], weights, matrix[None].clone()) for each, rows in both),
         )
         for found, expected in pairs:
             for one, other in zip(found, expected, strict=True):

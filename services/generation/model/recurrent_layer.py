@@ -1,18 +1,68 @@
 """A layer with recurrent states as the text model calls it: for the whole packed batch, whose sequences may be at any
-place.
+place. And the choice of its kernels.
 
 Compiled forwards cannot pass the slots on. An operator of its own, which is opaque to the compiler, finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
+import structlog
 import torch
 from torch import Tensor, nn
 
 from framesieve.services.generation.model.attention.running import RUNNING
 from framesieve.services.generation.model.states import Convolution, StateBatch
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """transformers' functions: for a chunk of a sequence, for one token after the other of each of several.
+
+    On a card with a package that has kernels, they are these, else torch's operators.
+    """
+
+    chunk: Callable[..., tuple[Tensor, Tensor]]
+    step: Callable[..., Any]
+
+    def by_torch(self) -> Kernels:
+        return Kernels(inspect.unwrap(self.chunk), inspect.unwrap(self.step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedKernels:
+    """Of a `Recurrence` with the kernels of `package`, which are used once they have passed `check`."""
+
+    package: ClassVar[str]
+    installed: ClassVar[Kernels]
+    kernels: Kernels
+
+    @torch.inference_mode()
+    def fastest(self, like: Tensor) -> Self:
+        """See `Recurrence`. Cards have run only torch's own kernels here."""
+        if like.device.type != "cuda":
+            return self
+        draw = torch.Generator(like.device).manual_seed(0)
+        found = replace(self, kernels=self.installed)
+        try:
+            found.check(self, like, lambda *shape: torch.rand(shape, generator=draw, device=like.device).mul(2).sub(1))
+        except Exception as error:  # a kernel that is compiled for the card may fail in any way
+            log.warning(f"recurrent states are computed by torch: {self.package} does not work", error=str(error))
+            return self
+        return found
+
+    def check(self, exact: Self, like: Tensor, drawn: Callable[..., Tensor]) -> None:
+        """Compares the kernels with those of `exact`. drawn: values in [-1, 1) of a shape.
+
+        Raises AssertionError, and whatever the kernels raise.
+        """
+        raise NotImplementedError
 
 
 class RecurrentLayer(nn.Module):
