@@ -20,10 +20,7 @@ from framesieve.services.encoder.families import (
     mistral3,
     nemotron_h_omni,
     nemotron_nano_vl,
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_5,
-    qwen3_vl,
+    qwen,
     video_llama_3,
 )
 from framesieve.services.encoder.tower.attention import Wanted
@@ -36,12 +33,12 @@ DIVISIBLE: Mapping[str, Callable[[Checkpoint, RunOptions], Tower]] = {
     "glm4v": glm4v.load,
     "glm4v_moe": glm4v.load,
     "glm46v": glm4v.load,
-    "qwen2_vl": qwen2_vl.load,
-    "qwen2_5_vl": qwen2_5_vl.load,
-    "qwen3_5": qwen3_5.load,
-    "qwen3_5_moe": qwen3_5.load,
-    "qwen3_vl": qwen3_vl.load,
-    "qwen3_vl_moe": qwen3_vl.load,
+    "qwen2_vl": qwen.load_qwen2_vl,
+    "qwen2_5_vl": qwen.load_qwen2_5_vl,
+    "qwen3_5": qwen.load_qwen3_5,
+    "qwen3_5_moe": qwen.load_qwen3_5,
+    "qwen3_vl": qwen.load_qwen3_vl,
+    "qwen3_vl_moe": qwen.load_qwen3_vl,
 }
 FAMILIES: Mapping[str, Callable[[Checkpoint, RunOptions], Tower]] = {
     **DIVISIBLE,
