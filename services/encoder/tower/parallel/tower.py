@@ -118,13 +118,7 @@ class DataParallelTower(ParallelTower):
         costs = [self.own.cost(frames.shape) for frames in slices]
         # Each share is in the order of the slices, where slices of equal size are neighbours.
         mine, *theirs = assign(costs, self.count)
-        shares = [
-            self._share(
-                rank, indices, [slices[each] for each in indices], sum(tokens[each] for each in indices), adapter
-            )
-            for rank, indices in enumerate(theirs, start=1)
-            if indices
-        ]
+        shares = [self._share(rank, own, slices, tokens, adapter) for rank, own in enumerate(theirs, start=1) if own]
         sent = [self._send(share) for share in shares]
         failures: list[Exception] = []
         found = empty_embeds(self.own, 0)
@@ -141,11 +135,11 @@ class DataParallelTower(ParallelTower):
         return _in_order([(mine, found), *((share.indices, share.embeds) for share in shares)], tokens)
 
     def _share(
-        self, rank: int, indices: Sequence[int], slices: Sequence[Frames], tokens: int, adapter: bytes
+        self, rank: int, indices: Sequence[int], slices: Sequence[Frames], tokens: Sequence[int], adapter: bytes
     ) -> _Share:
         """Allocates all memory first: an error after the rank received its share would leave the ranks out of step."""
-        order = announced(slices, adapter)
-        return _Share(rank, indices, order, packed(slices, self.own.device), empty_embeds(self.own, tokens))
+        own, room = [slices[each] for each in indices], empty_embeds(self.own, sum(tokens[each] for each in indices))
+        return _Share(rank, indices, announced(own, adapter), packed(own, self.own.device), room)
 
     def _send(self, share: _Share) -> Any:
         with _in_step():
