@@ -108,7 +108,7 @@ class RequestGuard:
                 outcome.code = "CANCELLED"
             except Exception as error:
                 if isinstance(error, HTTPException):
-                    error = of_router(error, verb, scope["path"])
+                    error = of_router(error, scope)
                 told = outcome.refuse(error, method)
                 if not response.begun:
                     answer = JSONResponse(body_of(told), status_of(told), headers_of(told))
@@ -118,13 +118,10 @@ class RequestGuard:
                 add_request_stats(sent_bytes=response.sent_bytes)
 
     async def _answer_unseen(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             await self._app({**scope, "app": self}, receive, send)
         except HTTPException as error:
-            told = of_router(error, scope["method"], scope["path"])
+            told = of_router(error, scope)
             await JSONResponse(body_of(told), status_of(told))(scope, receive, send)
 
     async def _answer(
