@@ -1,6 +1,6 @@
 """What surrounds each request: its id, client, quota, metrics, log line and span, and a status for every error.
 
-RequestGuard     for the methods of METHODS; health, metrics and the page pass unseen
+RequestGuard     for the methods of METHODS; health, metrics and the page pass unseen, from the pages that may call
   router         finds the endpoint
     endpoint     raises FramesieveErrors until it has begun its response
 """
@@ -15,6 +15,7 @@ from functools import partial
 from urllib.parse import unquote
 
 import structlog
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
@@ -29,7 +30,8 @@ from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import MESSAGE_BYTES
 from framesieve.common.telemetry.tracing import passed_on_trace
 from framesieve.services.gateway.http.drain import Drain
-from framesieve.services.gateway.http.errors import body_of, headers_of, of_router, status_of
+from framesieve.services.gateway.http.errors import ForbiddenOrigin, body_of, headers_of, of_router, status_of
+from framesieve.services.gateway.http.origins import Origins
 
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",
@@ -79,8 +81,11 @@ class Call:
 class RequestGuard:
     """tokens: those that callers must send; None admits everybody, and generation may still refuse."""
 
-    def __init__(self, app: ASGIApp, quotas: ClientQuotas, tokens: Tokens | None, passes_tokens_on: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, origins: Origins, quotas: ClientQuotas, tokens: Tokens | None, passes_tokens_on: bool
+    ) -> None:
         self._app = app
+        self._origins = origins
         self._quotas = quotas
         self._tokens = tokens
         self._passes_tokens_on = passes_tokens_on
@@ -119,9 +124,10 @@ class RequestGuard:
 
     async def _answer_unseen(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._origins.check(Headers(scope=scope))
             await self._app({**scope, "app": self}, receive, send)
-        except HTTPException as error:
-            told = of_router(error, scope)
+        except (HTTPException, ForbiddenOrigin) as error:
+            told = of_router(error, scope) if isinstance(error, HTTPException) else error
             await JSONResponse(body_of(told), status_of(told))(scope, receive, send)
 
     async def _answer(
@@ -133,6 +139,7 @@ class RequestGuard:
         outcome: Outcome,
         method: str,
     ) -> None:
+        self._origins.check(Headers(scope=scope))
         if self.drain.begun:
             raise Unavailable("gateway is draining", "gateway")
         client = self._client_of(scope, headers)
