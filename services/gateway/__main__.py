@@ -19,6 +19,7 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.security.quotas import ClientQuotas
 from framesieve.common.security.tokens import Tokens
 from framesieve.common.serving.guards import check_listen, upstream_credentials
+from framesieve.common.serving.health import READY
 from framesieve.common.serving.server import run
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import BUILD_INFO, begin_method
@@ -69,7 +70,7 @@ async def main() -> ExitStatus:
             if guard.drain.begun:
                 return False
             try:
-                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_S)
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=READY), timeout=_HEALTH_S)
             except grpc.aio.AioRpcError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
