@@ -329,14 +329,13 @@ def test_a_body_may_be_compressed_in_gzip_and_deflate_alone(http: httpx.Client) 
 
     body = json.dumps(question("Why?")).encode()
     plain = http.post("/v1/chat/completions", content=body).json()["choices"]
-    two_files = gzip.compress(body[:9]) + gzip.compress(body[9:])
-    for encoding, compressed in (("gzip", two_files), ("Deflate", zlib.compress(body)), ("identity", body)):
+    for encoding, compressed in (("gzip", gzip.compress(body)), ("Deflate", zlib.compress(body)), ("identity", body)):
         assert sent(encoding, compressed).json()["choices"] == plain
     for encoding in ("zstd", "gzip, gzip"):
         refused = sent(encoding, body)
         assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
         assert refused.json()["error"]["param"] == "Content-Encoding"
-    for broken in (body, gzip.compress(body)[:-4], b""):
+    for broken in (body, gzip.compress(body)[:-4], gzip.compress(body) * 2, b""):
         refused = sent("gzip", broken)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "INVALID_REQUEST")
     form = httpx.Request("POST", "http://x", files={"file": ("a.mp4", CLIP)})

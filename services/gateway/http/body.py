@@ -55,13 +55,13 @@ async def _decompressed(request: Request) -> AsyncIterator[bytes]:
             yield piece
         return
     if encoding not in ENCODINGS:
-        raise UnsupportedEncoding(field="Content-Encoding", limit=f"{' or '.join(ENCODINGS)}", value=encoding)
+        raise UnsupportedEncoding(field="Content-Encoding", limit=" or ".join(ENCODINGS), value=encoding)
     inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
         async for compressed in request.stream():
             while compressed:
-                if inflater.eof:  # gzip: one file after another is one file
-                    inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+                if inflater.eof:  # gzip allows another file here, each of which could be of no bytes
+                    raise zlib.error("more follows its end")
                 yield await asyncio.to_thread(inflater.decompress, compressed, _PIECE_BYTES)
                 compressed = inflater.unconsumed_tail or inflater.unused_data
     except zlib.error as error:

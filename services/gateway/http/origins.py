@@ -1,18 +1,15 @@
-"""Which pages a browser may bring here, by the headers `Origin` (whose page asks) and `Host` (the name it asked for).
+"""Whose pages may call the gateway, by the headers `Origin` (whose page asks) and `Host` (the name that it asked for).
 
-A page of another site can send requests to a gateway on the browser's machine or in its network, and it can have its
-own name resolved to the gateway's address (DNS rebinding), so that the browser takes both for one site. Browsers always
-tell the name, which no page can change, and `Origin` with all that changes something. Other clients send no `Origin`.
-Starlette's TrustedHostMiddleware has no word for all loopback addresses, nor for `Origin`.
+A page can have its own name resolved to the gateway's address (DNS rebinding): then both headers name the page's site.
+Browsers send `Origin` with all that changes something; other clients send none. Starlette's TrustedHostMiddleware has
+no pattern for loopback addresses, and does not look at `Origin`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
-
-from starlette.datastructures import Headers
 
 from framesieve.common.address import is_local, is_unix
 from framesieve.services.gateway.http.errors import ForbiddenOrigin
@@ -31,7 +28,7 @@ class Origins:
         self._listens_on = _host_of(f"//{listen}")
         self._on_loopback = is_local(listen) and not is_unix(listen)
 
-    def check(self, headers: Headers) -> None:
+    def check(self, headers: Mapping[str, str]) -> None:
         """Raises ForbiddenOrigin for a request that a page of another site makes, or may make."""
         if "*" in self._allowed:
             return

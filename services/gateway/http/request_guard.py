@@ -97,7 +97,7 @@ class RequestGuard:
             await self._answer_unseen(scope, receive, send)
             return
         method = METHODS[start]
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = dict(Headers(scope=scope))
         verb = scope.get("method", "GET")
         if scope["type"] == "websocket" and AUTHORIZATION_KEY not in headers:
             headers |= _key_of(scope["subprotocols"])
@@ -139,7 +139,7 @@ class RequestGuard:
         outcome: Outcome,
         method: str,
     ) -> None:
-        self._origins.check(Headers(scope=scope))
+        self._origins.check(headers)
         if self.drain.begun:
             raise Unavailable("gateway is draining", "gateway")
         client = self._client_of(scope, headers)

@@ -22,6 +22,7 @@ from framesieve.services.gateway.chat.request import (
     Unused,
 )
 from framesieve.services.gateway.http.fields import Strict, parsed
+from framesieve.services.gateway.responses.request import Reasoning
 
 Count: TypeAlias = Annotated[Int32, Field(ge=0)]
 Pixels: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -52,33 +53,20 @@ class Sampling(Strict):
     structured_outputs: StructuredOutputs | None = None
 
 
-class AudioFormat(Strict):
-    type: Literal["audio/pcm"] | None = None
-    rate: Literal[24000] | None = None
+class AudioFields(Strict):
+    """What is switched off, and what has no meaning without it."""
 
-
-class AudioInput(Strict):
-    format: AudioFormat | None = None
+    format: dict[str, Any] | None = None
+    speed: One | None = None
     noise_reduction: Nothing = None
     transcription: Nothing = None
     turn_detection: Nothing = None
-
-
-class AudioOutput(Strict):
-    format: AudioFormat | None = None
-    speed: One | None = None
     voice: Nothing = None
 
 
 class Audio(Strict):
-    """What is switched off, and what has no meaning without it."""
-
-    input: AudioInput | None = None
-    output: AudioOutput | None = None
-
-
-class Reasoning(Strict):
-    effort: Unused = None
+    input: AudioFields | None = None
+    output: AudioFields | None = None
 
 
 class Neutral(Strict):
