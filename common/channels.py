@@ -138,6 +138,24 @@ def open_channel(
     return grpc.aio.secure_channel(_target(address), tls, options)
 
 
+class Reach:
+    """Whether a replica behind each of several channels is SERVING.
+
+    It asks for the channels' states and makes no calls, which would use up the budget for retries while a replica is
+    away. So they must not be `by_media`: such channels connect when they are called.
+    """
+
+    def __init__(self, *channels: grpc.aio.Channel) -> None:
+        self._reached = dict.fromkeys(channels, False)
+
+    def __call__(self) -> bool:
+        for channel in self._reached:
+            state = channel.get_state(try_to_connect=True)
+            if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+                self._reached[channel] = state is grpc.ChannelConnectivity.READY  # in others it connects, or again
+        return all(self._reached.values())
+
+
 def _service_config(by_media: bool) -> str:
     policies = [_ROTATING]
     if by_media:

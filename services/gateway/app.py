@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from framesieve.services.gateway.chat.endpoint import ChatCompletions
 from framesieve.services.gateway.files import Files
@@ -49,7 +50,12 @@ def routes(
         Route("/health", health),
         Route("/metrics", _metrics),
     ]
-    return Router(found)
+    return Router(found, default=_nowhere)
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    """Of WebSockets, too, which starlette's own answers with an empty 403."""
+    raise HTTPException(404)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

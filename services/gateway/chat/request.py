@@ -139,55 +139,44 @@ class MediaOptions(Pruned):
     media_io_kwargs: MediaReading | None = None
 
 
-class Part(MediaOptions):
-    """What every part that holds media has."""
-
+class Part(Strict):
     uuid: Unused = None
     cache_control: dict[str, Any] | None = None
 
 
-class TextPart(Strict):
+class TextPart(Part):
     type: Literal["text"]
     text: str
 
-    uuid: Unused = None
-    cache_control: dict[str, Any] | None = None
 
-
-class ImageURLPart(Part):
+class ImageURLPart(Part, MediaOptions):
     type: Literal["image_url"]
     image_url: Location | str
 
 
-class VideoURLPart(Part):
+class VideoURLPart(Part, MediaOptions):
     type: Literal["video_url"]
     video_url: Location | str
 
 
-class InputVideoPart(Part):
+class InputVideoPart(Part, MediaOptions):
     type: Literal["input_video"]
     input_video: Location | str
 
 
-class FilePart(Part):
+class FilePart(Part, MediaOptions):
     type: Literal["file"]
     file: File
 
 
-class ImageEmbedsPart(Pruned):
+class ImageEmbedsPart(Part, Pruned):
     type: Literal["image_embeds"]
     image_embeds: Embeds
 
-    uuid: Unused = None
-    cache_control: dict[str, Any] | None = None
 
-
-class VideoEmbedsPart(Pruned):
+class VideoEmbedsPart(Part, Pruned):
     type: Literal["video_embeds"]
     video_embeds: Embeds
-
-    uuid: Unused = None
-    cache_control: dict[str, Any] | None = None
 
 
 MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart
