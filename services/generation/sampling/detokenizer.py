@@ -87,9 +87,7 @@ class Detokenizer:
         """Drops older tokens. The window's first character may now decode as broken, but was released before."""
         pending = len(text) - self._decoded
         kept = self._window[-WINDOW_TOKENS:]
-        if (
-            len(self._tokenizer.decode(kept)) < pending
-        ):  # special tokens, which have no text, follow part of a character
+        if len(self._tokenizer.decode(kept)) < pending:  # special tokens, without text, follow part of a character
             kept = [each for each in self._window if self._tokenizer.decode([each])][-WINDOW_TOKENS:]
         self._window, self._decoded = kept, len(self._tokenizer.decode(kept)) - pending
 

@@ -252,7 +252,7 @@ class _Nesting:
         self._escaped = False
 
     def find(self, depth: int, text: str) -> int | None:
-        """How many characters of the next piece there are up to the bracket that leads to a depth; None: it has none."""
+        """How many characters of the next piece lead to a depth, with its bracket; None: all of them do not."""
         for place, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
