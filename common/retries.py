@@ -83,11 +83,11 @@ class Attempts:
         if not answered and not (refused and self._retries.by_media):
             raise lost
         replica = "" if answered else told.get(REPLICA_KEY, "")
-        refused_before = replica in self._refused_by
-        if self.number == _KEYS or (self._waits == ATTEMPTS - 1 and not refused_before):
+        waits = replica not in self._refused_by or self.number >= _KEYS
+        if waits and self._waits == ATTEMPTS - 1:
             raise lost
         self._retries.spend(lost)
-        if not refused_before:
+        if waits:
             await asyncio.sleep(BACKOFF_S * 2**self._waits * random.uniform(0.8, 1.2))  # noqa: S311  (no secret)
             self._waits += 1
         if replica:

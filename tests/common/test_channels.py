@@ -217,6 +217,9 @@ async def test_a_replica_that_serves_and_refuses_does_not_fail_the_calls_about_i
             refusals, answers = await asked(channel, replicas, key)
             assert answers == 1
             assert (refusals > 0) == (home == [1, 0])
+        replicas[1].refuses = True
+        with pytest.raises(Unavailable):
+            await asked(channel, replicas, "clip")
 
 
 async def test_a_lost_replica_does_not_fail_the_calls_about_its_media(tmp_path: Path) -> None:
