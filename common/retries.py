@@ -36,17 +36,11 @@ class Retries:
     def __init__(self, stage: str, *, by_media: bool = False) -> None:
         self.stage = stage
         self.by_media = by_media
-        self._budget = BURST
+        self.budget = BURST
 
     def succeeded(self) -> None:
         """Call it for each call that delivered everything."""
-        self._budget = min(BURST, self._budget + 1)
-
-    def spend(self, lost: Unavailable) -> None:
-        """Raises `lost` where the budget is used up."""
-        if self._budget < COST:
-            raise lost
-        self._budget -= COST
+        self.budget = min(BURST, self.budget + 1)
 
 
 class Attempts:
@@ -84,9 +78,9 @@ class Attempts:
             raise lost
         replica = "" if answered else told.get(REPLICA_KEY, "")
         waits = replica not in self._refused_by or self.number >= _KEYS
-        if waits and self._waits == ATTEMPTS - 1:
+        if self._retries.budget < COST or (waits and self._waits == ATTEMPTS - 1):
             raise lost
-        self._retries.spend(lost)
+        self._retries.budget -= COST
         if waits:
             await asyncio.sleep(BACKOFF_S * 2**self._waits * random.uniform(0.8, 1.2))  # noqa: S311  (no secret)
             self._waits += 1

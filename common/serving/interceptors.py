@@ -262,10 +262,7 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
 
 
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
-    details: tuple[tuple[str, str | bytes], ...] = (
-        (DETAILS_KEY, status_details(error).SerializeToString()),
-        _REPLICA,
-    )
+    details: tuple[tuple[str, str | bytes], ...] = (_REPLICA, (DETAILS_KEY, status_details(error).SerializeToString()))
     if isinstance(error, Unavailable) and error.stage != stage:
         # A service further upstream is gone, and this service has retried it: its other replicas would fail as well.
         details = (*details, DO_NOT_RETRY)

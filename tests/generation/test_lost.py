@@ -186,7 +186,7 @@ async def test_an_encoder_lost_while_bytes_are_awaited_is_called_again(tmp_path:
 async def test_all_calls_share_a_budget_of_retries_that_successes_refill(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 1000)
     async with client_of(tmp_path, encoder) as client:
-        client._encoder_retries._budget = 3 * COST
+        client._encoder_retries.budget = 3 * COST
         for calls in (3, 5, 6):
             with pytest.raises(errors.Unavailable):
                 await ask(client)

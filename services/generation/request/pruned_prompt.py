@@ -155,9 +155,7 @@ class PrunedPrompt:
         Raises PeerContract for an item that does not exist or was delivered before, or if `kept` contradicts the plan.
         """
         if not 0 <= media_index < len(self._arrived) or not self.missing(media_index):
-            raise PeerContract(
-                f"media item {media_index} of {len(self._arrived)} does not exist or was delivered twice"
-            )
+            raise PeerContract(f"item {media_index} of {len(self._arrived)} does not exist or was delivered twice")
         grid, count, item = self.plan.media[media_index].grid, self.num_kept[media_index], self._arrived[media_index]
         first, end = item.tokens, grid.tokens if grid_tokens is None else grid_tokens
         added = np.arange(item.rows, end, dtype=np.int32) if kept is None else kept[item.rows :]

@@ -127,7 +127,7 @@ class CallReader:
         """The text and the parts of calls that are certain now."""
         shown: list[str] = []
         deltas: list[CallDelta] = []
-        # What follows the end of a place is copied.
+        # In pieces, because what follows the end of a place is copied.
         for begin in range(0, len(text), _PIECE_CHARACTERS):
             piece = text[begin : begin + _PIECE_CHARACTERS]
             while piece:
