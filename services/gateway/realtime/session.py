@@ -88,6 +88,7 @@ class Session:
         # Of the last frames: the client's event, and the part of its item.
         self._sent: deque[tuple[str | None, int]] = deque(maxlen=MAX_KNOWN_FRAMES)
         self._texts: list[str] = []  # for the next response
+        self._kept_characters = 0  # of these texts
         self._answers: dict[str, Answer] = {}  # that are not finished, by the id that generation knows
 
     async def run(self, messages: AsyncIterator[str]) -> None:
@@ -177,7 +178,7 @@ class Session:
             raise InvalidRequest(field="previous_item_id", limit=limit, value=event.previous_item_id)
         frames = list(self._frames(item))
         texts = [part.text for part in item.content if isinstance(part, InputText)]
-        kept = sum(map(len, (*self._texts, *texts)))
+        kept = self._kept_characters + sum(map(len, texts))
         if kept > MAX_KEPT_CHARACTERS:
             limit = f"at most {MAX_KEPT_CHARACTERS} characters of text before a response"
             raise InvalidRequest(field="item.content", limit=limit, value=kept)
@@ -188,6 +189,7 @@ class Session:
             self._sent.append((event.event_id, place))
             await self._live.send(frame=frame)
         self._texts += texts
+        self._kept_characters = kept
         item_id = item.id or self.names.new("item")
         await self._send_all(item_events(self.names, item, item_id, self._conversation.add(item_id)))
 
@@ -215,7 +217,7 @@ class Session:
         answer = self._answer(fields, limit_of(fields, self._fields), event_id)
         asked = ask_message(answer.id, texts, fields, self._fields)
         await self._begin()
-        self._texts = []
+        self._texts, self._kept_characters = [], 0
         self._answers[answer.id] = answer
         await self._send(answer.created())
         await self._live.send(ask=asked)
