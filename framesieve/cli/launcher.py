@@ -30,7 +30,6 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -346,12 +345,7 @@ class LocalStack:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> Self:
@@ -366,12 +360,7 @@ class LocalStack:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.stop)
 
 
