@@ -24,11 +24,11 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning as Applied
 from framesieve.common.contract.retention import named_method
 
-_EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
+EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
 _URL = re.compile(r"(?:https?|file)://[^/?#]*(?P<path>[^?#]*)|data:", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SAMPLING = (
+FRAME_SAMPLING = (
     *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
     *("allow_truncated", "num_frames", "frame_indices", "max_slices"),
 )
@@ -83,8 +83,8 @@ class Embeds:
             if isinstance(self.values, bytes) != (getattr(self, name) is not None):
                 limit = "set if values are bytes, and must not be set for an array"
                 raise InvalidRequest(field=f"Embeds.{name}", limit=limit)
-        if self.array_dtype not in _EMBEDS_DTYPES:
-            raise InvalidRequest(f"must be {', '.join(_EMBEDS_DTYPES)}, got {self.array_dtype}", field="Embeds.values")
+        if self.array_dtype not in EMBEDS_DTYPES:
+            raise InvalidRequest(f"must be {', '.join(EMBEDS_DTYPES)}, got {self.array_dtype}", field="Embeds.values")
         if len(self.array_shape) not in (2, 3):
             limit = "[tokens, D] or [1 + levels, tokens, D]"
             raise InvalidRequest(field="Embeds.values", limit=limit, value=list(self.array_shape))
@@ -388,6 +388,6 @@ def _check_source(media: _Media) -> None:
         raise InvalidRequest(
             f"{kind} needs exactly one of {', '.join(sources[:-1])} and {sources[-1]}, got {', '.join(given) or 'none'}"
         )
-    useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
+    useless = [name for name in FRAME_SAMPLING if getattr(media, name, None) is not None]
     if media.embeds is not None and useless:
         raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")
