@@ -159,7 +159,15 @@ class _Media:
     max_slices: int | None = None
 
     def __post_init__(self) -> None:
-        _check_source(self)
+        kind = type(self).__name__
+        sources = [name for name in _SOURCES if hasattr(self, name)]
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1:
+            known, got = f"{', '.join(sources[:-1])} and {sources[-1]}", ", ".join(given) or "none"
+            raise InvalidRequest(f"{kind} needs exactly one of {known}, got {got}")
+        useless = [name for name in FRAME_SAMPLING if getattr(self, name) is not None]
+        if self.embeds is not None and useless:
+            raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,16 +386,3 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
         media = (media,)
     parts = [item if isinstance(item, Part) else media_of(item) for item in media]
     return Message("user", (*parts, Text(text)) if text else tuple(parts))
-
-
-def _check_source(media: _Media) -> None:
-    kind = type(media).__name__
-    sources = [name for name in _SOURCES if hasattr(media, name)]
-    given = [name for name in sources if getattr(media, name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest(
-            f"{kind} needs exactly one of {', '.join(sources[:-1])} and {sources[-1]}, got {', '.join(given) or 'none'}"
-        )
-    useless = [name for name in FRAME_SAMPLING if getattr(media, name, None) is not None]
-    if media.embeds is not None and useless:
-        raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")
