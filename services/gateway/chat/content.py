@@ -17,7 +17,6 @@ from framesieve.common.contract.data_urls import DataUrl, parse_data_url
 from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
 from framesieve.services.gateway.chat.request import (
-    AssistantCall,
     ChatMessage,
     ChatRequest,
     EmbedsPart,
@@ -53,20 +52,17 @@ def conversation(request: ChatRequest, uploads: Uploads, names: FieldNames) -> l
         name = f"messages[{number}]"
         _check_role(message, name)
         _note(request, message, number, names)
+        calls = [ToolCall(each.id, each.function.name, each.function.arguments) for each in message.tool_calls or ()]
         messages.append(
             Message(
                 "system" if message.role == "developer" else message.role,
                 tuple(_parts(message, f"{name}.content", request, uploads)),
-                tuple(ToolCall(each.id, each.function.name, each.function.arguments) for each in _calls(message)),
+                tuple(calls),
                 message.tool_call_id or "",
                 (message.name or "") if message.role == "tool" else "",
             )
         )
     return messages
-
-
-def _calls(message: ChatMessage) -> list[AssistantCall]:
-    return message.tool_calls or []
 
 
 def _check_role(message: ChatMessage, name: str) -> None:
