@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
@@ -13,14 +14,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from framesieve.services.gateway.chat.endpoint import ChatCompletions
+from framesieve.services.gateway.chat import endpoint as chat
 from framesieve.services.gateway.files import Files
 from framesieve.services.gateway.kept import Kept
 from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.page import PAGE_ROUTES
 from framesieve.services.gateway.questions import Questions
 from framesieve.services.gateway.realtime.endpoint import Realtime
-from framesieve.services.gateway.responses.endpoint import Responses
+from framesieve.services.gateway.responses import endpoint as responses
 
 
 def routes(
@@ -38,8 +39,8 @@ def routes(
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
 
     found: list[BaseRoute] = [
-        Route("/v1/chat/completions", ChatCompletions(questions).endpoint, methods=["POST"]),
-        Route("/v1/responses", Responses(questions).endpoint, methods=["POST"]),
+        Route("/v1/chat/completions", partial(questions.answer, translated=chat.translated), methods=["POST"]),
+        Route("/v1/responses", partial(questions.answer, translated=responses.translated), methods=["POST"]),
         WebSocketRoute("/v1/realtime", realtime.endpoint),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),

@@ -139,42 +139,44 @@ class MediaOptions(Pruned):
     media_io_kwargs: MediaReading | None = None
 
 
-class Part(Strict):
+class Marked(Strict):
+    """What clients mark parts with; it has no effect."""
+
     uuid: Unused = None
     cache_control: dict[str, Any] | None = None
 
 
-class TextPart(Part):
+class TextPart(Marked):
     type: Literal["text"]
     text: str
 
 
-class ImageURLPart(Part, MediaOptions):
+class ImageURLPart(MediaOptions, Marked):
     type: Literal["image_url"]
     image_url: Location | str
 
 
-class VideoURLPart(Part, MediaOptions):
+class VideoURLPart(MediaOptions, Marked):
     type: Literal["video_url"]
     video_url: Location | str
 
 
-class InputVideoPart(Part, MediaOptions):
+class InputVideoPart(MediaOptions, Marked):
     type: Literal["input_video"]
     input_video: Location | str
 
 
-class FilePart(Part, MediaOptions):
+class FilePart(MediaOptions, Marked):
     type: Literal["file"]
     file: File
 
 
-class ImageEmbedsPart(Part, Pruned):
+class ImageEmbedsPart(Pruned, Marked):
     type: Literal["image_embeds"]
     image_embeds: Embeds
 
 
-class VideoEmbedsPart(Part, Pruned):
+class VideoEmbedsPart(Pruned, Marked):
     type: Literal["video_embeds"]
     video_embeds: Embeds
 
