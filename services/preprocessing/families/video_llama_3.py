@@ -21,6 +21,7 @@ from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
 from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
 from framesieve.services.preprocessing.layouts.qwen_vl import at_most, budget_of
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import PixelBudget, shrink_to, smart_resize
@@ -48,11 +49,11 @@ class VideoLlama3(Family):
         check_processors(checkpoint, temporal_patch_size=1, num_frames=None)
         _check("image", image, patch_size=patch_px, merge_size=1)
         _check("video", video, patch_size=patch_px, merge_size=_MERGE)
-        names = checkpoint.read_json("tokenizer_config.json")
+        names = named_tokens(checkpoint)
         return cls(
             placeholders={
-                Modality.IMAGE: str(names.get("image_token", "<|image_pad|>")),
-                Modality.VIDEO: str(names.get("video_token", "<|video_pad|>")),
+                Modality.IMAGE: names.get("image_token", "<|image_pad|>"),
+                Modality.VIDEO: names.get("video_token", "<|video_pad|>"),
             },
             token_px=_MERGE * patch_px,
             image_budget=budget_of(image, patch_px, _IMAGE_SIZE, old_names=True),
