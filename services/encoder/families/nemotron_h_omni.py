@@ -63,6 +63,8 @@ _RENAMED = {
     ".attn.proj.": ".attention.o_proj.",
     ".attn.qkv.": ".attention.qkv.",
 }
+# Of a norm that changes nothing more.
+_FINAL_NORM = {"vision_final_layernorm.weight": 1.0, "vision_final_layernorm.bias": 0.0}
 # The processor normalises, and summaries are not read.
 _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
@@ -96,9 +98,12 @@ def load_radio(
         raise StartupError("--dtype float16: the projector squares its values, use bfloat16 or float32")
     weights = read_weights(stored, runs_in, device, _EMBEDDINGS)
     _split(weights)
+    # Published checkpoints need not have these: transformers leaves them as they begin.
+    values = {"lambda1": vision.layerscale_value, **_FINAL_NORM}
     for name, parameter in model.named_parameters():
-        if name.endswith(".lambda1") and name not in weights:  # published checkpoints have no scales of layers
-            weights[name] = torch.full(parameter.shape, vision.layerscale_value, dtype=runs_in, device=device)
+        value = next((each for end, each in values.items() if name.endswith(end)), None)
+        if value is not None and name not in weights:
+            weights[name] = torch.full(parameter.shape, value, dtype=runs_in, device=device)
     fill(model, weights, runs_in)
     heads = vision.num_attention_heads
     attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
