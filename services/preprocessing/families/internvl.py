@@ -47,8 +47,9 @@ class InternVL(Family):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> InternVL:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
+        video = checkpoint.processor("video") or image
         vision, names = config.get("vision_config") or {}, named_tokens(checkpoint)
-        check_processors(checkpoint)
+        check_processors(checkpoint, num_frames=None)
         side_px, patch_px = _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
         if set((image.get("size") or {}).values()) != {side_px}:
             raise StartupError(f"the image processor's size is {image.get('size')}, vision_config's {side_px}")
@@ -59,7 +60,7 @@ class InternVL(Family):
             placeholders={Modality.IMAGE: context, Modality.VIDEO: names.get("video_token", "<video>")},
             pad=context,
             token_px=round(patch_px / config.get("downsample_ratio", 0.5)),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
+            frame_bounds=FrameBounds(fps=float(video.get("fps") or 1.0), min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
             side_px=side_px,
             start=names.get("start_image_token", "<img>"),

@@ -36,9 +36,10 @@ class LlavaNextVideo(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
+        video = checkpoint.processor("video") or image
         vision = config.get("vision_config") or {}
-        check_processors(checkpoint)
-        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
+        check_processors(checkpoint, num_frames=None)
+        for name, settings in (("image", image), ("video", video)):
             sizes = {(settings.get("size") or {}).get("shortest_edge"), *(settings.get("crop_size") or {}).values()}
             if sizes != {vision.get("image_size")}:
                 raise StartupError(
@@ -49,7 +50,7 @@ class LlavaNextVideo(TiledFamily):
         return cls(
             placeholders=placeholders_of(checkpoint),
             token_px=int(field_of(config, "vision_config", "patch_size")),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1),
+            frame_bounds=FrameBounds(fps=float(video.get("fps") or 1.0), min_frames=1, max_frames=16, temporal_patch=1),
             fixed_tokens=True,
             anyres=AnyRes.of(config, None),
             newline=int(field_of(config, "text_config", "vocab_size")),

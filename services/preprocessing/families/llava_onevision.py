@@ -40,9 +40,10 @@ class LlavaOnevision(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaOnevision:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
+        video = checkpoint.processor("video") or image
         vision = config.get("vision_config") or {}
-        check_processors(checkpoint)
-        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
+        check_processors(checkpoint, num_frames=None)
+        for name, settings in (("image", image), ("video", video)):
             size = settings.get("size") or {}
             if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
                 raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
@@ -54,7 +55,7 @@ class LlavaOnevision(TiledFamily):
         return cls(
             placeholders=placeholders_of(checkpoint),
             token_px=int(field_of(config, "vision_config", "patch_size")),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
+            frame_bounds=FrameBounds(fps=float(video.get("fps") or 1.0), min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
             anyres=AnyRes.of(config, int(aspect.removeprefix(_ANYRES))),
             newline=int(field_of(config, "text_config", "vocab_size")),

@@ -1,7 +1,7 @@
 """The common parts of Qwen's, GLM's and Cosmos' families: processor settings, sampling bounds, sizes and grids.
 
 Each family adds how it samples and sizes videos, and the expansion of its placeholders.
-Source: `Qwen2VLImageProcessor` of transformers 5.24, which all of them use, and the files where it reads settings.
+Source: `Qwen2VLImageProcessor` of transformers 5.24, which Qwen's use, and the files where it reads settings.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class VideoDefaults:
     """Defaults of a family's own classes for settings that the checkpoint leaves out.
 
     patch_px: of the model. size, image_size: of the video and the image processor, in pixels. max_tokens: limit for
-    cap_pixels_per_frame. old_names: whether min_pixels and max_pixels override the size. only: supported values of
-    settings that the family does not read. temporal_patch: frames of a patch.
+    cap_pixels_per_frame; 0: it is not read. old_names: the processors, image or video, whose min_pixels and max_pixels
+    override the size. only: supported values of settings that the family does not read. temporal_patch: frames of a
+    patch.
     """
 
     patch_px: int
     size: Mapping[str, int]
     max_tokens: int
-    old_names: bool
+    old_names: tuple[str, ...]
     image_size: Mapping[str, int] = field(default_factory=lambda: _IMAGE_SIZE)
     only: Mapping[str, object] = field(default_factory=lambda: {"num_frames": None})
     temporal_patch: int = 2
@@ -73,10 +74,10 @@ class QwenVL(Family):
         fields: dict[str, Any] = {
             "placeholders": PLACEHOLDERS,
             "token_px": patch * merge,
-            "image_budget": budget_of(image, patch * merge, defaults.image_size, old_names=True),
-            "video_budget": budget_of(video, patch * merge, defaults.size, defaults.old_names),
+            "image_budget": budget_of(image, patch * merge, defaults.image_size, "image" in defaults.old_names),
+            "video_budget": budget_of(video, patch * merge, defaults.size, "video" in defaults.old_names),
             "max_video_tokens": int(video.get("max_video_tokens") or defaults.max_tokens)
-            if video.get("cap_pixels_per_frame")
+            if defaults.max_tokens and video.get("cap_pixels_per_frame")
             else None,
             "frame_bounds": FrameBounds(
                 fps=float(video.get("fps") or _FPS),
