@@ -409,7 +409,7 @@ def _cells(length: int, shape: TowerShape) -> Array:
     if shape.cells_by_quotient:
         begins = torch.arange(length) / length
     else:
-        begins = torch.arange(0, 1 - 1e-6, 1 / torch.tensor(length), dtype=torch.float32)
+        begins = torch.arange(0, 1 - 1e-6, (1 / torch.tensor(length)).item(), dtype=torch.float32)
     borders = torch.arange(1 / shape.cell_side, 1.0, 1 / shape.cell_side, dtype=torch.float32)
     found: Array = torch.bucketize(begins, borders, right=True).numpy()
     return found

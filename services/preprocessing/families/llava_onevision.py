@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint, field_of
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid
-from framesieve.services.preprocessing.layouts.processors import background_of, check_processors, placeholders_of
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
+from framesieve.services.preprocessing.layouts.processors import background_of, check_processors, placeholder_of
 from framesieve.services.preprocessing.layouts.tiles import TiledFamily
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -53,7 +53,7 @@ class LlavaOnevision(TiledFamily):
         if (selects := config.get("vision_feature_select_strategy", "full")) != "full":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
         return cls(
-            placeholders=placeholders_of(checkpoint),
+            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
             token_px=int(field_of(config, "vision_config", "patch_size")),
             frame_bounds=FrameBounds(fps=float(video.get("fps") or 1.0), min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
