@@ -22,6 +22,7 @@ from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import MediaTokens
 from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -458,6 +459,22 @@ def test_tools_are_shown_by_the_tokenizers_template_with_media_as_the_processors
     alone = [Turn("user", ("Look: ", Modality.IMAGE))]
     parts = by_transformers(theirs, None, alone, (), chat_template=CHAT_TEMPLATE)
     assert ids_of(ours, alone) == parts
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"add_bos_token": True, "eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}, "pad_token": None},
+        {"image_token": "<|image_pad|>", "extra_special_tokens": ["<|im_start|>"]},
+        {"extra_special_tokens": {"image_token": "<|image_pad|>", "start": "<|vision_start|>"}},
+        {"model_specific_special_tokens": {"image_token": "<|image_pad|>"}, "bos_token": "<|endoftext|>"},
+    ],
+)
+def test_tokens_have_the_names_of_transformers(tmp_path: Path, held: dict[str, Any]) -> None:
+    folder = written(tmp_path, TRIMS)
+    (folder / "tokenizer_config.json").write_text(json.dumps(held))
+    expected = PreTrainedTokenizerFast.from_pretrained(folder).special_tokens_map
+    assert named_tokens(Checkpoint(folder)) == expected
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])

@@ -5,8 +5,8 @@
 
 Positions are one-dimensional. Frames are stretched to the tower's size. The video processor's own size is not read:
 that of InternVL 3.5's published checkpoints is one of which the tower makes too few tokens, and transformers fails. Nor
-does that processor sample frames unless it is asked: here a video has one a second, at most 32, each from the middle of
-its share, as the processor's own sampling has them.
+does that processor sample frames unless it is asked: here a video has `fps` of its file, else one a second, at most 32,
+each from the middle of its share, as the processor's own sampling has them.
 Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.24; InternVL 2.5,
 arXiv 2412.05271.
 """

@@ -5,8 +5,8 @@
     a video         14 × 14 tokens of each frame, one newline
 
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. Frames are stretched to a square.
-The processor does not sample frames unless it is asked: here a video has one a second, at most 32, which are as many as
-the model was trained with.
+The processor does not sample frames unless it is asked: here a video has `fps` of its file, else one a second, at most
+32, which are as many as the model was trained with.
 Source: `LlavaOnevisionProcessor` and its image processor in transformers 5.24; arXiv 2408.03326.
 """
 

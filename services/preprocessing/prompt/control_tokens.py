@@ -31,7 +31,7 @@ def named_tokens(checkpoint: Checkpoint) -> dict[str, str]:
     named = {name: token for name, token in settings.items() if name.endswith("_token")}
     for each in (settings.get(name) for name in _DICTS):
         named |= each if isinstance(each, dict) else {}
-    return {name: _text(token) for name, token in named.items() if token}
+    return {name: _text(token) for name, token in named.items() if isinstance(token, str | dict)}
 
 
 def control_tokens(checkpoint: Checkpoint, templates: Iterable[str], markers: Iterable[str]) -> dict[str, int]:
