@@ -4,8 +4,8 @@
     a video     12 × 12 tokens of each frame
 
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. A video's frame is resized until its
-shorter side fits, and its centre cut out. The processor does not sample frames unless it is asked: here a video has one
-a second, at most 16, which with an answer fit into the context of the published checkpoints.
+shorter side fits, and its centre cut out. The processor does not sample frames unless it is asked: here a video has
+`fps` of its file, else one a second, at most 16, which with an answer fit into the context of published checkpoints.
 Source: `LlavaNextVideoProcessor` and its image and video processors in transformers 5.24.
 """
 
