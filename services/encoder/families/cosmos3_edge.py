@@ -17,11 +17,10 @@ from transformers import Cosmos3EdgeConfig
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePatchMerger, Cosmos3EdgeVisionModel
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
 from framesieve.common.cosmos3_edge import own_name
 from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend, Wanted, attend_by_length, packed_attention
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes, linear_weights
@@ -43,14 +42,11 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
         for part in _PARTS
         for name, each in find_weights(checkpoint, (f"model.{part}",)).items()
     }
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
+    runs_in = choose_dtype(stored, dtype, device, "SigLIP towers overflow it")
     weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
     fill(model, weights, runs_in)
-    heads, patch_px = vision.num_attention_heads, int(vision.patch_size)
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    patch_px = int(vision.patch_size)
+    attend = packed_attention(vision, attention, device, runs_in)
     weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
     # A patch's values, in the order y, x, channel, to those of a convolution.
     convolution = weight.unflatten(1, (patch_px, patch_px, CHANNELS)).permute(0, 3, 1, 2)[:, :, None]

@@ -2,8 +2,8 @@
 
 A patch takes the stored position of the cell of a square grid in which it begins. In 2.5 all patches of a picture are
 one row, and take positions of the grid's first row. Pictures are packed; none is padded. Patches begin at
-`arange(0, 1 - 1e-6, 1 / n)` in float32, as in the published code and in transformers 4.40, whose tower 2.5 has;
-transformers 5 multiplies an index by a step, which rounds to another cell for 25, 49, 98 and other numbers of patches.
+`arange(0, 1 - 1e-6, 1 / n)` in float32, and so is its step, as in the published code and in transformers 4.40, whose
+tower 2.5 has; transformers 5 computes them otherwise, which rounds to another cell for some numbers of patches.
 4.5 makes as many tokens of a group of frames as of a picture; each frame's time is the nearest tenth of a second.
 Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5,
 `modeling_minicpmv.py` of openbmb/MiniCPM-Llama3-V-2_5, and `Idefics2VisionTransformer` of transformers 4.40.
@@ -19,17 +19,15 @@ from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
 from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, queries_of, version_of
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.attention import (
-    VARLEN,
     Attend,
     Resampling,
     Wanted,
     attend_by_length,
-    find_attention,
+    packed_attention,
 )
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
@@ -64,16 +62,11 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     }
     kept = model.state_dict().keys()
     stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(f"{_TOWER}encoder.")}
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
+    runs_in = choose_dtype(stored, dtype, device, "SigLIP towers overflow it")
     weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
     fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
     resampling = Resampling(queries, model.resampler.attn.num_heads, model.resampler.attn.head_dim)
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads, resampling)
-    attend = attend or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    attend = packed_attention(vision, attention, device, runs_in, resampling)
     weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
     model.embed_with(FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in))
     sizes = _sizes(model)

@@ -30,7 +30,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan, Modality
 from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES, merged_side
 from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend, Wanted, attend_by_length, packed_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.projected import side_of
@@ -61,14 +61,10 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     }
     kept = model.state_dict().keys()
     stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(_WINDOW_MERGER)}
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: SigLIP towers overflow it, use bfloat16 or float32")
+    runs_in = choose_dtype(stored, dtype, device, "SigLIP towers overflow it")
     weights = read_weights(stored, runs_in, device, _PATCH_EMBED)
     fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    attend = packed_attention(vision, attention, device, runs_in)
     weight, bias = (weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
     model.embed_with(FoldedPatchEmbed(weight[:, :, None], bias, read_normalisation(checkpoint), runs_in))
     sizes = _sizes(model)

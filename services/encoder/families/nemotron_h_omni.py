@@ -25,10 +25,9 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
 from transformers.models.radio.modeling_radio import RadioModel
 
 from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
 from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.attention import VARLEN, Attend, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Attend, Wanted, attend_by_length, packed_attention
 from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
 from framesieve.services.encoder.tower.patches import (
     CHANNELS,
@@ -63,6 +62,8 @@ _RENAMED = {
     ".attn.proj.": ".attention.o_proj.",
     ".attn.qkv.": ".attention.qkv.",
 }
+# Of a norm that changes nothing more.
+_FINAL_NORM = {"vision_final_layernorm.weight": 1.0, "vision_final_layernorm.bias": 0.0}
 # The processor normalises, and summaries are not read.
 _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
@@ -91,18 +92,17 @@ def load_radio(
     with torch.device("meta"):
         model = _Nemotron(config, merge)
     stored = _find(checkpoint)
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError("--dtype float16: the projector squares its values, use bfloat16 or float32")
+    runs_in = choose_dtype(stored, dtype, device, "the projector squares its values")
     weights = read_weights(stored, runs_in, device, _EMBEDDINGS)
     _split(weights)
+    # Published checkpoints need not have these: transformers leaves them as they begin.
+    values = {"lambda1": vision.layerscale_value, **_FINAL_NORM}
     for name, parameter in model.named_parameters():
-        if name.endswith(".lambda1") and name not in weights:  # published checkpoints have no scales of layers
-            weights[name] = torch.full(parameter.shape, vision.layerscale_value, dtype=runs_in, device=device)
+        value = next((each for end, each in values.items() if name.endswith(end)), None)
+        if value is not None and name not in weights:
+            weights[name] = torch.full(parameter.shape, value, dtype=runs_in, device=device)
     fill(model, weights, runs_in)
-    heads = vision.num_attention_heads
-    attend = find_attention(attention, device, runs_in, heads, vision.hidden_size // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    attend = packed_attention(vision, attention, device, runs_in)
     model.embed = _embedding(normalisation, vision, weights, runs_in)
     del model.vision_model.embeddings
     sizes, layers = _sizes(model), tuple(model.vision_model.encoder.layer)

@@ -31,7 +31,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
-from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
+from framesieve.services.encoder.tower.attention import Wanted, attend_by_length, packed_attention
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
 from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
 from framesieve.services.encoder.tower.tower import Arrangement, ModelForward, Tower, TowerSizes, linear_weights
@@ -80,14 +80,10 @@ def load_projected(
     with torch.device("meta"):
         model = _Llava(config, projector(config))
     stored = _find(checkpoint, model)
-    runs_in = choose_dtype(stored, dtype, device)
-    if runs_in == torch.float16:
-        raise StartupError(f"--dtype float16: {vision.model_type} towers overflow it, use bfloat16 or float32")
+    runs_in = choose_dtype(stored, dtype, device, f"{vision.model_type} towers overflow it")
     weights = read_weights(stored, runs_in, device, model.patch_embedding)
     fill(model, weights, runs_in)
-    heads, hidden = vision.num_attention_heads, vision.hidden_size
-    attend = find_attention(attention, device, runs_in, heads, hidden // heads) or attend_by_length
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    attend = packed_attention(vision, attention, device, runs_in)
     model.embed_with(read_normalisation(checkpoint, video), weights, runs_in)
     sizes = _sizes(model)
     layers = model.layers

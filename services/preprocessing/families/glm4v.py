@@ -30,7 +30,7 @@ _DEFAULTS = VideoDefaults(
     patch_px=14,
     size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000},
     max_tokens=0,
-    old_names=False,
+    old_names=(),
     image_size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
     only={},
 )

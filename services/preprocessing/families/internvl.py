@@ -5,8 +5,8 @@
 
 Positions are one-dimensional. Frames are stretched to the tower's size. The video processor's own size is not read:
 that of InternVL 3.5's published checkpoints is one of which the tower makes too few tokens, and transformers fails. Nor
-does that processor sample frames unless it is asked: here a video has one a second, at most 32, each from the middle of
-its share, as the processor's own sampling has them.
+does that processor sample frames unless it is asked: here a video has `fps` of its file, else one a second, at most 32,
+each from the middle of its share, as the processor's own sampling has them.
 Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.24; InternVL 2.5,
 arXiv 2412.05271.
 """
@@ -23,6 +23,7 @@ from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import View, check_aspect
@@ -46,23 +47,24 @@ class InternVL(Family):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> InternVL:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision, names = config.get("vision_config") or {}, checkpoint.read_json("tokenizer_config.json")
-        check_processors(checkpoint)
+        video = checkpoint.processor("video") or image
+        vision, names = config.get("vision_config") or {}, named_tokens(checkpoint)
+        check_processors(checkpoint, num_frames=None)
         side_px, patch_px = _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
         if set((image.get("size") or {}).values()) != {side_px}:
             raise StartupError(f"the image processor's size is {image.get('size')}, vision_config's {side_px}")
         if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
-        context = str(names.get("context_image_token", "<IMG_CONTEXT>"))
+        context = names.get("context_image_token", "<IMG_CONTEXT>")
         return cls(
-            placeholders={Modality.IMAGE: context, Modality.VIDEO: str(names.get("video_token", "<video>"))},
+            placeholders={Modality.IMAGE: context, Modality.VIDEO: names.get("video_token", "<video>")},
             pad=context,
             token_px=round(patch_px / config.get("downsample_ratio", 0.5)),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
+            frame_bounds=FrameBounds(fps=float(video.get("fps") or 1.0), min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
             side_px=side_px,
-            start=str(names.get("start_image_token", "<img>")),
-            end=str(names.get("end_image_token", "</img>")),
+            start=names.get("start_image_token", "<img>"),
+            end=names.get("end_image_token", "</img>"),
             tiles=(int(image.get("min_patches", _MIN_TILES)), int(image.get("max_patches", _MAX_TILES))),
         )
 

@@ -24,7 +24,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import background_of, check_processors
+from framesieve.services.preprocessing.layouts.processors import background_of, check_processors, placeholder_of
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import View, centre_view, check_aspect, shrink_to
@@ -79,7 +79,9 @@ class Llava(Family):
         shortest, stretched = size.get("shortest_edge") if crops else None, _stretched(size)
         sent = _square(image.get("crop_size")) if crops and (shortest or stretched) else stretched
         family = cls(
-            placeholders={Modality.IMAGE: _image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>")},
+            placeholders={
+                Modality.IMAGE: placeholder_of(checkpoint, Modality.IMAGE, "[IMG]" if tower == PIXTRAL else None)
+            },
             token_px=merge * int(vision.get("patch_size", _PATCHES_PX[tower])),
             frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1),
             fixed_tokens=sent is not None,
@@ -172,10 +174,3 @@ def _pads_to_squares(image: Mapping[str, Any], merges: bool) -> bool:
     """Files without a type are read by the processor of the model: for LLaVA by `LlavaImageProcessor`."""
     kind = image.get("image_processor_type") or (None if merges else _PADS_TO_SQUARES[0])
     return bool(image.get("do_pad", False)) and kind in _PADS_TO_SQUARES
-
-
-def _image_token(checkpoint: Checkpoint, default: str) -> str:
-    """The token with the config's image_token_index."""
-    index = checkpoint.config.get("image_token_index", checkpoint.config.get("image_token_id"))
-    added = checkpoint.read_json("tokenizer.json").get("added_tokens") or []
-    return next((str(token["content"]) for token in added if token["id"] == index), default)

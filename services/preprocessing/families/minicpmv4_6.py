@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
 from framesieve.services.preprocessing.layouts.slicing import Slicing
 from framesieve.services.preprocessing.prompt.canvas import CanvasSpan
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import shrink_to
@@ -70,7 +70,7 @@ class MiniCPMV46(Family):
         token_px = patch_px * merged_side(config)
         mode = str(config.get("downsample_mode", "16x"))
         check_processors(checkpoint, downsample_mode=mode, patch_size=patch_px, stack_frames=1, do_sample_frames=True)
-        has_canvas, names = checkpoint.model_type == _CANVAS, _names(checkpoint)
+        has_canvas, names = checkpoint.model_type == _CANVAS, _NAMES | named_tokens(checkpoint)
         most = int(image.get("max_slice_nums", 9)) if image.get("slice_mode", True) else 1
         return cls(
             placeholders={Modality.IMAGE: names["image_token"], Modality.VIDEO: names["video_token"]},
@@ -157,12 +157,3 @@ class MiniCPMV46(Family):
 
     def _marked(self, kind: str, span: LinearSpan | CanvasSpan) -> Iterator[str | LinearSpan | CanvasSpan]:
         yield from (self.names[f"{kind}_start_token"], span, self.names[f"{kind}_end_token"])
-
-
-def _names(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """The control tokens of media, by their names in transformers."""
-    config: Mapping[str, Any] = checkpoint.read_json("tokenizer_config.json")
-    extra = config.get("extra_special_tokens")
-    named = {**(extra if isinstance(extra, dict) else {}), **config}
-    found = {name: named.get(name, default) for name, default in _NAMES.items()}
-    return {name: str(token["content"] if isinstance(token, dict) else token) for name, token in found.items()}

@@ -27,7 +27,7 @@ DEFAULTS = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     max_tokens=768,
-    old_names=False,
+    old_names=("image",),
 )
 _DEEPSTACK_INDEXES = (8, 16, 24)
 

@@ -33,11 +33,10 @@ def background_of(image: Mapping[str, Any]) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def placeholders_of(checkpoint: Checkpoint) -> Mapping[Modality, str]:
-    """The tokens with the config's image_token_index and video_token_index."""
-    config: Mapping[str, Any] = checkpoint.config
-    added = {token["id"]: str(token["content"]) for token in checkpoint.read_json("tokenizer.json")["added_tokens"]}
-    return {
-        modality: added.get(config.get(f"{modality.value}_token_index"), f"<{modality.value}>")
-        for modality in (Modality.IMAGE, Modality.VIDEO)
-    }
+def placeholder_of(checkpoint: Checkpoint, modality: Modality, default: str | None = None) -> str:
+    """The token with the config's image_token_index or image_token_id, or those of videos."""
+    config = checkpoint.config
+    index = config.get(f"{modality.value}_token_index", config.get(f"{modality.value}_token_id"))
+    added = checkpoint.read_json("tokenizer.json").get("added_tokens") or []
+    found = (str(token["content"]) for token in added if token["id"] == index)
+    return next(found, default or f"<{modality.value}>")
