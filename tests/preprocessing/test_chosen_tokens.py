@@ -23,7 +23,7 @@ from framesieve.services.preprocessing.workers import segments
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.choice import chosen_tokens
-from tests.preprocessing.preprocessing_media import clip, without_packets
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, without_packets
 from tests.preprocessing.service import Service, asked, frames_of, plan_of, prompt_of, refused, sent, video
 from tests.preprocessing.test_picture_frames import pictures_of, video_of
 
@@ -110,11 +110,11 @@ async def test_pictures_an_odd_last_frame_and_repaired_frames_are_chosen_from_as
 @pytest.mark.parametrize("held_slices", [0, 10])
 async def test_slices_that_are_not_held_are_decoded_again(service: Service, held_slices: int) -> None:
     seeking = clip(60, 25, "matroska", "mpeg4", {"g": "12", "bf": "2"}, size=(112, 112))
-    damaged = without_packets(clip(60, container="matroska", codec="mjpeg", size=(112, 112)), [20, 40, 41, 42])
+    damaged = without_packets(clip(60, 30, "matroska", options=B_FRAMES, size=(112, 112)), [5, 13, 29])
     async with service.serving(held_bytes=held_slices * 2 * 112 * 112 * 3) as stub:
         await check(stub, video(seeking, frame_sampling={"fps": 25.0, **SIZE}), 0.8)
         await check(stub, video_of(pictures_of(MOVING)[:31], range(31), num_frames=31, **SIZE), 0.7)
-        assert (await check(stub, video(damaged, frame_sampling={"fps": 30.0, **SIZE}), 0.75))[1] == 4
+        assert (await check(stub, video(damaged, frame_sampling={"fps": 30.0, **SIZE}), 0.9))[1] == 3
 
 
 LARGE = video(clip(64, codec="mpeg4", size=(640, 640)), frame_sampling={"fps": 30.0, "max_pixels": 640 * 640})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 from hypothesis import given, settings
@@ -62,11 +64,13 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning, held: int, repai
     choice = Choice(plan, pruning)
     ready = [choice.add(whole, holds=number <= held) for number, whole in enumerate(wholes)]
     numbers = choice.choose()
-    made = [*filter(None, ready), *choice.rest(), *(each for n in numbers for each in choice.rest(wholes[n]))]
+    again = [replace(wholes[number], first_frame=FRAMES * place) for place, number in enumerate(numbers)]
+    made = [*filter(None, ready), *choice.rest(), *chain.from_iterable(map(choice.rest, again))]
     assert [each.first_frame for each in made] == [each.first_frame for each in wholes]
-    if not repaired:
+    if not all(ready):
         lacking = [n for n, each in enumerate(made) if n > held and each.kept is not None and each.kept.size]
-        assert numbers == lacking or all(ready)
+        # What replaces a damaged frame depends on the frames around it, so that all are decoded again.
+        assert list(numbers) == (list(range(grid.t)) if lacking and repaired else lacking)
     for each in made:
         assert each.kept is not None
         assert each.pixels.shape == (FRAMES, each.kept.size * side, side, 3)

@@ -83,6 +83,8 @@ class Choice:
         self._changes: list[Float32Array] = []
         self._repaired = False
         self._deferred: deque[Slice] = deque()
+        self._kept: list[Int32Array] = []  # of each deferred slice
+        self._again: Sequence[int] = ()
         self.slice_bytes = 3 * plan.slice_frames * plan.frames.dtype.itemsize * height * width
 
     @property
@@ -98,13 +100,13 @@ class Choice:
     def skip(self, means: Int32Array) -> Iterator[Slice]:
         """The slices before the first one whose tokens may be kept, undecoded. means: of the last of them."""
         frames, now_ns = self._slice_frames, monotonic_ns()
-        nothing = self._nothing(frames)
+        nothing = np.empty((frames, 0, self._side, 3), self._dtype)
         self._means = means
         for number in range(self.first):
             self._changes.append(np.empty(0, np.float32))
             yield Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE)
 
-    def add(self, whole: Slice, holds: bool = True) -> Slice | None:
+    def add(self, whole: Slice, holds: bool) -> Slice | None:
         """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will.
 
         holds: whether the pixels of a deferred slice may be held until then.
@@ -119,8 +121,7 @@ class Choice:
         if number < self.first:
             return self._cut(whole, _NONE)
         if defers:
-            pixels = whole.pixels if holds else self._nothing(len(whole.pixels))
-            self._deferred.append(replace(whole, pixels=pixels, memory=None))
+            self._deferred.append(replace(whole, memory=None) if holds else self._cut(whole, _NONE))
             return None
         return self._cut(whole, changed(changes, number, self._threshold))
 
@@ -138,29 +139,26 @@ class Choice:
             count = min(count, sum(each.size for each in all_changed))
         kept = keep(np.concatenate(self._changes), self._grid, count, self._threshold)
         tokens = self._grid.slice_tokens
-        _, *parts = np.split(kept % tokens, np.searchsorted(kept, tokens * np.arange(1, self._grid.t)))
-        self._deferred = deque(replace(each, kept=own) for each, own in zip(self._deferred, parts, strict=True))
-        lacking = [number for number, each in enumerate(self._deferred, 1) if _lacks_pixels(each)]
-        return range(self._grid.t) if lacking and self._repaired else lacking
+        _, *self._kept = np.split(kept % tokens, np.searchsorted(kept, tokens * np.arange(1, self._grid.t)))
+        deferred = enumerate(zip(self._deferred, self._kept, strict=True), 1)
+        lacking = [number for number, (each, own) in deferred if own.size and not each.pixels.size]
+        self._again = range(self._grid.t) if lacking and self._repaired else lacking
+        return self._again
 
     def rest(self, again: Slice | None = None) -> Iterator[Slice]:
         """The chosen tokens of the next deferred slices, up to one whose pixels it lacks.
 
-        again: the next slice that was decoded again.
+        again: the next slice that was decoded again, from a video of these alone.
         """
+        first_frame = again and self._slice_frames * self._again[again.first_frame // self._slice_frames]
         while self._deferred:
-            whole = deferred = self._deferred[0]
-            if _lacks_pixels(deferred):
-                if again is None or again.first_frame != deferred.first_frame:
+            whole, kept = self._deferred[0], self._kept[-len(self._deferred)]
+            if kept.size and not whole.pixels.size:
+                if again is None or first_frame != whole.first_frame:
                     return
-                whole = again
-            assert deferred.kept is not None
+                whole = replace(again, first_frame=first_frame)
             self._deferred.popleft()
-            yield self._cut(whole, deferred.kept)
-
-    def _nothing(self, frames: int) -> FrameArray:
-        """The pixels of no tokens of a slice."""
-        return np.empty((frames, 0, self._side, 3), self._dtype)
+            yield self._cut(whole, kept)
 
     def _cut(self, whole: Slice, kept: Int32Array) -> Slice:
         pixels = cut(whole.pixels, kept, self._side)
@@ -171,11 +169,6 @@ class Choice:
                 memory.write(pixels.data)
                 memory.seal()
         return replace(whole, pixels=pixels, memory=memory, kept=kept)
-
-
-def _lacks_pixels(deferred: Slice) -> bool:
-    """Whether a slice keeps tokens whose pixels are not held."""
-    return deferred.kept is not None and bool(deferred.kept.size) and not deferred.pixels.size
 
 
 def cut(pixels: FrameArray, kept: Int32Array, side: int) -> FrameArray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any, TypeAlias
@@ -189,26 +188,13 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     if ready := await in_thread(partial(self._add, media, choice, each, holds)):
                         yield ready
             numbers = await asyncio.to_thread(choice.choose)
-            async with aclosing(self._decoded_again(media, stats, numbers)) as slices:
-                again: Slice | None = None
-                while True:
-                    rest = choice.rest(again)
+            async with aclosing(self._decoded(media.only(numbers), stats)) as slices:
+                for count in range(1 + len(numbers)):
+                    rest = choice.rest(await anext(slices) if count else None)
                     while ready := await asyncio.to_thread(next, rest, None):
                         yield ready
-                    if (again := await anext(slices, None)) is None:
-                        return
         finally:
             self._holding.release(held_bytes)
-
-    async def _decoded_again(
-        self, media: PlannedVideo, stats: DecodeStats, numbers: Sequence[int]
-    ) -> AsyncGenerator[Slice]:
-        """The whole slices of these numbers, in increasing order."""
-        if not numbers:
-            return
-        async with aclosing(self._decoded(media.only(numbers), stats)) as slices:
-            for number in numbers:
-                yield replace(await anext(slices), first_frame=number * media.slice_frames)
 
     async def _decoded(
         self, media: PlannedVideo | PlannedPicture, stats: DecodeStats, begin: int = 0
