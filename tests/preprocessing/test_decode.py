@@ -266,3 +266,53 @@ def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
     size = int.from_bytes(behind[free + 8 : free + 12]) + 8
     long = behind[:free] + (1).to_bytes(4) + b"mdat" + size.to_bytes(8) + behind[free + 16 :]
     assert [opened(data)[1].orientation for data in (behind, in_front, long)] == [6, 6, 6]
+
+
+# --- containers without presentation times ---------------------------------------------------------------------------
+
+PYRAMIDS = {"g": "30", "bf": "7", "x264-params": "b-pyramid=normal:b-adapt=0:scenecut=0"}
+# Still from 2 s to 6 s. Packets that are held back while the picture is still have the times after it.
+PAUSED = (*range(20), *range(60, 100))
+
+
+@pytest.mark.parametrize("container", ["avi", "asf"])
+@pytest.mark.parametrize(("codec", "options"), [("libx264", PYRAMIDS), ("libx264", B_FRAMES), ("mpeg4", {"bf": "2"})])
+def test_containers_of_decoding_times_show_each_frame_at_its_own(
+    container: str, codec: str, options: dict[str, str]
+) -> None:
+    data = clip(60, 10, container, codec, options, PAUSED, Fraction(1, 10))
+    source, index = opened(data)
+    assert [tick * index.times.time_base * 10 for tick in index.times.ticks] == list(PAUSED)
+    assert (index.missing_frames, index.dropped_frames) == (0, 0)
+    for step in (1, 7):
+        frames = list(decode_frames(source, index, range(0, 60, step)))
+        assert numbers(frames) == list(range(0, 60, step))
+        assert not any(frame.repaired for frame in frames)
+
+
+def test_an_avi_whose_header_counts_pauses_is_whole_unless_it_is_cut() -> None:
+    """Between two frames lies a pause of one, as in a copy of an MP4 whose frames may be of half the length."""
+    whole = clip(60, 20, "avi", options=B_FRAMES, pts=range(0, 120, 2), time_base=Fraction(1, 20))
+    index = opened(whole)[1]
+    assert (index.missing_frames, index.times.rate().per_s) == (0, 10)
+    cut = opened(whole[: len(whole) * 3 // 4])[1]
+    assert len(cut.times.ticks) < 50
+    assert abs(cut.missing_frames + len(cut.times.ticks) - 60) <= 1
+
+
+@pytest.mark.parametrize("rate", [10, 50, Fraction(30000, 1001)])
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("h264", "libx264", B_FRAMES),
+        ("hevc", "libx265", {"x265-params": "log-level=none:bframes=3:frame-threads=1:pools=none"}),
+        ("mpeg2video", "mpeg2video", {"bf": "2"}),
+    ],
+)
+def test_a_raw_stream_has_the_rate_that_it_declares(
+    container: str, codec: str, options: dict[str, str], rate: Fraction | int
+) -> None:
+    source, index = opened(clip(30, rate, container, codec, options))
+    assert index.times.rate().per_s == rate
+    assert float(index.times.length_s) == pytest.approx(30 / rate)
+    assert numbers(list(decode_frames(source, index, range(30)))) == list(range(30))

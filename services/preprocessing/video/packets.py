@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import av
 from av.container import InputContainer
@@ -131,6 +131,7 @@ def read_packets(source: Source) -> PacketIndex:
         time_base = stream.time_base or _NO_TIME_BASE
         reader = EpochReader(time_base, leaps=container.format.name in LEAPING_FORMATS)
         second_fields = SecondFields(stream.codec_context)
+        dts = array("q")
         for packet in packets_of(container, stream):
             if packet.is_discard:
                 reader.hide(packet)
@@ -141,14 +142,13 @@ def read_packets(source: Source) -> PacketIndex:
             if reader.packets == MAX_PACKETS:
                 raise MediaRejected(f"has more than {MAX_PACKETS} frames", field=source.name)
             reader.add(packet)
+            if packet.dts is not None:
+                dts.append(packet.dts)
         if not reader.packets:
             raise MediaRejected("holds no frames", field=source.name)
-        rates = tuple(
-            rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
-        )
-        index = _index(source, container, stream, reader, rates)
+        index = _index(source, container, stream, reader, dts)
         last_s = index.times.length_s if index.pts is None else index.pts[0] * time_base + index.times.length_s
-        missing = missing_frames(container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
+        missing = missing_frames(source, container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
     if index.times.length_s > MAX_LENGTH_S:
         text = f"claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
         raise MediaRejected(text, field=source.name)
@@ -159,13 +159,18 @@ def read_packets(source: Source) -> PacketIndex:
 
 
 def _index(
-    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, rates: tuple[Fraction, ...]
+    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, dts: array[int]
 ) -> PacketIndex:
-    """The index without what is not known from packets."""
-    # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
-    if reader.untimed or container.format.name == "avi" or stream.time_base is None:
-        rate = (*rates, _FALLBACK_RATE)[0]
-        return PacketIndex(FrameTimes(range(reader.packets), 1, 1 / rate, (rate,)), None, array("q"))
+    """The index without what is not known from packets. dts: of the packets that have one."""
+    held = stream.codec_context.reorder_depth
+    # AVI and ASF store decoding times. The presentation times that FFmpeg makes of them are wrong at a pause.
+    by_order = reader.untimed or container.format.name == "avi" or (container.format.name == "asf" and held)
+    declared = [stream.average_rate, stream.guessed_rate, stream.base_rate]
+    if by_order:  # the average of a raw stream is what FFmpeg assumes, whatever its codec declares
+        declared[:2] = declared[1::-1]
+    rates = tuple(rate for rate in declared if rate and rate > 0)
+    if by_order or stream.time_base is None:
+        return PacketIndex(_times_in_order(reader.packets, dts, held, stream.time_base, rates), None, array("q"))
     if abs(reader.furthest) >= MAX_PTS:
         text = f"has a frame at {reader.furthest} ticks, all must be within ±{MAX_PTS}"
         raise MediaRejected(text, field=source.name)
@@ -177,6 +182,23 @@ def _index(
     times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), stream.time_base, rates)
     dropped = reader.packets - len(shown)
     return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
+
+
+def _times_in_order(
+    frames: int, dts: array[int], held: int, time_base: Fraction | None, rates: tuple[Fraction, ...]
+) -> FrameTimes:
+    """Times of frames that only their order identifies: by decoding times if all packets have one, else by rate.
+
+    decoding times    0  1  2  3  9 10          a decoder that holds two frames shows the first one with the third
+    shown                   2  3  9 10 11 12
+    """
+    rate = (*rates, _FALLBACK_RATE)[0]
+    in_order = len(dts) == frames and all(before < after for before, after in pairwise((-MAX_PTS, *dts, MAX_PTS)))
+    if time_base is None or not in_order:
+        return FrameTimes(array("q", range(frames)), 1, 1 / rate, (rate,))
+    step = max(1, round(1 / (rate * time_base)))
+    shown = (*dts, *(dts[-1] + step * number for number in range(1, held + 1)))[held:]
+    return FrameTimes(array("q", (each - shown[0] for each in shown)), step, time_base, rates)
 
 
 def _orientation(source: Source) -> int:
