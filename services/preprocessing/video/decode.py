@@ -206,12 +206,11 @@ class _Frames:
         skips = not self._by_order and unreferenced_are_skipped(stream.codec_context)
         for packet in packets:
             self._progress()
-            before = shifts.shift
             is_second_field = not packet.is_discard and second_fields.holds(packet)
             if not packet.is_discard and shifts.add() and self._skip_to is None:
-                yield from self._frames_of(stream, None, before)
+                yield from self._frames_of(stream, None)
                 stream.codec_context.flush_buffers()
-            shown = None if packet.pts is None else packet.pts + shifts.shift
+            shown = None if packet.pts is None or self._by_order else self._indexed(packet.pts + shifts.shift)
             if shown is not None and packet.is_keyframe:
                 self._read_to = max(self._read_to, shown)
             if self._skip_to is not None:
@@ -219,14 +218,19 @@ class _Frames:
                     continue
                 self._skip_to = None
                 stream.codec_context.flush_buffers()
-            if skips and not is_second_field:
-                stream.codec_context.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
-            yield from self._frames_of(stream, packet, shifts.shift)
-        yield from self._frames_of(stream, None, shifts.shift)
+            if not is_second_field:
+                packet.pts = shown  # the frame's, whatever the codec holds back
+                if skips:
+                    stream.codec_context.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
+            yield from self._frames_of(stream, packet)
+        yield from self._frames_of(stream, None)
 
-    def _frames_of(
-        self, stream: VideoStream, packet: Packet[VideoStream] | None, shift: int
-    ) -> Iterator[tuple[int, VideoFrame]]:
+    def _indexed(self, shown: int) -> int | None:
+        """A time that the index has; None for any other."""
+        place = bisect.bisect_left(self._keys, shown)
+        return shown if place < len(self._keys) and self._keys[place] == shown else None
+
+    def _frames_of(self, stream: VideoStream, packet: Packet[VideoStream] | None) -> Iterator[tuple[int, VideoFrame]]:
         """What the codec yields for a packet; without one, all that it holds back."""
         try:
             frames = stream.decode(packet)
@@ -237,7 +241,7 @@ class _Frames:
             key = self._order if self._by_order else frame.pts
             self._order += 1
             if key is not None and not frame.is_corrupt:
-                yield (key if self._by_order else key + shift), frame
+                yield key, frame
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
         check_frame_size(self._source.name, frame.height, frame.width)

@@ -22,7 +22,7 @@ from av.video.stream import VideoStream
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.completeness import missing_frames
-from framesieve.services.preprocessing.video.epochs import LEAPING_FORMATS, MAX_EPOCHS, Epoch, EpochReader
+from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch, EpochReader
 from framesieve.services.preprocessing.video.fields import SecondFields
 from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
 from framesieve.services.preprocessing.video.sampling import FrameTimes
@@ -129,7 +129,7 @@ def read_packets(source: Source) -> PacketIndex:
     with open_video(source) as (container, stream):
         height, width = _frame_size(source, stream)
         time_base = stream.time_base or _NO_TIME_BASE
-        reader = EpochReader(time_base, leaps=container.format.name in LEAPING_FORMATS)
+        reader = EpochReader(time_base, container.format.name)
         second_fields = SecondFields(stream.codec_context)
         dts = array("q")
         for packet in packets_of(container, stream):
@@ -144,6 +144,7 @@ def read_packets(source: Source) -> PacketIndex:
             reader.add(packet)
             if packet.dts is not None:
                 dts.append(packet.dts)
+        reader.finish()
         if not reader.packets:
             raise MediaRejected("holds no frames", field=source.name)
         index = _index(source, container, stream, reader, dts)
@@ -164,7 +165,7 @@ def _index(
     """The index without what is not known from packets. dts: of the packets that have one."""
     held = stream.codec_context.reorder_depth
     # AVI and ASF store decoding times. The presentation times that FFmpeg makes of them are wrong at a pause.
-    by_order = reader.untimed or container.format.name == "avi" or (container.format.name == "asf" and held)
+    by_order = not reader.is_timed or container.format.name == "avi" or (container.format.name == "asf" and held)
     declared = [stream.average_rate, stream.guessed_rate, stream.base_rate]
     if by_order:  # the average of a raw stream is what FFmpeg assumes, whatever its codec declares
         declared[:2] = declared[1::-1]

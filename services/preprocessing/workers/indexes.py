@@ -36,7 +36,7 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "orientation": index.orientation,
         "missing_frames": index.missing_frames,
         "dropped_frames": index.dropped_frames,
-        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift)],
+        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift, int(each.joined))],
     }
     return facts, np.concatenate([np.asarray(each, np.int64) for each in (shown, index.keyframes)])
 
@@ -93,10 +93,10 @@ def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
 
 
 def _epochs(facts: Facts) -> tuple[Epoch, ...]:
-    parts = facts.integers("epochs", 2 * MAX_EPOCHS, -MAX_INT, MAX_INT)
-    if len(parts) % 2 or not parts:
-        raise PeerContract("a worker's epochs must be pairs of integers")
-    return tuple(Epoch(*parts[at : at + 2]) for at in range(0, len(parts), 2))
+    parts = facts.integers("epochs", 3 * MAX_EPOCHS, -MAX_INT, MAX_INT)
+    if len(parts) % 3 or not parts:
+        raise PeerContract("a worker's epochs must be triples of integers")
+    return tuple(Epoch(*parts[at : at + 2], joined=bool(parts[at + 2])) for at in range(0, len(parts), 3))
 
 
 def frame_size_of(facts: Facts) -> tuple[int, int]:
