@@ -6,6 +6,7 @@ How little is read and decoded: test_long_videos.
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -15,6 +16,8 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import MediaDamaged, MediaRejected
@@ -316,3 +319,51 @@ def test_a_raw_stream_has_the_rate_that_it_declares(
     assert index.times.rate().per_s == rate
     assert float(index.times.length_s) == pytest.approx(30 / rate)
     assert numbers(list(decode_frames(source, index, range(30)))) == list(range(30))
+
+
+# --- several tracks --------------------------------------------------------------------------------------------------
+
+
+def with_track(film: bytes, container: str, frames: int, dispositions: tuple[Disposition, Disposition]) -> bytes:
+    """The film behind a track of MJPEG, whose frames are larger. dispositions: of that track, and of the film's."""
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(io.BytesIO(film)) as original, av.open(file.name, "w", format=container) as output:
+            other = output.add_stream("mjpeg", rate=10)
+            assert isinstance(other, VideoStream)
+            other.width, other.height, other.pix_fmt = 128, 96, "yuvj420p"
+            stream = output.add_stream_from_template(original.streams.video[0])
+            other.disposition, stream.disposition = dispositions
+            picture = av.VideoFrame.from_ndarray(np.full((96, 128, 3), 99, np.uint8), format="rgb24")
+            for number in range(frames):
+                picture.pts, picture.time_base = number, Fraction(1, 10)
+                output.mux(other.encode(picture))
+            output.mux(other.encode())
+            for packet in original.demux(video=0):
+                if packet.size:
+                    packet.stream = stream
+                    output.mux(packet)
+        return Path(file.name).read_bytes()
+
+
+NONE, DEFAULT = Disposition(0), Disposition.default
+
+
+@pytest.mark.parametrize(
+    ("container", "frames", "dispositions", "shows_film"),
+    [
+        ("matroska", 1, (NONE, DEFAULT), True),  # a cover, as a track
+        ("matroska", 5, (NONE, DEFAULT), True),
+        ("mp4", 5, (NONE, DEFAULT), True),
+        ("mp4", 1, (DEFAULT, DEFAULT), True),
+        ("mp4", 1, (DEFAULT | Disposition.attached_pic, NONE), True),
+        ("matroska", 5, (DEFAULT, NONE), False),
+        ("matroska", 5, (DEFAULT, DEFAULT), False),  # the larger one
+    ],
+)
+def test_the_default_track_is_shown_and_a_cover_never(
+    container: str, frames: int, dispositions: tuple[Disposition, Disposition], shows_film: bool
+) -> None:
+    source, index = opened(with_track(clip(20, 10), container, frames, dispositions))
+    assert (index.height_px, index.width_px) == ((48, 64) if shows_film else (96, 128))
+    if shows_film:
+        assert numbers(list(decode_frames(source, index, range(20)))) == list(range(20))

@@ -34,6 +34,7 @@ from framesieve.services.preprocessing.video.packets import (
     MAX_FRAME_PX,
     PacketIndex,
     check_frame_size,
+    decoder_of,
     open_video,
     packets_of,
 )
@@ -159,9 +160,9 @@ class _Frames:
         return MediaDamaged(f"is damaged: {text}", field=self._source.name)
 
     def _room_for_a_frame(self) -> bool:
-        size = self._stream.codec_context
+        frame = self._stream.codec_context
         try:
-            mmap.mmap(-1, min(max(1, size.height * size.width), MAX_FRAME_PX) * _LARGEST_PIXEL_BYTES).close()
+            mmap.mmap(-1, min(max(1, frame.height * frame.width), MAX_FRAME_PX) * _LARGEST_PIXEL_BYTES).close()
         except OSError:
             return False
         return True
@@ -171,7 +172,8 @@ class _Frames:
         self._stream.thread_type = "FRAME"
         codec = self._stream.codec_context
         codec.thread_count = _CODEC_THREADS if codec.height * codec.width >= _THREADED_FROM_PX else 1
-        self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
+        self._codec = decoder_of(self._stream)
+        self._decoded = self._decode(packets_of(self._container, self._stream))
 
     def _seek(self, keyframe: int) -> None:
         """Continues from `keyframe`, or from the start if the container's own index leads past the keyframe.
@@ -186,30 +188,31 @@ class _Frames:
         self._behind = self._ahead = None
         try:
             self._container.seek(keyframe, stream=self._stream)
+            self._codec.flush_buffers()
             packets = packets_of(self._container, self._stream)
             first = next((each for each in packets if each.is_keyframe), None)
         except av.FFmpegError:
             first = None
         if first is not None and first.pts is not None and first.pts <= keyframe:
             self._ahead_key = keyframe
-            self._decoded = self._decode(self._stream, chain((first,), packets))
+            self._decoded = self._decode(chain((first,), packets))
         else:
             self._keyframes = ()
             self._stack.close()
             self._open()
 
-    def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
+    def _decode(self, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
         """(shown time or ordinal, frame) of each frame that can be decoded."""
         self._order = 0
         shifts = EpochShifts(self._epochs)
-        second_fields = SecondFields(stream.codec_context)
-        skips = not self._by_order and unreferenced_are_skipped(stream.codec_context)
+        second_fields = SecondFields(self._codec)
+        skips = not self._by_order and unreferenced_are_skipped(self._codec)
         for packet in packets:
             self._progress()
             is_second_field = not packet.is_discard and second_fields.holds(packet)
             if not packet.is_discard and shifts.add() and self._skip_to is None:
-                yield from self._frames_of(stream, None)
-                stream.codec_context.flush_buffers()
+                yield from self._frames_of(None)
+                self._codec.flush_buffers()
             shown = None if packet.pts is None or self._by_order else self._indexed(packet.pts + shifts.shift)
             if shown is not None and packet.is_keyframe:
                 self._read_to = max(self._read_to, shown)
@@ -217,23 +220,23 @@ class _Frames:
                 if shown != self._skip_to or not packet.is_keyframe:
                     continue
                 self._skip_to = None
-                stream.codec_context.flush_buffers()
+                self._codec.flush_buffers()
             if not is_second_field:
                 packet.pts = shown  # the frame's, whatever the codec holds back
                 if skips:
-                    stream.codec_context.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
-            yield from self._frames_of(stream, packet)
-        yield from self._frames_of(stream, None)
+                    self._codec.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
+            yield from self._frames_of(packet)
+        yield from self._frames_of(None)
 
     def _indexed(self, shown: int) -> int | None:
         """A time that the index has; None for any other."""
         place = bisect.bisect_left(self._keys, shown)
         return shown if place < len(self._keys) and self._keys[place] == shown else None
 
-    def _frames_of(self, stream: VideoStream, packet: Packet[VideoStream] | None) -> Iterator[tuple[int, VideoFrame]]:
+    def _frames_of(self, packet: Packet[VideoStream] | None) -> Iterator[tuple[int, VideoFrame]]:
         """What the codec yields for a packet; without one, all that it holds back."""
         try:
-            frames = stream.decode(packet)
+            frames = self._codec.decode(packet)
         except av.FFmpegError as error:
             self._lacked_memory |= isinstance(error, MemoryError)
             return

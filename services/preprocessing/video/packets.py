@@ -17,6 +17,7 @@ import av
 from av.container import InputContainer
 from av.packet import Packet
 from av.stream import Disposition
+from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 
 from framesieve.common.contract.errors import MediaRejected
@@ -37,6 +38,9 @@ MAX_PTS = 2**62
 # A playlist inside a file must not open other files or hosts. The source itself is read without any protocol.
 OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
+# What is not shown by itself: a picture, thumbnails, the layers of another stream.
+_PARTS_OF_FILMS = Disposition.still_image | Disposition.timed_thumbnails | Disposition.dependent
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _NO_TIME_BASE = Fraction(1, 1000)
 # The orientation is taken from a frame within this many first packets.
 _FIRST_PACKETS = 64
@@ -72,7 +76,7 @@ class PacketIndex:
 
 @contextmanager
 def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Opens the container and its first video stream that is not a cover image. Raises MediaRejected without one."""
+    """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read."""
     with source.open() as file:
         if unread := unread_format(file.read(HEAD_BYTES)):
             raise MediaRejected(f"is {unread}", field=source.name)
@@ -93,13 +97,34 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def video_stream(container: InputContainer, name: str) -> VideoStream:
-    """The first video stream that is not a cover image. Raises MediaRejected without one."""
+    """The video stream that is shown; never a cover. Raises MediaRejected without one.
+
+    One whose codec is read comes before others, a film before a picture, the container's default before others, then
+    the one with the most pixels a frame, then the first. So ffmpeg chooses, but for a picture that is larger.
+    """
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
     if not streams:
         sound = ", only audio" if container.streams.audio else ""
         raise MediaRejected(f"has no video stream{sound}", field=name)
+    return max(streams, key=_preference)
+
+
+def _preference(stream: VideoStream) -> tuple[bool, bool, bool, int]:
+    codec = stream.codec_context
     # An animated AVIF has its first frame as a stream of its own, before the others.
-    return max(streams, key=lambda stream: stream.frames > 1)
+    is_film = stream.frames != 1 and not stream.disposition & _PARTS_OF_FILMS
+    is_default = bool(stream.disposition & Disposition.default)
+    return codec is not None, is_film, is_default, codec.height * codec.width if codec else 0
+
+
+def decoder_of(stream: VideoStream) -> VideoCodecContext:
+    """The decoder of a stream. Those of FFmpeg itself for VP8 and VP9 leave transparency out."""
+    codec = stream.codec_context
+    if stream.metadata.get("alpha_mode") != "1" or codec.name not in _ALPHA_DECODERS:
+        return codec
+    made = VideoCodecContext.create(_ALPHA_DECODERS[codec.name], "r")
+    made.extradata, made.thread_count = codec.extradata, codec.thread_count
+    return made
 
 
 def _reads_one_picture(demuxer: str) -> bool:

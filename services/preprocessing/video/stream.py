@@ -28,7 +28,13 @@ from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
 from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.video.orientation import UPRIGHT, may_be_turned, orientation_of, upright
-from framesieve.services.preprocessing.video.packets import OPEN_OPTIONS, check_frame_size, reason_of, video_stream
+from framesieve.services.preprocessing.video.packets import (
+    OPEN_OPTIONS,
+    check_frame_size,
+    decoder_of,
+    reason_of,
+    video_stream,
+)
 from framesieve.services.preprocessing.video.resize import UInt8Array
 from framesieve.services.preprocessing.video.rgb import RgbConverter
 
@@ -153,7 +159,7 @@ def _opened(file: _File, form: Form, name: str) -> InputContainer:
 
 
 def _decoded(container: InputContainer, stream: VideoStream, name: str) -> Iterator[VideoFrame]:
-    packets = container.demux(stream)
+    packets, codec = container.demux(stream), decoder_of(stream)
     began = False
     while True:
         try:
@@ -167,7 +173,7 @@ def _decoded(container: InputContainer, stream: VideoStream, name: str) -> Itera
         if packet is None:
             return
         try:
-            frames = stream.decode(packet)
+            frames = codec.decode(packet)
         except MemoryError:
             raise
         except av.FFmpegError:
