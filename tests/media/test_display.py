@@ -213,11 +213,27 @@ def test_moving_gif_and_avif_are_videos() -> None:
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
 
 
-@pytest.mark.parametrize(("data", "text"), [(HEIC, "HEIC"), (saved("WEBP"), "animated WebP")])
+PLAYLIST = b"#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.4,\npart0.ts\n#EXT-X-ENDLIST\n"
+MANIFEST = b'<?xml version="1.0" encoding="utf-8"?>\n<MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>'
+KEY = {"encryption_scheme": "cenc-aes-ctr", "encryption_key": "7" * 32, "encryption_kid": "5" * 32}
+FRAGMENTS = {"movflags": "frag_keyframe+empty_moov"}
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (HEIC, "HEIC, which is not read: convert it"),
+        (saved("WEBP"), "animated WebP, which is not read: convert it"),
+        (PLAYLIST, "a playlist of HLS or DASH, which names other files: send one file"),
+        (MANIFEST, "a playlist of HLS or DASH, which names other files: send one file"),
+        (clip(8, container_options=KEY), "an encrypted MP4 .*, which is not read without its key: send it decrypted"),
+        (clip(8, container_options=KEY | FRAGMENTS), "an encrypted MP4 .*: send it decrypted"),
+    ],
+)
 def test_what_is_not_read_is_refused_by_name(data: bytes, text: str) -> None:
     source = bytes_source("video", data)
-    with pytest.raises(MediaRejected, match=f"video is {text}, which is not read"):
+    with pytest.raises(MediaRejected, match=f"^video is {text}"):
         read_packets(source)
-    if text == "HEIC":
-        with pytest.raises(MediaRejected, match=f"video is {text}, which is not read"):
+    if data == HEIC:
+        with pytest.raises(MediaRejected, match=f"^video is {text}"):
             read_picture(source)

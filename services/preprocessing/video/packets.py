@@ -28,7 +28,7 @@ from framesieve.services.preprocessing.video.fields import SecondFields
 from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
 from framesieve.services.preprocessing.video.sampling import FrameTimes
 from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
+from framesieve.services.preprocessing.video.unread_formats import unread_format
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
@@ -78,9 +78,8 @@ class PacketIndex:
 def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read."""
     with source.open() as file:
-        if unread := unread_format(file.read(HEAD_BYTES)):
+        if unread := unread_format(file):
             raise MediaRejected(f"is {unread}", field=source.name)
-        file.seek(0)
         try:
             container = av.open(file, mode="r", options=OPEN_OPTIONS)
         except MemoryError:
