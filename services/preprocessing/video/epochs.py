@@ -55,7 +55,7 @@ class _Part:
     joined: bool = True
     begun: bool = False
     returns: bool = False
-    first_dts: int | None = None
+    first_dts: int = 0
     last_dts: int | None = None
     pts: array[int] = field(default_factory=lambda: array("q"))
     keyframes: array[int] = field(default_factory=lambda: array("q"))
@@ -69,10 +69,9 @@ class _Part:
             return max(1, otherwise)
         return max(1, round(Fraction(max(self.pts) - min(self.pts), len(self.pts) - 1)))
 
-    def following_dts(self, otherwise: int = 1) -> int:
-        """The decoding time that is due after it. Only parts without decoding times have no part after them."""
-        assert self.last_dts is not None
-        return self.last_dts + self.tail_ticks(otherwise)
+    def lasts(self, otherwise: int = 1) -> int:
+        """Ticks from its first decoding time to that which is due after it."""
+        return (self.last_dts or 0) - self.first_dts + self.tail_ticks(otherwise)
 
 
 class EpochReader:
@@ -80,6 +79,7 @@ class EpochReader:
 
     def __init__(self, time_base: Fraction, format_name: str) -> None:
         self.packets = 0  # that begin a frame
+        self.dts = array("q")  # of those that have a decoding time
         self._untimed = 0
         self._read = 0
         self._parts = [_Part(0)]
@@ -122,12 +122,13 @@ class EpochReader:
         part, pts, dts = self._parts[-1], packet.pts, packet.dts
         if dts is None:
             return pts
+        self.dts.append(dts)
         breaks = part.last_dts is not None and self._breaks(dts - part.last_dts)
         if self._ahead is not None and pts is not None and abs(pts - dts) > self._ahead:
             return pts if breaks else None  # one of the two is wrong
         if breaks:
             part = self._next_part(packet.is_keyframe, dts)
-        part.first_dts = dts if part.first_dts is None else part.first_dts
+        part.first_dts = dts if part.last_dts is None else part.first_dts
         part.last_dts = dts
         return pts
 
@@ -135,12 +136,12 @@ class EpochReader:
         before = self._parts[-1]
         goes_on = self._counts and not is_keyframe and self._read - self._damaged >= _NEAR
         made = _Part(self._read, joined=not goes_on)
-        if len(self._parts) > 1 and before.first_dts is not None:
-            due = self._parts[-2].following_dts() + before.following_dts() - before.first_dts
-            made.returns = abs(dts - due) <= self._back
-        if made.returns:
-            made.joined = before.joined = False
-            before.begun |= self._parts[-2].begun
+        if len(self._parts) > 1:
+            earlier = self._parts[-2]
+            made.returns = abs(dts - earlier.first_dts - earlier.lasts() - before.lasts()) <= self._back
+            if made.returns:
+                made.joined = before.joined = False
+                before.begun |= earlier.begun
         made.begun = before.begun and not made.joined
         self._parts.append(made)
         return made
@@ -159,26 +160,20 @@ class EpochReader:
         """Whether the container stores presentation times of all frames."""
         return not self._untimed and any(part.pts for part in self._parts)
 
-    @property
-    def furthest(self) -> int:
-        """The stored time that is furthest from 0."""
-        return max((each for part in self._parts if part.pts for each in (min(part.pts), max(part.pts))), key=abs)
-
     def epochs(self, tail_ticks: int) -> tuple[Epoch, ...]:
         """All epochs, of packets that all have a time. tail_ticks: duration of a frame, where none is stored."""
         found: list[Epoch] = []
-        end: int | None = None
+        ends: list[int] = []
         for number, part in enumerate(self._parts):
             if part.returns:
-                shift = found[number - 2].shift
-            elif number and not part.joined and part.first_dts is not None:
+                shift = found[-2].shift
+            elif not part.joined:
                 before = self._parts[number - 1]
-                shift = before.following_dts(tail_ticks) + found[-1].shift - part.first_dts
+                shift = found[-1].shift + before.first_dts + before.lasts(tail_ticks) - part.first_dts
             else:
-                shift = 0 if end is None or not part.pts else end - min(part.pts)
+                shift = max(ends) - min(part.pts) if ends and part.pts else 0
             if part.pts:
-                part_end = max(part.pts) + shift + part.tail_ticks(tail_ticks)
-                end = part_end if end is None else max(end, part_end)
+                ends.append(max(part.pts) + shift + part.tail_ticks(tail_ticks))
             found.append(Epoch(part.first_packet, shift, part.joined))
         return tuple(found)
 

@@ -121,7 +121,8 @@ def decoder_of(stream: VideoStream) -> VideoCodecContext:
     codec = stream.codec_context
     if stream.metadata.get("alpha_mode") != "1" or codec.name not in _ALPHA_DECODERS:
         return codec
-    made = VideoCodecContext.create(_ALPHA_DECODERS[codec.name], "r")
+    made = av.CodecContext.create(_ALPHA_DECODERS[codec.name], "r")
+    assert isinstance(made, VideoCodecContext)
     made.extradata, made.thread_count = codec.extradata, codec.thread_count
     return made
 
@@ -155,7 +156,6 @@ def read_packets(source: Source) -> PacketIndex:
         time_base = stream.time_base or _NO_TIME_BASE
         reader = EpochReader(time_base, container.format.name)
         second_fields = SecondFields(stream.codec_context)
-        dts = array("q")
         for packet in packets_of(container, stream):
             if packet.is_discard:
                 reader.hide(packet)
@@ -165,13 +165,13 @@ def read_packets(source: Source) -> PacketIndex:
                 continue
             if reader.packets == MAX_PACKETS:
                 raise MediaRejected(f"has more than {MAX_PACKETS} frames", field=source.name)
+            if abs(packet.pts or 0) >= MAX_PTS:
+                text = f"has a frame at {packet.pts} ticks, all must be within ±{MAX_PTS}"
+                raise MediaRejected(text, field=source.name)
             reader.add(packet)
-            if packet.dts is not None:
-                dts.append(packet.dts)
-        reader.finish()
         if not reader.packets:
             raise MediaRejected("holds no frames", field=source.name)
-        index = _index(source, container, stream, reader, dts)
+        index = _index(source, container, stream, reader, time_base)
         last_s = index.times.length_s if index.pts is None else index.pts[0] * time_base + index.times.length_s
         missing = missing_frames(source, container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
     if index.times.length_s > MAX_LENGTH_S:
@@ -184,44 +184,41 @@ def read_packets(source: Source) -> PacketIndex:
 
 
 def _index(
-    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, dts: array[int]
+    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, time_base: Fraction
 ) -> PacketIndex:
-    """The index without what is not known from packets. dts: of the packets that have one."""
+    """The index without what is not known from packets."""
+    reader.finish()
     held = stream.codec_context.reorder_depth
     # AVI and ASF store decoding times. The presentation times that FFmpeg makes of them are wrong at a pause.
     by_order = not reader.is_timed or container.format.name == "avi" or (container.format.name == "asf" and held)
-    declared = [stream.average_rate, stream.guessed_rate, stream.base_rate]
-    if by_order:  # the average of a raw stream is what FFmpeg assumes, whatever its codec declares
-        declared[:2] = declared[1::-1]
+    average, guessed = stream.average_rate, stream.guessed_rate
+    # The average of a raw stream is what FFmpeg assumes, whatever its codec declares.
+    declared = (guessed, average, stream.base_rate) if by_order else (average, guessed, stream.base_rate)
     rates = tuple(rate for rate in declared if rate and rate > 0)
-    if by_order or stream.time_base is None:
-        return PacketIndex(_times_in_order(reader.packets, dts, held, stream.time_base, rates), None, array("q"))
-    if abs(reader.furthest) >= MAX_PTS:
-        text = f"has a frame at {reader.furthest} ticks, all must be within ±{MAX_PTS}"
-        raise MediaRejected(text, field=source.name)
+    tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * time_base)))
+    if by_order:
+        times = _times_in_order(reader, held, tail, time_base, rates or (_FALLBACK_RATE,))
+        return PacketIndex(times, None, array("q"))
     if len(reader) > MAX_EPOCHS:
         raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
-    tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * stream.time_base)))
     epochs = reader.epochs(tail)
     shown, keyframes = reader.shown(epochs)
-    times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), stream.time_base, rates)
+    times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), time_base, rates)
     dropped = reader.packets - len(shown)
     return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
 
 
 def _times_in_order(
-    frames: int, dts: array[int], held: int, time_base: Fraction | None, rates: tuple[Fraction, ...]
+    reader: EpochReader, held: int, step: int, time_base: Fraction, rates: tuple[Fraction, ...]
 ) -> FrameTimes:
     """Times of frames that only their order identifies: by decoding times if all packets have one, else by rate.
 
     decoding times    0  1  2  3  9 10          a decoder that holds two frames shows the first one with the third
     shown                   2  3  9 10 11 12
     """
-    rate = (*rates, _FALLBACK_RATE)[0]
-    in_order = len(dts) == frames and all(before < after for before, after in pairwise((-MAX_PTS, *dts, MAX_PTS)))
-    if time_base is None or not in_order:
-        return FrameTimes(array("q", range(frames)), 1, 1 / rate, (rate,))
-    step = max(1, round(1 / (rate * time_base)))
+    dts, frames = reader.dts, reader.packets
+    if len(dts) < frames or any(before >= after for before, after in pairwise((-MAX_PTS, *dts, MAX_PTS))):
+        return FrameTimes(array("q", range(frames)), 1, 1 / rates[0], rates[:1])
     shown = (*dts, *(dts[-1] + step * number for number in range(1, held + 1)))[held:]
     return FrameTimes(array("q", (each - shown[0] for each in shown)), step, time_base, rates)
 

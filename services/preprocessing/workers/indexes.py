@@ -96,7 +96,8 @@ def _epochs(facts: Facts) -> tuple[Epoch, ...]:
     parts = facts.integers("epochs", 3 * MAX_EPOCHS, -MAX_INT, MAX_INT)
     if len(parts) % 3 or not parts:
         raise PeerContract("a worker's epochs must be triples of integers")
-    return tuple(Epoch(*parts[at : at + 2], joined=bool(parts[at + 2])) for at in range(0, len(parts), 3))
+    epochs = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return tuple(Epoch(first_packet, shift, bool(joined)) for first_packet, shift, joined in epochs)
 
 
 def frame_size_of(facts: Facts) -> tuple[int, int]:
