@@ -37,6 +37,7 @@ from framesieve.services.preprocessing.video.packets import (
 )
 from framesieve.services.preprocessing.video.resize import UInt8Array
 from framesieve.services.preprocessing.video.rgb import RgbConverter
+from framesieve.services.preprocessing.video.unread_formats import unread_format
 
 # Formats without times: JPEGs one after the other, as cameras send them by HTTP, and raw streams. Their frames have the
 # times at which they come.
@@ -155,6 +156,8 @@ def _opened(file: _File, form: Form, name: str) -> InputContainer:
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError) as error:
+        if unread := unread_format(io.BytesIO(file.head)):
+            raise MediaRejected(f"is {unread}", field=name) from error
         raise MediaRejected(f"cannot be read as a video: {reason_of(error)}", field=name, remedy=_REMEDY) from error
 
 
