@@ -9,7 +9,6 @@ Other containers promise nothing. A hostile file can promise anything: the numbe
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from fractions import Fraction
 
@@ -39,7 +38,7 @@ def missing_frames(
             missing = sum(each.pos + each.size > container.size for each in stream.index_entries)
         case ["avi"]:
             # The header counts pauses, too: frames that are not stored. They may also end a whole file.
-            promised_s = stream.frames * (stream.time_base or 0) if _is_cut(source) else Fraction(0)
+            promised_s = stream.frames * (stream.time_base or 0) if _is_cut(source, container.size) else Fraction(0)
             missing = _within(promised_s - last_s, times)
         case ["matroska", *_] | ["flv"]:
             gap_s = _promised_s(container, stream, last_s) - last_s
@@ -54,18 +53,17 @@ def _within(gap_s: Fraction, times: FrameTimes) -> int:
     return round(gap_s * len(times.ticks) / times.length_s)
 
 
-def _is_cut(source: Source) -> bool:
+def _is_cut(source: Source, size_bytes: int) -> bool:
     """Whether one of an AVI's outer lists, of about a gigabyte each, ends beyond the file."""
+    end = 0
     with source.open() as file:
-        size = file.seek(0, os.SEEK_END)
-        end = 0
         for _ in range(_MAX_LISTS):
             file.seek(end)
             header = file.read(8)
-            if end >= size or header[:4] != b"RIFF":
+            if header[:4] != b"RIFF":
                 break
             end += 8 + int.from_bytes(header[4:], "little")
-    return end > size
+    return end > size_bytes
 
 
 def _promised_s(container: InputContainer, stream: VideoStream, last_s: Fraction) -> Fraction:

@@ -160,9 +160,9 @@ class _Frames:
         return MediaDamaged(f"is damaged: {text}", field=self._source.name)
 
     def _room_for_a_frame(self) -> bool:
-        frame = self._stream.codec_context
+        size = self._stream.codec_context
         try:
-            mmap.mmap(-1, min(max(1, frame.height * frame.width), MAX_FRAME_PX) * _LARGEST_PIXEL_BYTES).close()
+            mmap.mmap(-1, min(max(1, size.height * size.width), MAX_FRAME_PX) * _LARGEST_PIXEL_BYTES).close()
         except OSError:
             return False
         return True
