@@ -55,7 +55,7 @@ class PacketIndex:
 
     times: the same times, relative to the first frame.
     missing_frames: how many more the container promises, see `completeness`.
-    dropped_frames: how many have the same time as another one, and are not shown.
+    dropped_frames: how many are not shown: without a keyframe before them, with the time of another, or a wrong one.
     epochs: where the clock starts again, see `epochs`; all times are shown ones.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
     pts: None where the container stores no usable ones: frames are then identified by their order.
@@ -217,9 +217,10 @@ def _times_in_order(
     shown                   2  3  9 10 11 12
     """
     dts, frames = reader.dts, reader.packets
-    if len(dts) < frames or any(before >= after for before, after in pairwise((-MAX_PTS, *dts, MAX_PTS))):
+    within = chain((-MAX_PTS,), dts, (MAX_PTS,))
+    if len(dts) < frames or any(before >= after for before, after in pairwise(within)):
         return FrameTimes(array("q", range(frames)), 1, 1 / rates[0], rates[:1])
-    shown = (*dts, *(dts[-1] + step * number for number in range(1, held + 1)))[held:]
+    shown = (dts + array("q", (dts[-1] + step * number for number in range(1, held + 1))))[held:]
     return FrameTimes(array("q", (each - shown[0] for each in shown)), step, time_base, rates)
 
 
