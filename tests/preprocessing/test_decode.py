@@ -309,7 +309,6 @@ def test_an_avi_whose_header_counts_pauses_is_whole_unless_it_is_cut() -> None:
     [
         ("h264", "libx264", B_FRAMES),
         ("hevc", "libx265", {"x265-params": "log-level=none:bframes=3:frame-threads=1:pools=none"}),
-        ("mpeg2video", "mpeg2video", {"bf": "2"}),
     ],
 )
 def test_a_raw_stream_has_the_rate_that_it_declares(
