@@ -153,8 +153,7 @@ class Stepper:
         """Launches the forward of a step, reads the step before it, and launches the sampling.
 
         If that fails, each chunk is computed by itself, and only requests that fail alone fail. A second try gives the
-        same: keys and values are written again as they were, and random numbers are drawn after everything that may
-        lack memory, except where draft tokens are verified one after the other.
+        same: keys and values are written again as they were, and the states of sampling change once all is sampled.
         """
         if not chunks:
             self._read()
