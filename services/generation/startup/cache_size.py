@@ -157,6 +157,9 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     # `sample_and_verify` copies the rows of one position where there are draft tokens.
     sampled = logits[: sizes.requests].clone() if sizes.sampled > sizes.requests else logits
     sample(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled])
+    del logits, sampled  # the head that drafts reads a step once its tokens are read
+    if runner.drafter:
+        runner.drafter.try_rows(packed)
 
 
 def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:
