@@ -116,3 +116,21 @@ def test_a_prompt_is_not_admitted_if_it_would_preempt_another() -> None:
         pass
     assert second.status is Status.DONE
     assert desk.scheduler.preemptions == 0
+
+
+def test_requests_of_sessions_run_before_an_older_prompt_only_while_it_lacks_blocks() -> None:
+    """However many there are: each time that a place is free, the prompt is asked first."""
+    desk = Desk(blocks=12, max_num_batched_tokens=64, max_num_seqs=3, live_blocks=4)
+    sessions = [Session(name, 8, 0, BLOCK_TOKENS) for name in "ab"]
+    for session in sessions:
+        desk.scheduler.open(session)
+    running = desk.add(16, 5)
+    desk.step()
+    prompt = desk.add(16, 1)  # needs 4 blocks; 3 are free beside the 5 of the running one
+    of_sessions = list[Request]()
+    while prompt.status is Status.WAITING:
+        of_sessions += [desk.add(3, 1, session=each) for each in sessions if not desk.scheduler.request_of(each)]
+        lacked = running.status is Status.RUNNING
+        ran = [chunk.request for chunk in desk.step()]
+        assert (prompt in ran) == (not lacked)
+    assert sum(each.status is Status.DONE for each in of_sessions) >= 4
