@@ -201,7 +201,7 @@ class DocumentState:
 
     def __init__(self, begun: Grammar | DocumentState) -> None:
         """begun: the beginning of an answer, or how far one has come."""
-        self.matcher = begun.matcher.deep_copy()
+        self.matcher: LLMatcher = begun.matcher.deep_copy()
 
     def copy(self) -> DocumentState:
         return DocumentState(self)
