@@ -206,20 +206,6 @@ def _accepted(best: Sequence[int], draft: Sequence[int]) -> list[SampledToken] |
     return list(map(SampledToken, best[: right + 1]))
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Samples one token for each row and updates the row's state, to measure the memory that sampling takes.
-
-    Waits for the device; the engine calls `choose`.
-
-    logits: [B, V], any float dtype, one row for each state; not changed.
-    """
-    choice = choose(logits, states)
-    sampled = choice.read()
-    for error in choice.errors.values():
-        raise error
-    return sampled
-
-
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
     """One sampled token for each row, which the device may still be computing.
