@@ -162,7 +162,9 @@ def make_ready(text: Any, ranks: int = 1) -> None:
     fuse_norms(text)
     fuse_layers(text)
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
-        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), RECURRENT_INPUTS)
+        # Of recurrent layers in 4 bits the gates, the last two, are not.
+        recurrent = (RECURRENT_INPUTS, RECURRENT_INPUTS[:2], RECURRENT_INPUTS[2:])
+        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), *recurrent)
         pack_linears(text)
     text.train(False).requires_grad_(False)
 
