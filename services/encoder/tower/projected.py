@@ -29,6 +29,7 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVi
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.fields import Fields
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
@@ -57,7 +58,7 @@ def load_projected(
     projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
     merge: int = 1,
     arrange: Callable[[nn.Module], Callable[[MediaPlan], Arrangement]] | None = None,
-    video: Mapping[str, Any] | None = None,
+    video: Fields | None = None,
 ) -> Tower:
     """A tower, a selection of its layers and a projector. config: of the whole model.
 

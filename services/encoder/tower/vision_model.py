@@ -37,11 +37,10 @@ _PRODUCTS = (nn.Linear, nn.Conv2d)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
-    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent."""
-    vision = checkpoint.config.get("vision_config")
-    if not isinstance(vision, dict):
+    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent or malformed."""
+    if not checkpoint.config.part("vision_config"):
         raise StartupError(f"{checkpoint.folder}/config.json has no vision_config")
-    config = config_class(**vision)
+    config = checkpoint.config_as(config_class, part="vision_config")
     config._attn_implementation = "sdpa"
     return config
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 
 FILE = "generation_config.json"
 
@@ -21,7 +22,7 @@ HONOURED = frozenset(
     ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
 )
 
-# Unsupported fields that change answers, and the values (besides null) with which they change nothing.
+# Unsupported fields that change answers, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -75,7 +76,7 @@ class SamplingDefaults:
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     """Raises StartupError, with field and value, for an unsupported field or a value out of range."""
-    given = {name: value for name, value in checkpoint.read_json(FILE).items() if value is not None}
+    given = checkpoint.read_json(FILE)
     for name, neutral in NEUTRAL.items():
         if name in given and given[name] not in neutral:
             raise StartupError(f"{FILE}: {name} = {given[name]!r} changes answers and is not supported")
@@ -89,7 +90,7 @@ def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
         min_p=_number(given, "min_p", 0.0, lambda value: 0 <= value <= 1, "between 0 and 1"),
         repetition_penalty=_number(given, "repetition_penalty", 1.0, lambda value: value > 0, "above 0"),
         max_new_tokens=_whole(given, "max_new_tokens", None, least=1),
-        eos_ids=_eos_ids(given, {**checkpoint.text_config, **checkpoint.config}),
+        eos_ids=_eos_ids(given, checkpoint.config, checkpoint.text_config),
     )
 
 
@@ -100,12 +101,13 @@ def _vocab_size(config: Mapping[str, Any]) -> int:
     return size
 
 
-def _eos_ids(given: dict[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """One id or a list of ids, from generation_config.json or else from config.json."""
-    ids = given.get("eos_token_id", config.get("eos_token_id"))
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+def _eos_ids(*files: Fields) -> tuple[int, ...]:
+    """One id or a list of ids, from the first of the files' objects that has them."""
+    found = next((each for each in files if "eos_token_id" in each), files[0])
+    ids = found.get("eos_token_id", [])
+    ids = ids if isinstance(ids, list) else [ids]
     if not all(_is_whole(each) and each >= 0 for each in ids):
-        raise StartupError(f"{FILE}: eos_token_id must be token ids, got {ids!r}")
+        raise found.refusal("eos_token_id", "token ids")
     return tuple(dict.fromkeys(ids))
 
 

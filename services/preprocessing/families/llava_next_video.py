@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import Grid, SizePx
-from framesieve.services.preprocessing.layouts.processors import check_processors, placeholders_of
+from framesieve.services.preprocessing.layouts.processors import SQUARE, check_processors, placeholders_of, size_of
 from framesieve.services.preprocessing.layouts.tiles import TiledFamily
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -36,10 +36,11 @@ class LlavaNextVideo(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision = config.get("vision_config") or {}
+        vision = config.part("vision_config")
         check_processors(checkpoint)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
-            sizes = {(settings.get("size") or {}).get("shortest_edge"), *(settings.get("crop_size") or {}).values()}
+            size, crop = size_of(settings, ["shortest_edge"]), size_of(settings, SQUARE, "crop_size")
+            sizes = {size.get("shortest_edge"), *crop.values()}
             if sizes != {vision.get("image_size")}:
                 raise StartupError(
                     f"the {name} processor's size and crop_size are {sizes}, vision_config's {vision.get('image_size')}"
@@ -48,12 +49,12 @@ class LlavaNextVideo(TiledFamily):
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
         return cls(
             placeholders=placeholders_of(checkpoint),
-            token_px=int(field_of(config, "vision_config", "patch_size")),
+            token_px=config.part("vision_config").whole("patch_size"),
             frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1),
             fixed_tokens=True,
             anyres=AnyRes.of(config, None),
-            newline=int(field_of(config, "text_config", "vocab_size")),
-            stride=int(config.get("spatial_pool_stride", 2)),
+            newline=config.part("text_config").whole("vocab_size"),
+            stride=config.whole("spatial_pool_stride", 2),
         )
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:

@@ -16,10 +16,15 @@ import math
 from dataclasses import dataclass
 
 from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid
-from framesieve.services.preprocessing.layouts.processors import background_of, check_processors, placeholders_of
+from framesieve.services.preprocessing.layouts.processors import (
+    background_of,
+    check_processors,
+    placeholders_of,
+    size_of,
+)
 from framesieve.services.preprocessing.layouts.tiles import TiledFamily
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -40,10 +45,10 @@ class LlavaOnevision(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaOnevision:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision = config.get("vision_config") or {}
+        vision = config.part("vision_config")
         check_processors(checkpoint)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
-            size = settings.get("size") or {}
+            size = size_of(settings, ["shortest_edge"])
             if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
                 raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
         aspect = config.get("vision_aspect_ratio", f"{_ANYRES}9")
@@ -53,11 +58,11 @@ class LlavaOnevision(TiledFamily):
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
         return cls(
             placeholders=placeholders_of(checkpoint),
-            token_px=int(field_of(config, "vision_config", "patch_size")),
+            token_px=config.part("vision_config").whole("patch_size"),
             frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
             anyres=AnyRes.of(config, int(aspect.removeprefix(_ANYRES))),
-            newline=int(field_of(config, "text_config", "vocab_size")),
+            newline=config.part("text_config").whole("vocab_size"),
             background=background_of(image),
         )
 

@@ -43,7 +43,7 @@ class VideoLlama3(Family):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> VideoLlama3:
         """Raises StartupError for settings that are not supported or contradict each other."""
-        patch_px = int((checkpoint.config.get("vision_config") or {}).get("patch_size", _PATCH_PX))
+        patch_px = checkpoint.config.part("vision_config").whole("patch_size", _PATCH_PX)
         image, video = checkpoint.processor("image"), checkpoint.processor("video")
         check_processors(checkpoint, temporal_patch_size=1, num_frames=None)
         _check("image", image, patch_size=patch_px, merge_size=1)
@@ -58,9 +58,9 @@ class VideoLlama3(Family):
             image_budget=budget_of(image, patch_px, _IMAGE_SIZE, old_names=True),
             video_budget=budget_of(video, _MERGE * patch_px, _VIDEO_SIZE, old_names=True),
             frame_bounds=FrameBounds(
-                fps=float(video.get("fps") or _FPS),
-                min_frames=int(video.get("min_frames") or _MIN_FRAMES),
-                max_frames=int(video.get("max_frames") or _MAX_FRAMES),
+                fps=video.number("fps", _FPS),
+                min_frames=video.whole("min_frames", _MIN_FRAMES),
+                max_frames=video.whole("max_frames", _MAX_FRAMES),
                 temporal_patch=1,
             ),
         )

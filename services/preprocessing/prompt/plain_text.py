@@ -36,14 +36,14 @@ class PlainText:
         if not contents:
             raise StartupError(f"{self.path} does not exist")
         self.control = _control_tokens(contents, str(self.path))
-        plain = contents | {"added_tokens": [], "post_processor": None}
+        plain = {**contents.written, "added_tokens": [], "post_processor": None}
         self._first = Tokenizer.from_str(json.dumps(plain))
         self._later = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
         self._large = threading.Lock()
         spellable = [token for token, token_id in self.control.items() if token_id in _encoded(token, self._later)]
         if spellable:
             raise StartupError(f"{self.path}: ordinary text can spell the control tokens {', '.join(spellable)}")
-        self.prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(self.path))
+        self.prefix = _prefix(Tokenizer.from_file(str(self.path)), str(self.path))
 
     def ids(self, text: str, *, first: bool, check_cancelled: Callable[[], None]) -> list[int]:
         """The ids of a text. first: nothing comes before it.

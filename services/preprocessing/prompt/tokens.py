@@ -66,6 +66,7 @@ class ChatTokens:
         self._begin = names.get("bos_token")
         self._options = options
         self._marks = Marks({*self._control, *placeholders.values()})
+        sources = chat_templates(checkpoint)
         templates = [
             ChatTemplate(
                 source.text,
@@ -74,9 +75,9 @@ class ChatTokens:
                 takes_parts=source.takes_parts and joins_parts is None,
                 where=str(checkpoint.folder),
             )
-            for source in chat_templates(checkpoint)
+            for source in sources.for_tools
         ]
-        self._template = templates[0]
+        self._template = templates[sources.for_tools.index(sources.conversation)]
         self._with_tools = next((each for each in templates if each.shows_tools), None)
         self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
         self._video_text = self._marks.marked(video_text) if video_text else None
