@@ -18,9 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from framesieve.common.contract.errors import StartupError
 from framesieve.common.fields import Fields
 
 _SHRUNK_ABOVE = 1.1
+# Of LLaVA-OneVision's config: after it, the number of tiles of tokens that remain.
+_ASPECT = "anyres_max_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,14 @@ class AnyRes:
         except (TypeError, ValueError) as error:
             raise config.refusal("image_grid_pinpoints", "a list of heights and widths") from error
         return cls(tile_px, tile_px // patch_px, pinpoints, max_tiles)
+
+    @classmethod
+    def of_onevision(cls, config: Mapping[str, Any]) -> AnyRes:
+        """From a whole model's config, whose `vision_aspect_ratio` says how many tiles remain. Raises as `of`."""
+        aspect = str(config.get("vision_aspect_ratio", f"{_ASPECT}9"))
+        if not (aspect.startswith(_ASPECT) and aspect.removeprefix(_ASPECT).isdecimal()):
+            raise StartupError(f"vision_aspect_ratio {aspect!r} is not supported, only {_ASPECT}…")
+        return cls.of(config, int(aspect.removeprefix(_ASPECT)))
 
     def tiles(self, height_px: int, width_px: int) -> Tiles:
         """The tiles of a picture of this size."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
+from framesieve.common.fields import Fields, refusing
 
 DEMO_MODEL = Path(__file__).parents[1] / "framesieve-demo"
 DEMO_DRAFT = Path(__file__).parents[1] / "framesieve-demo-draft"  # the head that drafts for it
@@ -53,6 +53,9 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 # Of checkpoints that came out before transformers had their class, which reads them.
 _RENAMED = {"NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
+
+# Buffers that modules compute. Old files have them, and transformers ignores them.
+_COMPUTED = re.compile(r"(^|\.)((original_)?inv_freq|position_ids)$")
 
 T = TypeVar("T")
 
@@ -137,18 +140,22 @@ class Checkpoint:
 
         Raises StartupError, with the field, for a value that the class refuses.
         """
-        from huggingface_hub.errors import StrictDataclassError
+        import transformers
 
-        try:
-            if part is not None:
-                return config_class(**self.config.part(part).written)
-            if not without:
-                return config_class.from_pretrained(self.folder)
-            fields, _ = config_class.get_config_dict(self.folder)
-            return config_class.from_dict({name: value for name, value in fields.items() if name not in without})
-        except (StrictDataclassError, AttributeError, LookupError, TypeError, ValueError) as error:
-            why = _unknown_type(self.config) or f"{f'{part}: ' if part else ''}{' '.join(str(error).split())}"
-            raise StartupError(f"{self.folder}/config.json: {why}") from error
+        with refusing(f"{self.folder}/config.json"):
+            try:
+                if part is not None:
+                    return config_class(**self.config.part(part).written)
+                if not without:
+                    return config_class.from_pretrained(self.folder)
+                fields, _ = config_class.get_config_dict(self.folder)
+                return config_class.from_dict({name: value for name, value in fields.items() if name not in without})
+            except (KeyError, ValueError) as error:
+                for each in filter(lambda value: isinstance(value, Fields), self.config.values()):
+                    kind = str(each.get("model_type"))
+                    if kind in str(error) and kind not in transformers.CONFIG_MAPPING:
+                        raise each.refusal("model_type", "one that transformers knows") from error
+                raise
 
     def pick(self, families: Mapping[str, T]) -> T:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
@@ -208,13 +215,9 @@ class Checkpoint:
         return digest.digest()
 
 
-def _unknown_type(fields: Fields) -> str:
-    """The model type of a part of a config that transformers does not know; "" if it knows all."""
-    from transformers import CONFIG_MAPPING
-
-    parts = ((name, value.get("model_type")) for name, value in fields.items() if isinstance(value, Fields))
-    unknown = (f"{name}.model_type {kind!r}" for name, kind in parts if kind is not None and kind not in CONFIG_MAPPING)
-    return next((f"{each} is not known to transformers" for each in unknown), "")
+def is_computed(name: str) -> bool:
+    """Whether a tensor of a file is no weight."""
+    return bool(_COMPUTED.search(name))
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:

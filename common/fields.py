@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from framesieve.common.contract.errors import StartupError
@@ -60,6 +61,17 @@ class Fields(dict[str, Any]):
 
     def _read(self, name: str, value: Any) -> Any:
         return Fields(self.file, value, f"{self.path}{name}.") if isinstance(value, dict) else value
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Makes a StartupError, which begins with `where`, of an error with which transformers refuses a value."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StartupError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def _is_number(value: Any) -> bool:

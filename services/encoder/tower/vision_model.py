@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
+from framesieve.common.fields import refusing
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
@@ -69,7 +70,7 @@ def make_tower(
     the embedding alone. hidden: width of a patch inside the model. share: of its layers; None: all of them.
     Raises StartupError if the checkpoint's tower is incomplete or cannot be divided, or the attention is unavailable.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), refusing("config.json: vision_config"):
         model = model_class(config)
     cuts = divide(model.blocks, share, "blocks.") if share else {}
     stored = find_weights(checkpoint, PREFIXES)

@@ -69,7 +69,7 @@ class Llava(Family):
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
         vision = config.part("vision_config")
-        tower = vision.get("model_type", CLIP)
+        tower = str(vision.get("model_type", CLIP))
         if tower not in _SIZES:
             raise StartupError(f"vision_config.model_type {tower!r} is not supported, only {', '.join(_SIZES)}")
         check_processors(checkpoint)

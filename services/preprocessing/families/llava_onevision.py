@@ -32,8 +32,6 @@ from framesieve.services.preprocessing.video.resize import View, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
-_ANYRES = "anyres_max_"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaOnevision(TiledFamily):
@@ -51,9 +49,6 @@ class LlavaOnevision(TiledFamily):
             size = size_of(settings, ["shortest_edge"])
             if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
                 raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
-        aspect = config.get("vision_aspect_ratio", f"{_ANYRES}9")
-        if not aspect.startswith(_ANYRES):
-            raise StartupError(f"vision_aspect_ratio {aspect!r} is not supported, only {_ANYRES}…")
         if (selects := config.get("vision_feature_select_strategy", "full")) != "full":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
         return cls(
@@ -61,7 +56,7 @@ class LlavaOnevision(TiledFamily):
             token_px=config.part("vision_config").whole("patch_size"),
             frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
-            anyres=AnyRes.of(config, int(aspect.removeprefix(_ANYRES))),
+            anyres=AnyRes.of_onevision(config),
             newline=config.part("text_config").whole("vocab_size"),
             background=background_of(image),
         )
