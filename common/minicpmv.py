@@ -52,7 +52,7 @@ def queries_of(config: Mapping[str, Any]) -> int:
 
 def merged_side(config: Fields) -> int:
     """Patches per side of a token of 4.6 and 4.7. Raises StartupError for other kernels than theirs, and modes."""
-    mode = config.get("downsample_mode", "16x")
+    mode = str(config.get("downsample_mode", "16x"))
     if mode not in _MERGED_SIDES:
         raise StartupError(f"downsample_mode {mode!r} is not supported, only {', '.join(_MERGED_SIDES)}")
     vision = config.part("vision_config")

@@ -48,7 +48,7 @@ class InternVL(Family):
         vision, names = config.part("vision_config"), checkpoint.read_json("tokenizer_config.json")
         check_processors(checkpoint)
         side_px, patch_px = _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
-        if set(size_of(image, SQUARE).values()) != {side_px}:
+        if [*size_of(image, SQUARE).values()] != [side_px, side_px]:
             raise StartupError(f"the image processor's size is {image.get('size')}, vision_config's {side_px}")
         if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")

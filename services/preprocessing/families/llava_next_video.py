@@ -36,14 +36,14 @@ class LlavaNextVideo(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision = config.part("vision_config")
+        side_px = config.part("vision_config").whole("image_size")
         check_processors(checkpoint)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
             size, crop = size_of(settings, ["shortest_edge"]), size_of(settings, SQUARE, "crop_size")
-            sizes = {size.get("shortest_edge"), *crop.values()}
-            if sizes != {vision.get("image_size")}:
+            sizes = [size.get("shortest_edge"), *crop.values()]
+            if not crop or any(each != side_px for each in sizes):
                 raise StartupError(
-                    f"the {name} processor's size and crop_size are {sizes}, vision_config's {vision.get('image_size')}"
+                    f"the {name} processor's size and crop_size are {sizes}, vision_config's image_size {side_px}"
                 )
         if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")

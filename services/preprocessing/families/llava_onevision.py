@@ -43,12 +43,12 @@ class LlavaOnevision(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaOnevision:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision = config.part("vision_config")
+        side_px = config.part("vision_config").whole("image_size")
         check_processors(checkpoint)
         for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
             size = size_of(settings, ["shortest_edge"])
-            if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
-                raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
+            if [size.get("height"), size.get("width")] != [side_px, side_px]:
+                raise StartupError(f"the {name} processor's size is {size}, vision_config's image_size {side_px}")
         if (selects := config.get("vision_feature_select_strategy", "full")) != "full":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
         return cls(

@@ -53,6 +53,6 @@ def placeholders_of(checkpoint: Checkpoint) -> Mapping[Modality, str]:
     config = checkpoint.config
     added = {token["id"]: str(token["content"]) for token in checkpoint.read_json("tokenizer.json")["added_tokens"]}
     return {
-        modality: added.get(config.get(f"{modality.value}_token_index"), f"<{modality.value}>")
+        modality: added.get(config.whole(f"{modality.value}_token_index", -1, least=-1), f"<{modality.value}>")
         for modality in (Modality.IMAGE, Modality.VIDEO)
     }
