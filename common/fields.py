@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -33,11 +33,17 @@ class Fields(dict[str, Any]):
             raise self.refusal(name, f"a whole number of at least {least}")
         return int(value)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0. Raises StartupError as `whole`."""
+    def number(
+        self,
+        name: str,
+        default: float | None = None,
+        allowed: Callable[[float], bool] = lambda value: value > 0,
+        limit: str = "above 0",
+    ) -> float:
+        """A finite number. limit: says which are allowed. Raises StartupError as `whole`."""
         value = self[name] if default is None else self.get(name, default)
-        if not _is_number(value) or value <= 0:
-            raise self.refusal(name, "a number above 0")
+        if not _is_number(value) or not allowed(value):
+            raise self.refusal(name, f"a number {limit}")
         return float(value)
 
     def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> tuple[float, ...]:
