@@ -29,7 +29,7 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wa
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(LlavaOnevisionConfig)
     tower = load_projected(checkpoint, config, dtype, device, attention)
-    anyres = AnyRes.of(config.to_dict(), int(config.vision_aspect_ratio.removeprefix("anyres_max_")))
+    anyres = AnyRes.of_onevision(config.to_dict())
     return replace(tower, arrange=_Arranging(anyres))
 
 

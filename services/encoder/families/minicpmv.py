@@ -50,10 +50,10 @@ _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device, attention: Wanted) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config, version = checkpoint.config, version_of(checkpoint.config)
-    vision = SiglipVisionConfig(**(config.get("vision_config") or {}))
+    vision = checkpoint.config_as(SiglipVisionConfig, part="vision_config")
     if config.get("drop_vision_last_layer", False):
         vision.num_hidden_layers -= 1
-    queries, width = queries_of(config), int(config["hidden_size"])
+    queries, width = queries_of(config), config.whole("hidden_size")
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _MiniCPMV(vision, queries, width)

@@ -29,6 +29,7 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVi
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.fields import Fields, refusing
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import Wanted, attend_by_length, packed_attention
@@ -57,7 +58,7 @@ def load_projected(
     projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
     merge: int = 1,
     arrange: Callable[[nn.Module], Callable[[MediaPlan], Arrangement]] | None = None,
-    video: Mapping[str, Any] | None = None,
+    video: Fields | None = None,
 ) -> Tower:
     """A tower, a selection of its layers and a projector. config: of the whole model.
 
@@ -77,7 +78,7 @@ def load_projected(
     lead = int(vision.model_type in _WITH_CLASS_TOKEN)
     dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")
     vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
+    with torch.device("meta"), refusing("config.json: vision_config"):
         model = _Llava(config, projector(config))
     stored = _find(checkpoint, model)
     runs_in = choose_dtype(stored, dtype, device, f"{vision.model_type} towers overflow it")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
+from framesieve.common.fields import refusing
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import VARLEN, Wanted, attend_by_length, find_attention
@@ -37,11 +38,10 @@ _PRODUCTS = (nn.Linear, nn.Conv2d)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
-    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent."""
-    vision = checkpoint.config.get("vision_config")
-    if not isinstance(vision, dict):
+    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent or malformed."""
+    if not checkpoint.config.part("vision_config"):
         raise StartupError(f"{checkpoint.folder}/config.json has no vision_config")
-    config = config_class(**vision)
+    config = checkpoint.config_as(config_class, part="vision_config")
     config._attn_implementation = "sdpa"
     return config
 
@@ -70,7 +70,7 @@ def make_tower(
     the embedding alone. hidden: width of a patch inside the model. share: of its layers; None: all of them.
     Raises StartupError if the checkpoint's tower is incomplete or cannot be divided, or the attention is unavailable.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), refusing("config.json: vision_config"):
         model = model_class(config)
     cuts = divide(model.blocks, share, "blocks.") if share else {}
     stored = find_weights(checkpoint, PREFIXES)

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import Checkpoint, is_computed
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.device import TORCH_DTYPES, multiplies_bfloat16, name_of
 
@@ -39,7 +39,7 @@ def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, S
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 prefix = next((each for each in prefixes if name.startswith(each)), None)
-                if prefix is not None:
+                if prefix is not None and not is_computed(name):
                     stored = Stored(path, name, file.get_slice(name).get_dtype())
                     found[prefix][name.removeprefix(prefix)] = stored
     return next((weights for weights in found.values() if weights), {})

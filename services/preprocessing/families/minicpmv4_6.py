@@ -20,7 +20,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid, Modality, SizePx
 from framesieve.common.minicpmv import merged_side
@@ -66,19 +66,19 @@ class MiniCPMV46(Family):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV46:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image, video = checkpoint.config, checkpoint.processor("image"), checkpoint.processor("video")
-        patch_px = int(field_of(config, "vision_config", "patch_size"))
+        patch_px = config.part("vision_config").whole("patch_size")
         token_px = patch_px * merged_side(config)
         mode = str(config.get("downsample_mode", "16x"))
         check_processors(checkpoint, downsample_mode=mode, patch_size=patch_px, stack_frames=1, do_sample_frames=True)
         has_canvas, names = checkpoint.model_type == _CANVAS, _NAMES | named_tokens(checkpoint)
-        most = int(image.get("max_slice_nums", 9)) if image.get("slice_mode", True) else 1
+        most = image.whole("max_slice_nums", 9) if image.get("slice_mode", True) else 1
         return cls(
             placeholders={Modality.IMAGE: names["image_token"], Modality.VIDEO: names["video_token"]},
             token_px=token_px,
-            frame_bounds=FrameBounds(1.0, 1, int(video.get("max_num_frames", 128)), temporal_patch=1),
-            canvas_markers=tuple(int(field_of(config, name)) for name in _MARKERS) if has_canvas else (),
-            pictures=Slicing(int(image.get("scale_resolution", 448)), most, token_px),
-            frames=Slicing(int(video.get("scale_resolution", 448)), 1, token_px),
+            frame_bounds=FrameBounds(1.0, 1, video.whole("max_num_frames", 128), temporal_patch=1),
+            canvas_markers=tuple(config.whole(name, least=0) for name in _MARKERS) if has_canvas else (),
+            pictures=Slicing(image.whole("scale_resolution", 448), most, token_px),
+            frames=Slicing(video.whole("scale_resolution", 448), 1, token_px),
             numbers_images=bool(image.get("use_image_id", True)),
             names=names,
         )

@@ -14,6 +14,7 @@ from typing import Any, Self
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.common.fields import Fields
 from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
 from framesieve.services.preprocessing.prompt.layout import ImageLayout
@@ -65,10 +66,10 @@ class QwenVL(Family):
 
         Raises StartupError for unsupported or conflicting ones.
         """
-        vision = checkpoint.config.get("vision_config") or {}
-        patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
+        vision = checkpoint.config.part("vision_config")
+        patch, merge = vision.whole("patch_size", defaults.patch_px), vision.whole("spatial_merge_size", 2)
         image_merge = defaults.image_merge or merge
-        temporal = int(vision.get("temporal_patch_size", defaults.temporal_patch))
+        temporal = vision.whole("temporal_patch_size", defaults.temporal_patch)
         image = checkpoint.processor("image")
         video = checkpoint.processor("video") or image
         check_processors(checkpoint, **defaults.only)
@@ -81,13 +82,13 @@ class QwenVL(Family):
             "token_px": patch * merge,
             "image_budget": _budget(image, patch * image_merge, defaults.image_size, "image" in defaults.old_names),
             "video_budget": _budget(video, patch * merge, defaults.size, "video" in defaults.old_names),
-            "max_video_tokens": int(video.get("max_video_tokens") or defaults.max_tokens)
+            "max_video_tokens": video.whole("max_video_tokens", defaults.max_tokens)
             if defaults.max_tokens and video.get("cap_pixels_per_frame")
             else None,
             "frame_bounds": FrameBounds(
-                fps=float(video.get("fps") or defaults.fps),
-                min_frames=int(video.get("min_frames") or _MIN_FRAMES),
-                max_frames=int(video.get("max_frames") or defaults.max_frames),
+                fps=video.number("fps", defaults.fps),
+                min_frames=video.whole("min_frames", _MIN_FRAMES),
+                max_frames=video.whole("max_frames", defaults.max_frames),
                 temporal_patch=temporal,
             ),
         }
@@ -126,12 +127,14 @@ def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
     return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
 
 
-def _budget(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
-    """The budget in a processor's settings or in `defaults`. old_names: min_pixels and max_pixels override the size."""
-    size = settings.get("size") or defaults
-    old = settings if old_names else {}
-    return PixelBudget(
-        factor_px=factor_px,
-        min_px=int(old.get("min_pixels") or size["shortest_edge"]),
-        max_px=int(old.get("max_pixels") or size["longest_edge"]),
+def _budget(settings: Fields, factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+    """The budget in a processor's settings or in `defaults`. old_names: min_pixels and max_pixels override the size.
+
+    Raises StartupError for a size of other fields.
+    """
+    size = settings.part("size") if "size" in settings else Fields(settings.file, defaults, "size.")
+    least, most = (
+        settings.whole(old) if old_names and old in settings else size.whole(name)
+        for old, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     )
+    return PixelBudget(factor_px=factor_px, min_px=least, max_px=most)

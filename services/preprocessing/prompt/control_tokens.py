@@ -37,10 +37,10 @@ def named_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 def control_tokens(checkpoint: Checkpoint, templates: Iterable[str], markers: Iterable[str]) -> dict[str, int]:
     """The ids of the control tokens. templates: texts of the chat templates. markers: what the family writes."""
     settings = _settings(checkpoint)
-    added = {each["content"]: each for each in checkpoint.read_json("tokenizer.json").get("added_tokens") or []}
+    added = {each["content"]: each for each in checkpoint.read_json("tokenizer.json").get("added_tokens", [])}
     marks = Marks(added)
     listed = (settings[name] for name in _LISTS if isinstance(settings.get(name), list))
-    described = [*added.values(), *(settings.get("added_tokens_decoder") or {}).values()]
+    described = [*added.values(), *settings.get("added_tokens_decoder", {}).values()]
     configs = (checkpoint.config, checkpoint.text_config, checkpoint.read_json("generation_config.json"))
     ids = [token_id for config in configs for token_id in _ids(config)]
     control = {

@@ -36,19 +36,19 @@ class PlainText:
         contents = checkpoint.read_json(self.path.name)
         if not contents:
             raise StartupError(f"{self.path} does not exist")
-        added = [token | {"special": token["content"] in control} for token in contents.get("added_tokens") or []]
+        added = [token | {"special": token["content"] in control} for token in contents.get("added_tokens", [])]
         for token in added:
             if token["special"] and any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
                 what = f"the control token {token['content']!r} strips or needs whole words"
                 raise StartupError(f"{self.path}: {what}: not supported")
-        plain = contents | {"added_tokens": added, "post_processor": None}
+        plain = {**contents.written, "added_tokens": added, "post_processor": None}
         self._first = _without_special(plain)
         self._later = _without_special(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])})
         self._large = threading.Lock()
         spellable = [token for token, token_id in control.items() if token_id in _encoded(token, self._later)]
         if spellable:
             raise StartupError(f"{self.path}: ordinary text can spell the control tokens {', '.join(spellable)}")
-        self.prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(self.path))
+        self.prefix = _prefix(Tokenizer.from_file(str(self.path)), str(self.path))
 
     def ids(self, text: str, *, first: bool, check_cancelled: Callable[[], None]) -> list[int]:
         """The ids of a text. first: nothing comes before it.

@@ -55,7 +55,7 @@ class ChatTokens:
     ) -> None:
         sources = chat_templates(checkpoint)
         markers = (*markers, *placeholders.values(), pad or "", video_text or "")
-        self._control = control_tokens(checkpoint, [source.text for source in sources], markers)
+        self._control = control_tokens(checkpoint, [source.text for source in sources.for_tools], markers)
         self._text = PlainText(checkpoint, self._control)
         wanted = [pad] if pad else placeholders.values()
         missing = [token for token in wanted if token not in self._control]
@@ -76,9 +76,9 @@ class ChatTokens:
                 takes_parts=source.takes_parts and joins_parts is None,
                 where=str(checkpoint.folder),
             )
-            for source in sources
+            for source in sources.for_tools
         ]
-        self._template = templates[0]
+        self._template = templates[sources.for_tools.index(sources.conversation)]
         self._with_tools = next((each for each in templates if each.shows_tools), None)
         self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
         self._video_text = self._marks.marked(video_text) if video_text else None
