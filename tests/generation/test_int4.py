@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -258,6 +259,8 @@ def test_loading_holds_packed_layers_and_one_file(tmp_path: Path) -> None:
     of_file.append({name: each for name, each in weights.items() if "layers." not in name})
     for number, held in enumerate(of_file):
         save_file(held, folder / f"{number}-of-{len(of_file)}.safetensors", metadata={"format": "pt"})
+    index = {name: f"{number}-of-{len(of_file)}.safetensors" for number, held in enumerate(of_file) for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     largest = max(sum(each.nbytes for each in held.values()) for held in of_file)
     whole = sum(each.nbytes for each in weights.values())
     found = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True)
