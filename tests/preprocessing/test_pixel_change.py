@@ -109,3 +109,10 @@ def test_a_slice_of_one_frame_equals_one_in_which_it_is_repeated() -> None:
     frame = np.random.default_rng(0).integers(0, 256, (1, 56, 84, 3), dtype=np.uint8)
     changes = change(block_means(frame, 28), block_means(np.repeat(frame, 2, axis=0), 28))
     assert changes.tolist() == [0.0] * 6
+
+
+def test_equal_changes_go_to_the_slice_that_is_renewed_earlier() -> None:
+    """The example of docs/pruning.md: A A B B A A B B, of which two slices stay."""
+    shown = np.repeat([0, 0, 40, 40, 0, 0, 40, 40], FRAMES).astype(np.uint8)
+    frames = np.broadcast_to(shown[:, None, None, None], (shown.size, 28, 28, 3))
+    assert chosen_of(frames, Grid(8, 1, 1), Pruning(0.68, "pixel_change")) == [0, 4]
