@@ -115,4 +115,4 @@ def test_equal_changes_go_to_the_slice_that_is_renewed_earlier() -> None:
     """The example of docs/pruning.md: A A B B A A B B, of which two slices stay."""
     shown = np.repeat([0, 0, 40, 40, 0, 0, 40, 40], FRAMES).astype(np.uint8)
     frames = np.broadcast_to(shown[:, None, None, None], (shown.size, 28, 28, 3))
-    assert chosen_of(frames, Grid(8, 1, 1), Pruning(0.68, "pixel_change")) == [0, 4]
+    assert chosen_of(frames, Grid(8, 1, 1), Pruning(0.68, "pixel_change"), held=8, repaired=0) == [0, 4]
