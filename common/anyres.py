@@ -14,13 +14,16 @@ Sources: LLaVA-OneVision, arXiv 2408.03326; `select_best_resolution`, `get_patch
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from framesieve.common.checkpoint import field_of
+from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 
 _SHRUNK_ABOVE = 1.1
+# Of LLaVA-OneVision's config: after it, the number of tiles of tokens that remain.
+_ASPECT = "anyres_max_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,23 @@ class AnyRes:
     max_tiles: int | None
 
     @classmethod
-    def of(cls, config: Any, max_tiles: int | None) -> AnyRes:
-        """From a whole model's config. Raises StartupError for a field that it lacks."""
-        tile_px, patch_px = (int(field_of(config, "vision_config", name)) for name in ("image_size", "patch_size"))
-        pinpoints = tuple((int(height), int(width)) for height, width in field_of(config, "image_grid_pinpoints"))
+    def of(cls, whole: Mapping[str, Any], max_tiles: int | None) -> AnyRes:
+        """From a whole model's config. Raises StartupError for a field that it lacks, or that has another form."""
+        config = Fields("config.json", whole)
+        tile_px, patch_px = (config.part("vision_config").whole(name) for name in ("image_size", "patch_size"))
+        try:
+            pinpoints = tuple((int(height), int(width)) for height, width in config["image_grid_pinpoints"])
+        except (TypeError, ValueError) as error:
+            raise config.refusal("image_grid_pinpoints", "a list of heights and widths") from error
         return cls(tile_px, tile_px // patch_px, pinpoints, max_tiles)
+
+    @classmethod
+    def of_onevision(cls, config: Mapping[str, Any]) -> AnyRes:
+        """From a whole model's config, whose `vision_aspect_ratio` says how many tiles remain. Raises as `of`."""
+        aspect = str(config.get("vision_aspect_ratio", f"{_ASPECT}9"))
+        if not (aspect.startswith(_ASPECT) and aspect.removeprefix(_ASPECT).isdecimal()):
+            raise StartupError(f"vision_aspect_ratio {aspect!r} is not supported, only {_ASPECT}…")
+        return cls.of(config, int(aspect.removeprefix(_ASPECT)))
 
     def tiles(self, height_px: int, width_px: int) -> Tiles:
         """The tiles of a picture of this size."""

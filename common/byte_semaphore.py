@@ -59,6 +59,12 @@ class ByteSemaphore:
             self._admit()
             raise
 
+    def try_reserve(self, size_bytes: int) -> bool:
+        """Holds bytes until `release` if they are free and nothing waits for them, and never waits itself."""
+        fits = not self._waiting and self.held_bytes + size_bytes <= self.size_bytes
+        self.held_bytes += size_bytes if fits else 0
+        return fits
+
     def release(self, size_bytes: int) -> None:
         self.held_bytes -= size_bytes
         assert self.held_bytes >= 0, "released twice"

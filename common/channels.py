@@ -40,6 +40,9 @@ from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 
 REQUEST_ID_KEY = "x-request-id"
 MEDIA_KEY = "x-first-media"  # see `affinity`
+# In the metadata that end a refused call: the process that refused it, and gRPC's word for a refusal that is final.
+REPLICA_KEY = "x-replica"
+DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
 
 # The default of services, see --max-inline-bytes.
 MAX_RECEIVE_BYTES = MAX_INLINE_BYTES + REQUEST_OVERHEAD_BYTES
@@ -59,7 +62,7 @@ BACKOFF_S = 0.1
 # gRPC retries a call by itself until its first response. In the retry budget a failure costs 1 and a success returns
 # 0.1: a burst of 200 retries, then one per ten calls. The waits add up to 0.3 s ± 20 %, so callers learn of a failure
 # within a second.
-_SERVICE_CONFIG = {
+_SERVICE_CONFIG: dict[str, Any] = {
     "healthCheckConfig": {"serviceName": ""},
     "methodConfig": [
         {
@@ -74,6 +77,13 @@ _SERVICE_CONFIG = {
         }
     ],
     "retryThrottling": {"maxTokens": 400, "tokenRatio": 0.1},
+}
+# With the key of an attempt a retry of gRPC's own would meet the same replica: see `retries`.
+_RETRIED_BY_CALLERS = {
+    "name": [
+        {"service": "framesieve.v1.EncoderService", "method": "Encode"},
+        {"service": "framesieve.v1.GenerationService", "method": "Generate"},
+    ]
 }
 _ROTATING: dict[str, Any] = {"round_robin": {}}
 # Each replica has 4096 / replicas places on the ring: shares differ by 3 % among three replicas, by 11 % among fifty.
@@ -128,7 +138,8 @@ def open_channel(
     by_media: calls with the same MEDIA_KEY go to the same replica, those without one to any. Otherwise, and where the
         installed gRPC cannot do this, the replicas are called in turn.
     A call that fails with UNAVAILABLE before its first response is retried, on another replica if there is one and the
-    replica that failed is lost or reports NOT_SERVING. The channel reconnects within a second once a replica is back.
+    replica that failed is lost or reports NOT_SERVING. Not so Encode and Generate `by_media`: their callers do that, by
+    `retries`. The channel reconnects within a second once a replica is back.
     Raises StartupError for an address of another form, and where a token would cross a network in plain text.
     """
     tls = credentials.for_channel(address)
@@ -138,12 +149,32 @@ def open_channel(
     return grpc.aio.secure_channel(_target(address), tls, options)
 
 
+class Reach:
+    """Whether a replica behind each of several channels is SERVING.
+
+    It asks for the channels' states and makes no calls, which would use up the budget for retries while a replica is
+    away. So they must not be `by_media`: such channels connect when they are called.
+    """
+
+    def __init__(self, *channels: grpc.aio.Channel) -> None:
+        self._reached = dict.fromkeys(channels, False)
+
+    def __call__(self) -> bool:
+        for channel in self._reached:
+            state = channel.get_state(try_to_connect=True)
+            if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+                self._reached[channel] = state is grpc.ChannelConnectivity.READY  # in others it connects, or again
+        return all(self._reached.values())
+
+
 def _service_config(by_media: bool) -> str:
-    policies = [_ROTATING]
+    policies, methods = [_ROTATING], _SERVICE_CONFIG["methodConfig"]
     if by_media:
         os.environ[_RING_BY_HEADER] = "true"  # gRPC reads it with the configuration, and ignores the header without it
         policies.insert(0, _BY_MEDIA)
-    return json.dumps({"loadBalancingConfig": policies, **_SERVICE_CONFIG})  # the first policy that gRPC knows
+        methods = [*methods, _RETRIED_BY_CALLERS]
+    # The first policy that gRPC knows.
+    return json.dumps({**_SERVICE_CONFIG, "loadBalancingConfig": policies, "methodConfig": methods})
 
 
 def _target(address: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields, refusing
 
 DEMO_MODEL = Path(__file__).parents[1] / "framesieve-demo"
 DEMO_DRAFT = Path(__file__).parents[1] / "framesieve-demo-draft"  # the head that drafts for it
@@ -36,7 +37,13 @@ _TEXT_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-_INDEX = "model.safetensors.index.json"
+# Templates besides the default, by name: tool_use.jinja.
+TEMPLATES = "additional_chat_templates"
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_DOWNLOADED = [*_TEXT_FILES, _INDEX, f"{TEMPLATES}/*.jinja", "*.safetensors"]
+# Copies of the weights in the layout of other code.
+_NOT_DOWNLOADED = ["consolidated*", "original/*"]
+DRAFTS = "--draft-model"
 _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 # How Hugging Face's cache names the folders of a repository: its names hold no "--".
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[^/]+")
@@ -47,6 +54,9 @@ _MAX_HEADER_BYTES = 100 * 2**20
 # Of checkpoints that came out before transformers had their class, which reads them.
 _RENAMED = {"NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
 
+# Buffers that modules compute. Old files have them, and transformers ignores them.
+_COMPUTED = re.compile(r"(^|\.)((original_)?inv_freq|position_ids)$")
+
 T = TypeVar("T")
 
 
@@ -54,6 +64,7 @@ T = TypeVar("T")
 class Checkpoint:
     """A folder with config.json, safetensors files and a tokenizer. option: the flag that names it.
 
+    Of the weights those are read that transformers reads; by DRAFTS all in the folder, whatever the files are called.
     Raises StartupError, with what to do, for a folder that is not a checkpoint or lacks a part of one: a file that its
     index names, the end of a file, or the content of a Git LFS pointer.
     """
@@ -74,7 +85,10 @@ class Checkpoint:
             _refuse_pointer(path, _read(path, len(_LFS_POINTER)))
         self._check_index()
         if not self.weight_files:
-            raise StartupError(f"{self.option} {self.folder} is not a checkpoint: it has no .safetensors file")
+            raise StartupError(
+                f"{self.option} {self.folder} is not a checkpoint: it has no .safetensors file that belongs to "
+                f"it: {_WEIGHTS}, or one that {_INDEX} names"
+            )
         for path in self.weight_files:
             _check_size(path)
 
@@ -86,8 +100,7 @@ class Checkpoint:
         return _cached(str(model), option) or cls(_downloaded(str(model), option), option)
 
     def _check_index(self) -> None:
-        named = self.read_json(_INDEX).get("weight_map", {})
-        missing = sorted(name for name in set(named.values()) if not (self.folder / name).is_file())
+        missing = [name for name in self._indexed if not (self.folder / name).is_file()]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise StartupError(
@@ -95,8 +108,14 @@ class Checkpoint:
                 f"again"
             )
 
+    @property
+    def _indexed(self) -> list[str]:
+        """The files that the index names; none without one."""
+        named = self.read_json(_INDEX).part("weight_map").values()
+        return sorted(set(map(str, named)))
+
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Fields:
         return self.read_json("config.json")
 
     @property
@@ -112,25 +131,31 @@ class Checkpoint:
         return _RENAMED.get(name, name)
 
     @property
-    def text_config(self) -> Mapping[str, Any]:
+    def text_config(self) -> Fields:
         """The language model's part of config.json, which NVIDIA's own code names llm_config; empty if it has none."""
-        config = self.config
-        return config.get("text_config") or config.get("llm_config") or {}
+        return self.config.part("text_config") or self.config.part("llm_config")
 
-    def config_as(self, config_class: Any, without: Sequence[str] = ()) -> Any:
-        """config.json as transformers' config class. without: fields that are left out.
+    def config_as(self, config_class: Any, without: Sequence[str] = (), part: str | None = None) -> Any:
+        """config.json, or an object in it, as transformers' config class. without: fields that are left out.
 
-        Raises StartupError, with the field, for a value it refuses.
+        Raises StartupError, with the field, for a value that the class refuses.
         """
-        from huggingface_hub.errors import StrictDataclassError
+        import transformers
 
-        try:
-            if not without:
-                return config_class.from_pretrained(self.folder)
-            fields, _ = config_class.get_config_dict(self.folder)
-            return config_class.from_dict({name: value for name, value in fields.items() if name not in without})
-        except StrictDataclassError as error:
-            raise StartupError(f"{self.folder}/config.json: {' '.join(str(error).split())}") from error
+        with refusing(f"{self.folder}/config.json"):
+            try:
+                if part is not None:
+                    return config_class(**self.config.part(part).written)
+                if not without:
+                    return config_class.from_pretrained(self.folder)
+                fields, _ = config_class.get_config_dict(self.folder)
+                return config_class.from_dict({name: value for name, value in fields.items() if name not in without})
+            except (KeyError, ValueError) as error:
+                for each in filter(lambda value: isinstance(value, Fields), self.config.values()):
+                    kind = str(each.get("model_type"))
+                    if kind in str(error) and kind not in transformers.CONFIG_MAPPING:
+                        raise each.refusal("model_type", "one that transformers knows") from error
+                raise
 
     def pick(self, families: Mapping[str, T]) -> T:
         """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
@@ -143,42 +168,46 @@ class Checkpoint:
 
     @property
     def _text_files(self) -> list[Path]:
-        return [path for name in (*_TEXT_FILES, _INDEX) if (path := self.folder / name).is_file()]
+        named = [path for name in (*_TEXT_FILES, _INDEX) if (path := self.folder / name).is_file()]
+        return [*named, *self.templates.values()]
+
+    @property
+    def templates(self) -> Mapping[str, Path]:
+        """The files of chat templates besides the default, by the template's name."""
+        return {path.stem: path for path in sorted((self.folder / TEMPLATES).glob("*.jinja"))}
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """Those in the folder, and those in folders below it that its index names."""
-        named = self.read_json(_INDEX).get("weight_map", {}).values()
-        below = (path for name in named if (path := self.folder / name).is_file())
-        return tuple(sorted({*self.folder.glob("*.safetensors"), *below}))
+        """Those that the index names; without an index model.safetensors."""
+        if self.option == DRAFTS:
+            return tuple(sorted(self.folder.glob("*.safetensors")))
+        return tuple(path for name in self._indexed or [_WEIGHTS] if (path := self.folder / name).is_file())
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> Fields:
         """Contents of one of its JSON files; empty if the file is missing. Raises StartupError for malformed JSON."""
         path = self.folder / name
         if not path.is_file():
-            return {}
+            return Fields(name, {})
         try:
             contents = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise StartupError(f"{path} is not JSON: {error}") from error
         if not isinstance(contents, dict):
             raise StartupError(f"{path} must hold a JSON object, it holds a {type(contents).__name__}")
-        return contents
+        return Fields(name, contents)
 
-    def processor(self, kind: Literal["image", "video"]) -> Mapping[str, Any]:
+    def processor(self, kind: Literal["image", "video"]) -> Fields:
         """Settings of its image or video processor, from the file that transformers would read; empty without one."""
         file = {"image": "preprocessor_config.json", "video": "video_preprocessor_config.json"}[kind]
-        own: Mapping[str, Any] | None = self.read_json("processor_config.json").get(f"{kind}_processor")
-        return own or self.read_json(file)
+        return self.read_json("processor_config.json").part(f"{kind}_processor") or self.read_json(file)
 
     @cached_property
     def fingerprint(self) -> bytes:
         """sha256 (32 bytes) over everything that affects outputs. Weights enter by their headers and samples."""
         digest = hashlib.sha256(b"framesieve checkpoint v1")
-        for name in _TEXT_FILES:
-            if (self.folder / name).is_file():
-                _add(digest, name.encode())
-                _add(digest, (self.folder / name).read_bytes())
+        for path in self._text_files:
+            _add(digest, path.name.encode())
+            _add(digest, path.read_bytes())
         for path in self.weight_files:
             _add(digest, path.name.encode())
             for sample in _weight_samples(path):
@@ -186,14 +215,9 @@ class Checkpoint:
         return digest.digest()
 
 
-def field_of(config: Mapping[str, Any], *path: str) -> Any:
-    """The value of a field of config.json. Raises StartupError if it is absent or null."""
-    value: Any = config
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    if value is None:
-        raise StartupError(f"config.json lacks {'.'.join(path)}")
-    return value
+def is_computed(name: str) -> bool:
+    """Whether a tensor of a file is no weight."""
+    return bool(_COMPUTED.search(name))
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:
@@ -269,7 +293,7 @@ def _downloaded(repository: str, option: str) -> Path:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=[*_TEXT_FILES, _INDEX, "*.safetensors"]))
+        return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED))
     except RepositoryNotFoundError as error:
         raise StartupError(
             f"{option} {repository} is neither a folder nor a Hugging Face repository that this user may read"

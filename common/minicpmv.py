@@ -8,6 +8,7 @@ from typing import Any
 
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS, NONE, VCAST, VIDCOM2
+from framesieve.common.fields import Fields
 
 # Tokens of a picture of each version that is supported, where the config does not say.
 _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}
@@ -46,15 +47,15 @@ def version_of(config: Mapping[str, Any]) -> str:
 def queries_of(config: Mapping[str, Any]) -> int:
     """Tokens of each picture. Raises StartupError as `version_of`."""
     published = _QUERIES[version_of(config)]
-    return int(config.get("query_num") or published)
+    return Fields("config.json", config).whole("query_num", published)
 
 
-def merged_side(config: Mapping[str, Any]) -> int:
+def merged_side(config: Fields) -> int:
     """Patches per side of a token of 4.6 and 4.7. Raises StartupError for other kernels than theirs, and modes."""
-    mode = config.get("downsample_mode", "16x")
+    mode = str(config.get("downsample_mode", "16x"))
     if mode not in _MERGED_SIDES:
         raise StartupError(f"downsample_mode {mode!r} is not supported, only {', '.join(_MERGED_SIDES)}")
-    vision = config.get("vision_config") or {}
+    vision = config.part("vision_config")
     for name, value, only in (
         ("merge_kernel_size", config.get("merge_kernel_size", [2, 2]), [2, 2]),
         ("merger_times", config.get("merger_times", 1), 1),

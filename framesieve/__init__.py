@@ -12,6 +12,7 @@ The names of `framesieve.client` are loaded on first use (PEP 562): the services
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import ismodule
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
-        client = import_module("framesieve.client")
-        if name in client.__all__:
-            return getattr(client, name)
+    if not name.startswith("_") and name in _exported():
+        return getattr(import_module("framesieve.client"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *import_module("framesieve.client").__all__]
+    return [*globals(), *_exported()]
+
+
+def _exported() -> list[str]:
+    """The names of `framesieve.client`, without those of its modules."""
+    names = vars(import_module("framesieve.client")).items()
+    return [name for name, value in names if not name.startswith("_") and not ismodule(value)]

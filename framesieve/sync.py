@@ -16,7 +16,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -92,12 +91,7 @@ class FramesieveClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _entered(self, options: LiveOptions) -> watching.LiveSession:

@@ -109,8 +109,8 @@ class PublishedEmbeddings(Idefics2VisionEmbeddings):
         side = self.num_patches_per_side
         borders = torch.arange(1 / side, 1.0, 1 / side)
         row, column = (
-            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / length), borders, right=True)
-            for length in patch_attention_mask.shape[1:]
+            torch.bucketize(torch.arange(0, 1 - 1e-6, (1 / length).item()), borders, right=True)
+            for length in (patch_attention_mask[0, :, 0].sum(), patch_attention_mask[0, 0].sum())
         )
         patches = self.patch_embedding(pixel_values).flatten(2).transpose(1, 2)
         rows: Tensor = patches + self.position_embedding((row[:, None] * side + column).flatten())

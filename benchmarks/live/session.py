@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from framesieve.common.channels import write_to
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, LiveUsage, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
@@ -37,7 +38,7 @@ class Session:
             session._call.cancel()
 
     async def send(self, **request: Any) -> None:
-        await self._call.write(LiveRequest(**request))
+        await write_to(self._call, LiveRequest(**request))
 
     async def read(self) -> LiveResponse | None:
         """The next response; None at the end of the call."""

@@ -40,18 +40,10 @@ _MAX_AGO_S = 1e9
 
 Take: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
-_DTYPE_TO_WIRE = {
-    DType.UINT8: tensor_pb2.DTYPE_UINT8,
-    DType.INT32: tensor_pb2.DTYPE_INT32,
-    DType.INT64: tensor_pb2.DTYPE_INT64,
-    DType.FLOAT16: tensor_pb2.DTYPE_FLOAT16,
-    DType.BFLOAT16: tensor_pb2.DTYPE_BFLOAT16,
-    DType.FLOAT32: tensor_pb2.DTYPE_FLOAT32,
-}
+_DTYPE_TO_WIRE: dict[DType, tensor_pb2.DType] = {each: getattr(tensor_pb2, f"DTYPE_{each.name}") for each in DType}
 _DTYPE_FROM_WIRE = {wire: dtype for dtype, wire in _DTYPE_TO_WIRE.items()}
-_MODALITY_TO_WIRE = {
-    Modality.IMAGE: prompt_pb2.MODALITY_IMAGE,
-    Modality.VIDEO: prompt_pb2.MODALITY_VIDEO,
+_MODALITY_TO_WIRE: dict[Modality, prompt_pb2.Modality] = {
+    each: getattr(prompt_pb2, f"MODALITY_{each.name}") for each in Modality
 }
 _MODALITY_FROM_WIRE = {wire: modality for modality, wire in _MODALITY_TO_WIRE.items()}
 

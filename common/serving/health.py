@@ -21,6 +21,9 @@ from grpc_health.v1 import health_pb2
 from framesieve.common.security.quotas import client_of
 
 NAME = "grpc.health.v1.Health"
+READY = "ready"
+"""The name of a service that is SERVING and reaches those that it calls. Probes ask for it that are to tell whether a
+request can be answered; channels and the supervisors of processes do not: a restart of this service would not help."""
 
 # A request is a service's name. gRPC keeps its bytes until the call ends.
 MAX_REQUEST_BYTES = 256
@@ -32,12 +35,14 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Health:
-    """The same status for each of `names`; NOT_SERVING at first. details: trailing metadata of Check."""
+    """The same status for each of `names`, and one for READY. All are NOT_SERVING at first.
+
+    details: trailing metadata of Check.
+    """
 
     def __init__(self, names: Sequence[str], details: Mapping[str, str] = MappingProxyType({})) -> None:
         self._details = tuple(details.items())
-        self._names = frozenset(names)
-        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
+        self._statuses = dict.fromkeys((*names, READY), health_pb2.HealthCheckResponse.NOT_SERVING)
         self._changed = asyncio.Event()
         self._watchers: Counter[str] = Counter()
 
@@ -55,21 +60,25 @@ class Health:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, methods),))
 
-    def set_serving(self, serving: bool) -> None:
-        """Changes the status to SERVING or NOT_SERVING. Returns at once; a task per watcher sends the change."""
-        self._status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    def set_serving(self, serving: bool, ready: bool = False) -> None:
+        """Changes the statuses to SERVING or NOT_SERVING. Returns at once; a task per watcher sends the change."""
+        yes, no = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        statuses = {name: yes if serving and (ready or name != READY) else no for name in self._statuses}
+        if statuses == self._statuses:
+            return
+        self._statuses = statuses
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _check(self, request: bytes, context: Context) -> health_pb2.HealthCheckResponse:
-        if await _service_of(request, context) not in self._names:
+        if (name := await _service_of(request, context)) not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         context.set_trailing_metadata(self._details)
-        return health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthCheckResponse(status=self._statuses[name])
 
     async def _watch(self, request: bytes, context: Context) -> None:
         """The protocol answers an unknown service with SERVICE_UNKNOWN and keeps the call open."""
-        known = await _service_of(request, context) in self._names
+        name = await _service_of(request, context)
         client = client_of(context)
         if self.watchers >= MAX_WATCHERS or self._watchers[client] >= MAX_WATCHERS_PER_CLIENT:
             await context.abort(
@@ -81,7 +90,7 @@ class Health:
             sent = None
             while True:
                 changed = self._changed
-                status = self._status if known else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+                status = self._statuses.get(name, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
                 if status != sent:
                     sent = status
                     # Written, not yielded: gRPC logs a traceback for generators whose caller disconnects unread.

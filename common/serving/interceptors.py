@@ -12,6 +12,7 @@ Layers of a call, from the outside:
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
@@ -20,7 +21,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from framesieve.common.channels import REQUEST_ID_KEY
+from framesieve.common.channels import DO_NOT_RETRY, REPLICA_KEY, REQUEST_ID_KEY
 from framesieve.common.contract.errors import (
     FramesieveError,
     InvalidRequest,
@@ -44,7 +45,7 @@ _PORTS = {
     "/framesieve.v1.EncoderService/Encode": 50052,
     "/framesieve.v1.GenerationService/Generate": 50053,
 }
-_DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")
+_REPLICA = (REPLICA_KEY, secrets.token_hex(8))
 # Time that cancelled requests get to release what they hold, at the end of a drain.
 _CANCEL_S = 1.0
 # When a caller disappears or its deadline passes, gRPC ends the request stream shortly before it cancels the handler.
@@ -261,10 +262,10 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
 
 
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
-    details: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status_details(error).SerializeToString()),)
+    details: tuple[tuple[str, str | bytes], ...] = (_REPLICA, (DETAILS_KEY, status_details(error).SerializeToString()))
     if isinstance(error, Unavailable) and error.stage != stage:
         # A service further upstream is gone, and this service has retried it: its other replicas would fail as well.
-        details = (*details, _DO_NOT_RETRY)
+        details = (*details, DO_NOT_RETRY)
     with suppress(grpc.aio.InternalError):  # the caller has disconnected
         await context.abort(grpc.StatusCode[error.status], status_message(error), trailing_metadata=details)
 

@@ -93,6 +93,7 @@ async def serve(
     broken: asyncio.Event | None = None,
     details: Mapping[str, str] | None = None,
     step: StepWatch | None = None,
+    reaches: Callable[[], bool] = lambda: True,
 ) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health reports NOT_SERVING and running requests may finish.
 
@@ -102,6 +103,7 @@ async def serve(
     broken: set when the service can never work again; it then drains as after a signal.
     details: what health says beside the status, as metadata of its answers.
     step: a step that takes too long ends the process, since nothing ends a thread that waits for a device.
+    reaches: whether the services that it calls can be reached; health reports it under the name READY.
     Returns FAILED if it was broken, CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError where
     it cannot listen on its address or its metrics port.
     """
@@ -127,7 +129,7 @@ async def serve(
         metrics_port=settings.metrics_port,
         model=str(settings.model),
     )
-    reporting = asyncio.create_task(_report_health(health, well))
+    reporting = asyncio.create_task(_report_health(health, well, reaches))
     watching = asyncio.create_task(_end_on_late_steps(health, step)) if step else None
     await _either(stopping, broken or asyncio.Event())
     log.info("draining", grace_s=settings.drain_s)
@@ -158,16 +160,16 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
             each.cancel()
 
 
-async def _report_health(health: Health, well: Callable[[], bool]) -> None:
-    """Polls `well`, updates health and the metric, and logs each change."""
+async def _report_health(health: Health, well: Callable[[], bool], reaches: Callable[[], bool]) -> None:
+    """Polls `well` and `reaches`, updates health and the metric, and logs each change of the former."""
     before: bool | None = None
     while True:
         if (now := well()) != before:
             if before is not None:
                 log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
-            health.set_serving(now)
             before = now
+        health.set_serving(now, reaches())
         await asyncio.sleep(_HEALTH_S)
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-Ask: TypeAlias = Callable[[int, float], Awaitable[None]]
+Ask: TypeAlias = Callable[[int, float], Coroutine[Any, Any, None]]
 """Sends request `number`, due at `due_s`, and returns when it is answered or has failed."""
 
 
@@ -79,8 +79,4 @@ async def open_loop(ask: Ask, arrivals: Iterable[float]) -> None:
     async with asyncio.TaskGroup() as group:
         for number, after_s in enumerate(arrivals):
             await asyncio.sleep(began_s + after_s - clock())
-            group.create_task(_asked(ask, number, began_s + after_s))
-
-
-async def _asked(ask: Ask, number: int, due_s: float) -> None:
-    await ask(number, due_s)
+            group.create_task(ask(number, began_s + after_s))

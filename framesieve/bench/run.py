@@ -205,28 +205,19 @@ async def _warm_up(run: Run, pruning: Pruning, backend: Backend) -> int:
     return len(failures)
 
 
-class LoadBar:
+class LoadBar(Progress):
     """A progress bar, if stderr is a terminal: requests done, failed and per second."""
 
     def __init__(self, extent: Extent) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counts]}"))
+        super().__init__(*columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal)
         self._extent = extent
         self._failed = 0
-        self._bars = Progress(
-            *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
-        )
-        self._task = self._bars.add_task("requests", total=extent.requests or extent.duration_s, counts="0 done")
-
-    def __enter__(self) -> LoadBar:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        self._task = self.add_task("requests", total=extent.requests or extent.duration_s, counts="0 done")
 
     def advanced(self, phase: Phase, after_s: float) -> None:
         """Counts the last record, which ended `after_s` seconds after the load began."""
         done = len(phase.records)
         self._failed += phase.records[-1].failure is not None
         counts = f"{done} done · {self._failed} failed · {done / max(after_s, 1e-9):.1f} requests/s"
-        self._bars.update(self._task, completed=done if self._extent.requests else after_s, counts=counts)
+        self.update(self._task, completed=done if self._extent.requests else after_s, counts=counts)

@@ -25,12 +25,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes.util import find_library
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -73,6 +72,7 @@ class Endpoint:
     metrics_port: int
 
 
+@dataclass(eq=False)
 class LocalStack:
     """Services on this machine, as a context manager, async or not.
 
@@ -91,29 +91,19 @@ class LocalStack:
     Raises StartupError if an address is taken, and, with the end of the log, if a service ends or is not ready in time.
     """
 
-    def __init__(
-        self,
-        model: Path | None = None,
-        *,
-        services: Sequence[str] = SERVICES,
-        media_root: Path | None = None,
-        endpoints: Mapping[str, Endpoint] | None = None,
-        flags: Mapping[str, Sequence[str]] | None = None,
-        show_logs: bool = False,
-        drain_s: float = 30.0,
-        ready_timeout_s: float | None = None,
-        report: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    model: Path | None = None
+    _: KW_ONLY
+    services: Sequence[str] = SERVICES
+    media_root: Path | None = None
+    endpoints: Mapping[str, Endpoint] | None = None
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    show_logs: bool = False
+    drain_s: float = 30.0
+    ready_timeout_s: float | None = None
+    report: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._model = model
-        self._services = tuple(services)
-        self._media_root = media_root
-        self._given = endpoints
-        self._flags = flags or {}
-        self._show_logs = show_logs
-        self._drain_s = drain_s
-        self._ready_timeout_s = ready_timeout_s
-        self._report = report
         self._endpoints: dict[str, Endpoint] = {}
         self._credentials: dict[str, Credentials] = {}
         self._cleanup = contextlib.ExitStack()
@@ -134,12 +124,12 @@ class LocalStack:
 
     @property
     def addresses(self) -> dict[str, str]:
-        return {name: self._endpoints[name].address for name in self._services}
+        return {name: self._endpoints[name].address for name in self.services}
 
     @property
     def metrics_ports(self) -> dict[str, int]:
         """Of the services, without the gateway."""
-        return {name: self._endpoints[name].metrics_port for name in self._services if name != GATEWAY}
+        return {name: self._endpoints[name].metrics_port for name in self.services if name != GATEWAY}
 
     def log(self, service: str) -> str:
         """The service's output so far; empty with show_logs."""
@@ -151,12 +141,12 @@ class LocalStack:
     def start(self) -> None:
         """Starts the services and returns when all are ready."""
         try:
-            _check_packages(self._services)
+            _check_packages(self.services)
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
-            self._endpoints = dict(self._given or _own_endpoints(self._folder))
-            if self._model:  # checked, and downloaded, once for all services
-                self._model = Checkpoint.find(self._model).folder
-            for service in self._services:
+            self._endpoints = dict(self.endpoints or _own_endpoints(self._folder))
+            if self.model:  # checked, and downloaded, once for all services
+                self.model = Checkpoint.find(self.model).folder
+            for service in self.services:
                 self._prepare(service)
             self._start_all()
         except BaseException:
@@ -186,15 +176,15 @@ class LocalStack:
             *(sys.executable, "-P", "-m", f"framesieve.services.{service}"),
             *("--listen", endpoint.address),
             *(("--metrics-port", str(endpoint.metrics_port)) if service != GATEWAY else ()),
-            *("--drain-s", str(self._drain_s)),
-            *(("--model", str(self._model)) if self._model and service != GATEWAY else ()),
-            *(("--media-root", str(self._media_root)) if self._media_root and service == "preprocessing" else ()),
+            *("--drain-s", str(self.drain_s)),
+            *(("--model", str(self.model)) if self.model and service != GATEWAY else ()),
+            *(("--media-root", str(self.media_root)) if self.media_root and service == "preprocessing" else ()),
             *(flag for name in _UPSTREAM[service] for flag in (f"--{name}", self._endpoints[name].address)),
-            *self._flags.get(service, ()),
+            *self.flags.get(service, ()),
         ]
         with contextlib.ExitStack() as stack:
             path = self._folder / f"{service}.log"
-            output = STDERR if self._show_logs else stack.enter_context(path.open("wb"))
+            output = STDERR if self.show_logs else stack.enter_context(path.open("wb"))
             return subprocess.Popen(  # noqa: S603  (not user input)
                 command,
                 stdin=subprocess.DEVNULL,
@@ -208,11 +198,11 @@ class LocalStack:
 
     def _start_all(self) -> None:
         began_s = time.monotonic()
-        for service in self._services:
+        for service in self.services:
             if service == "generation" and self._gpus("encoder") & self._gpus("generation"):
                 self._wait_until_ready(["encoder"], began_s)
             self.processes[service] = self._spawn(service)
-        self._wait_until_ready(self._services, began_s)
+        self._wait_until_ready(self.services, began_s)
 
     def _wait_until_ready(self, services: Iterable[str], began_s: float) -> None:
         """began_s: when the start began, on the monotonic clock."""
@@ -224,14 +214,14 @@ class LocalStack:
             if ended:
                 raise StartupError(f"{ended} {self._how_it_ended(ended)}")
             elapsed_s = time.monotonic() - began_s
-            if self._ready_timeout_s is not None and elapsed_s > self._ready_timeout_s:
+            if self.ready_timeout_s is not None and elapsed_s > self.ready_timeout_s:
                 raise StartupError(
-                    f"{waiting[0]} was not ready after {self._ready_timeout_s:g} s{self._log_tail(waiting[0])}"
+                    f"{waiting[0]} was not ready after {self.ready_timeout_s:g} s{self._log_tail(waiting[0])}"
                 )
             waiting = [service for service in waiting if not self._is_serving(service)]
             if waiting and elapsed_s >= (reports + 1) * REPORT_S:
                 reports = int(elapsed_s // REPORT_S)
-                self._report(f"still starting after {reports * REPORT_S:g} s: {', '.join(waiting)}")
+                self.report(f"still starting after {reports * REPORT_S:g} s: {', '.join(waiting)}")
             time.sleep(POLL_S)
 
     def _is_serving(self, service: str) -> bool:
@@ -258,7 +248,7 @@ class LocalStack:
         """What a flag of the service says, as `--name value` or `--name=value`, or its variable."""
         variable = f"FRAMESIEVE_{name.replace('-', '_').upper()}"  # which the services read in any case
         value = next((each for key, each in os.environ.items() if key.upper() == variable), "") or default
-        flags = self._flags.get(service, ())
+        flags = self.flags.get(service, ())
         for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
             given, equals, inline = flag.partition("=")
             if given == f"--{name}":
@@ -281,7 +271,7 @@ class LocalStack:
 
     def _how_it_ended(self, service: str) -> str:
         status = self.processes[service].wait()
-        if status == ExitStatus.CANNOT_START and self._show_logs:
+        if status == ExitStatus.CANNOT_START and self.show_logs:
             return "cannot start, for the reason above"
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"{how}{self._log_tail(service)}"
@@ -316,7 +306,7 @@ class LocalStack:
                 if self._at_once or _has_ended(process):
                     continue
                 os.kill(process.pid, signal.SIGTERM)
-                deadline = time.monotonic() + self._drain_s + KILL_AFTER_DRAIN_S
+                deadline = time.monotonic() + self.drain_s + KILL_AFTER_DRAIN_S
                 while not _has_ended(process) and time.monotonic() < deadline:
                     time.sleep(POLL_S)
         finally:
@@ -346,12 +336,7 @@ class LocalStack:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> Self:
@@ -366,12 +351,7 @@ class LocalStack:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.stop)
 
 

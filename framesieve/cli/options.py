@@ -101,7 +101,7 @@ class PruningFlags:
 
     pruning_rate: Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: the service's.")] = None
     method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
-    pruning_threshold: Annotated[float | None, of_media(help=THRESHOLD_HELP)] = None
+    pruning_threshold: ThresholdOption = None
 
     def options(self) -> Options:
         """Raises BadParameter as `pruning_of`."""
@@ -115,7 +115,7 @@ class FrameFlags:
 
     fps: Annotated[float | None, of_media(help="Frames to sample per second. Default: the model's.")] = None
     max_frames: Annotated[int | None, of_media(help="Maximum number of frames to sample. Default: the model's.")] = None
-    max_pixels: Annotated[int | None, of_media(help="Resize each frame or image to at most this many pixels.")] = None
+    max_pixels: MaxPixelsOption = None
     allow_truncated: Annotated[
         bool,
         of_media(

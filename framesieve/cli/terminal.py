@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from framesieve.client.answer import Accepted, Progress, Timings, Usage
@@ -25,39 +25,29 @@ _CLEARED = "\r\x1b[2K"
 stderr = Console(stderr=True, highlight=False)
 
 
-class MediaBars:
+class MediaBars(Bars):
     """Two progress bars, if stderr is a terminal that can show them: slices decoded and encoded, over all media."""
 
     def __init__(self) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
-        self._progress = Bars(
+        super().__init__(
             *columns, TimeElapsedColumn(), console=stderr, transient=True, disable=not stderr.is_interactive
         )
-        self._tasks: list[TaskID] = []
         self._seen: dict[int, Progress] = {}
-
-    def __enter__(self) -> MediaBars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._progress.stop()
 
     def accepted(self, event: Accepted) -> None:
         """Starts the bars: the number of slices is known now."""
         slices = sum(item.grid.t for item in event.usage.media)
         if slices:
-            self._tasks = [self._progress.add_task(name, total=slices) for name in ("decoding", "encoding")]
+            for name in ("decoding", "encoding"):
+                self.add_task(name, total=slices)
 
     def advanced(self, event: Progress) -> None:
         self._seen[event.media_index] = event
-        if self._tasks:
-            read, encoded = self._tasks
-            self._progress.update(read, completed=sum(each.decoded_slices for each in self._seen.values()))
-            self._progress.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
+        if self.tasks:
+            read, encoded = self.task_ids
+            self.update(read, completed=sum(each.decoded_slices for each in self._seen.values()))
+            self.update(encoded, completed=sum(each.encoded_slices for each in self._seen.values()))
 
 
 class StatusLine:

@@ -1,103 +1,53 @@
-"""The Python client: import these names from `framesieve`."""
+"""The Python client: import these names from `framesieve`. Each `as` says that a name is exported."""
 
-from framesieve.client.answer import (
-    Accepted,
-    Answer,
-    Choice,
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    MediaUsage,
-    Progress,
-    Timings,
-    Usage,
-)
-from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import Encoded, encode
-from framesieve.client.live import LiveSession
-from framesieve.client.live_events import (
-    DropReason,
-    LiveDelta,
-    LiveDropped,
-    LiveEvent,
-    LiveEvicted,
-    LiveFinished,
-    LiveRefused,
-    LiveRestarted,
-    LiveSlice,
-    LiveStream,
-    LiveUsage,
-    StreamState,
-)
-from framesieve.client.prompt import Embeds, Frames, Image, Message, Pruning, Text, Trigger, Video
-from framesieve.client.tools import Tool, ToolCall, ToolCallDelta
-from framesieve.common.contract.errors import (
-    DeadlinePassed,
-    FramesieveError,
-    InvalidRequest,
-    MediaDamaged,
-    MediaForbidden,
-    MediaRejected,
-    Overloaded,
-    PeerContract,
-    PromptTooLong,
-    StartupError,
-    Unauthenticated,
-    Unavailable,
-)
-from framesieve.common.contract.plan import Grid
-
-__all__ = [
-    "Accepted",
-    "Answer",
-    "Choice",
-    "DeadlinePassed",
-    "Delta",
-    "DropReason",
-    "Embeds",
-    "Encoded",
-    "Event",
-    "FinishReason",
-    "Finished",
-    "Frames",
-    "FramesieveClient",
-    "FramesieveError",
-    "Grid",
-    "Image",
-    "InvalidRequest",
-    "LiveDelta",
-    "LiveDropped",
-    "LiveEvent",
-    "LiveEvicted",
-    "LiveFinished",
-    "LiveRefused",
-    "LiveRestarted",
-    "LiveSession",
-    "LiveSlice",
-    "LiveStream",
-    "LiveUsage",
-    "MediaDamaged",
-    "MediaForbidden",
-    "MediaRejected",
-    "MediaUsage",
-    "Message",
-    "Overloaded",
-    "PeerContract",
-    "Progress",
-    "PromptTooLong",
-    "Pruning",
-    "StartupError",
-    "StreamState",
-    "Text",
-    "Timings",
-    "Tool",
-    "ToolCall",
-    "ToolCallDelta",
-    "Trigger",
-    "Unauthenticated",
-    "Unavailable",
-    "Usage",
-    "Video",
-    "encode",
-]
+from framesieve.client.answer import Accepted as Accepted
+from framesieve.client.answer import Answer as Answer
+from framesieve.client.answer import Choice as Choice
+from framesieve.client.answer import Delta as Delta
+from framesieve.client.answer import Event as Event
+from framesieve.client.answer import Finished as Finished
+from framesieve.client.answer import FinishReason as FinishReason
+from framesieve.client.answer import MediaUsage as MediaUsage
+from framesieve.client.answer import Progress as Progress
+from framesieve.client.answer import Timings as Timings
+from framesieve.client.answer import Usage as Usage
+from framesieve.client.client import FramesieveClient as FramesieveClient
+from framesieve.client.encoding import Encoded as Encoded
+from framesieve.client.encoding import encode as encode
+from framesieve.client.live import LiveSession as LiveSession
+from framesieve.client.live_events import DropReason as DropReason
+from framesieve.client.live_events import LiveDelta as LiveDelta
+from framesieve.client.live_events import LiveDropped as LiveDropped
+from framesieve.client.live_events import LiveEvent as LiveEvent
+from framesieve.client.live_events import LiveEvicted as LiveEvicted
+from framesieve.client.live_events import LiveFinished as LiveFinished
+from framesieve.client.live_events import LiveRefused as LiveRefused
+from framesieve.client.live_events import LiveRestarted as LiveRestarted
+from framesieve.client.live_events import LiveSlice as LiveSlice
+from framesieve.client.live_events import LiveStream as LiveStream
+from framesieve.client.live_events import LiveUsage as LiveUsage
+from framesieve.client.live_events import StreamState as StreamState
+from framesieve.client.prompt import Embeds as Embeds
+from framesieve.client.prompt import Frames as Frames
+from framesieve.client.prompt import Image as Image
+from framesieve.client.prompt import Message as Message
+from framesieve.client.prompt import Pruning as Pruning
+from framesieve.client.prompt import Text as Text
+from framesieve.client.prompt import Trigger as Trigger
+from framesieve.client.prompt import Video as Video
+from framesieve.client.tools import Tool as Tool
+from framesieve.client.tools import ToolCall as ToolCall
+from framesieve.client.tools import ToolCallDelta as ToolCallDelta
+from framesieve.common.contract.errors import DeadlinePassed as DeadlinePassed
+from framesieve.common.contract.errors import FramesieveError as FramesieveError
+from framesieve.common.contract.errors import InvalidRequest as InvalidRequest
+from framesieve.common.contract.errors import MediaDamaged as MediaDamaged
+from framesieve.common.contract.errors import MediaForbidden as MediaForbidden
+from framesieve.common.contract.errors import MediaRejected as MediaRejected
+from framesieve.common.contract.errors import Overloaded as Overloaded
+from framesieve.common.contract.errors import PeerContract as PeerContract
+from framesieve.common.contract.errors import PromptTooLong as PromptTooLong
+from framesieve.common.contract.errors import StartupError as StartupError
+from framesieve.common.contract.errors import Unauthenticated as Unauthenticated
+from framesieve.common.contract.errors import Unavailable as Unavailable
+from framesieve.common.contract.plan import Grid as Grid

@@ -9,7 +9,7 @@ It knows nothing of protobuf (see `events`). Token counts are exact; times are s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -108,20 +108,6 @@ class Usage:
 # What `Usage` counts of one completion alone.
 _OF_A_COMPLETION = ("completion_tokens", "draft_tokens", "accepted_draft_tokens")
 
-STAGES = (
-    "fetch",
-    "plan",
-    "decode",
-    "resize",
-    "wait_for_encoder",
-    "encode",
-    "prune",
-    "transfer",
-    "wait_for_prefill",
-    "prefill",
-)
-"""The stages before the first token, in order."""
-
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -151,6 +137,10 @@ class Timings:
     def tokens_per_second(self, completion_tokens: int) -> float:
         """Decode throughput after the first token; 0 for a completion of at most one token."""
         return (completion_tokens - 1) / self.generate_s if completion_tokens > 1 and self.generate_s > 0 else 0.0
+
+
+STAGES = tuple(each.name.removesuffix("_s") for each in fields(Timings))[1:-1]
+"""The stages before the first token, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Self, TypeAlias, Unpack
 
 from framesieve.client.answer import (
@@ -33,9 +32,10 @@ from framesieve.client.live import LiveSession
 from framesieve.client.messages import generate_request, in_words_of_python, live_open
 from framesieve.client.prompt import LiveOptions, Message, Options, PartLike, user_turn
 from framesieve.common.affinity import Affinity, media_key
-from framesieve.common.channels import REQUEST_ID_KEY, open_channel, upstream_errors
-from framesieve.common.contract.errors import PeerContract
+from framesieve.common.channels import REQUEST_ID_KEY, open_channel, read_from, upstream_errors
+from framesieve.common.contract.errors import PeerContract, Unavailable
 from framesieve.common.contract.wire import pruning_of
+from framesieve.common.retries import Attempts, Retries
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 
 # Not "localhost", which names two addresses: a server that finds one of them taken listens on the other alone, and a
@@ -61,17 +61,13 @@ class FramesieveClient:
         self._token = credentials.metadata
         self._channel = open_channel(address, credentials, by_media=True)
         self._affinity = Affinity()
+        self._retries = Retries("generation", by_media=True)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -169,18 +165,25 @@ class FramesieveClient:
         """
         request = await asyncio.to_thread(generate_request, messages, options)
         del messages  # their media may be large, and are in the request now
-        with (
-            in_words_of_python(),
-            upstream_errors("generation"),
-            self._affinity.of(media_key(request.prompt)) as same_replica,
-        ):
+        with in_words_of_python(), self._affinity.of(media_key(request.prompt)) as same_replica:
             sent = (*_named(request.request_id), *metadata, *same_replica, *self._token)
-            call = self._generation.Generate(request, timeout=options.get("timeout_s"), metadata=sent)
-            try:
-                async for response in call:
-                    yield event_of(response)
-            finally:
-                call.cancel()
+            attempts = Attempts(self._retries, sent, options.get("timeout_s"))
+            answered = False
+            while True:
+                call = self._generation.Generate(request, timeout=attempts.left_s, metadata=attempts.metadata)
+                try:
+                    while (response := await read_from(call, "generation")) is not None:
+                        answered = True
+                        yield event_of(response)
+                except Unavailable as lost:
+                    if answered:
+                        raise
+                    await attempts.next(lost, answered=False)
+                else:
+                    self._retries.succeeded()
+                    return
+                finally:
+                    call.cancel()
 
 
 def _named(request_id: str) -> Metadata:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message as ProtobufMessage
 
 from framesieve.client.answer import (
     Accepted,
@@ -38,21 +42,11 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.wire import int32_array, modality_of
 from framesieve.v1 import generation_pb2
 
-_REASONS = {
-    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    generation_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
-    generation_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-}
-_DROPS = {
-    generation_pb2.DROP_REASON_LATE: DropReason.LATE,
-    generation_pb2.DROP_REASON_UNAVAILABLE: DropReason.UNAVAILABLE,
-    generation_pb2.DROP_REASON_REFUSED: DropReason.REFUSED,
-}
-_STATES = {
-    generation_pb2.STREAM_STATE_ENDED: StreamState.ENDED,
-    generation_pb2.STREAM_STATE_LOST: StreamState.LOST,
-}
+_REASONS = {generation_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}"): each for each in FinishReason}
+_DROPS = {generation_pb2.DropReason.Value(f"DROP_REASON_{each.name}"): each for each in DropReason}
+_STATES = {generation_pb2.StreamState.Value(f"STREAM_STATE_{each.name}"): each for each in StreamState}
+
+Name = TypeVar("Name", bound=Enum)
 
 
 def event_of(response: generation_pb2.GenerateResponse) -> Event:
@@ -61,8 +55,7 @@ def event_of(response: generation_pb2.GenerateResponse) -> Event:
         case "accepted":
             return Accepted(response.accepted.request_id, _usage(response.accepted.usage))
         case "progress":
-            progress = response.progress
-            return Progress(progress.media_index, progress.decoded_slices, progress.encoded_slices)
+            return Progress(**_fields(response.progress))
         case "delta":
             return _delta(response.delta)
         case "finished":
@@ -92,31 +85,29 @@ class LiveEvents:
             case "slice":
                 told = response.slice
                 self._seen_s = told.last_time_s
-                grid = Grid(told.grid.t, told.grid.h, told.grid.w)
                 return LiveSlice(
-                    told.first_time_s, told.last_time_s, grid, int32_array(told.kept), _live_usage(told.usage)
+                    told.first_time_s,
+                    told.last_time_s,
+                    Grid(**_fields(told.grid)),
+                    int32_array(told.kept),
+                    LiveUsage(**_fields(told.usage)),
                 )
             case "evicted":
-                return LiveEvicted(response.evicted.segments, response.evicted.tokens)
+                return LiveEvicted(**_fields(response.evicted))
             case "dropped":
-                reason = _DROPS.get(response.dropped.reason)
-                if reason is None:
-                    raise PeerContract(f"the service sent the unknown drop reason {response.dropped.reason}")
+                reason = _known(_DROPS, response.dropped.reason, "drop reason")
                 return LiveDropped(response.dropped.frames, reason, response.dropped.error)
             case "restarted":
                 return LiveRestarted(response.restarted.segments)
             case "stream":
-                state = _STATES.get(response.stream.state)
-                if state is None:
-                    raise PeerContract(f"the service sent the unknown stream state {response.stream.state}")
-                return LiveStream(state, response.stream.reason)
+                return LiveStream(_known(_STATES, response.stream.state, "stream state"), response.stream.reason)
             case _:
                 raise PeerContract("the service sent an unknown kind of event")
 
     def _answered(self, message: generation_pb2.LiveFinished) -> LiveFinished | LiveRefused:
         if message.ask_id not in self._questions:
             raise PeerContract(f"the service answered {message.ask_id!r}, which was not asked")
-        question, usage = self._questions[message.ask_id], _live_usage(message.usage)
+        question, usage = self._questions[message.ask_id], LiveUsage(**_fields(message.usage))
         deltas = self._deltas.pop(message.ask_id, [])
         if message.error:
             return LiveRefused(message.ask_id, question, _refusal(message))
@@ -132,8 +123,16 @@ def _refusal(message: generation_pb2.LiveFinished) -> FramesieveError:
     return InvalidRequest(message.error.removeprefix(f"{field} "), field=field)
 
 
-def _live_usage(usage: generation_pb2.LiveUsage) -> LiveUsage:
-    return LiveUsage(**{field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields})
+def _fields(message: ProtobufMessage) -> dict[str, Any]:
+    """The values of a message whose fields have the names of an event's."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _known(names: Mapping[int, Name], number: int, what: str) -> Name:
+    """Raises PeerContract for a number of an enum that this client does not know."""
+    if number not in names:
+        raise PeerContract(f"the service sent the unknown {what} {number}")
+    return names[number]
 
 
 def _delta(delta: generation_pb2.Delta) -> Delta:
@@ -148,53 +147,18 @@ def _delta(delta: generation_pb2.Delta) -> Delta:
         tuple(tuple(zip(top.token_ids, top.logprobs, strict=True)) for top in delta.top_logprobs),
         dict(delta.token_texts),
         dict(delta.token_bytes),
-        tuple(ToolCallDelta(each.index, each.id, each.name, each.arguments) for each in delta.tool_calls),
+        tuple(ToolCallDelta(**_fields(each)) for each in delta.tool_calls),
     )
 
 
 def _finished(finished: generation_pb2.Finished) -> Finished:
-    if finished.reason not in _REASONS:
-        raise PeerContract(f"the service sent the unknown finish reason {finished.reason}")
-    return Finished(
-        finished.choice_index, _REASONS[finished.reason], _usage(finished.usage), _timings(finished.timings)
-    )
+    reason = _known(_REASONS, finished.reason, "finish reason")
+    return Finished(finished.choice_index, reason, _usage(finished.usage), Timings(**_fields(finished.timings)))
 
 
 def _usage(usage: generation_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens_full=usage.prompt_tokens_full,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        media=tuple(
-            MediaUsage(
-                modality=modality_of(item.modality),
-                grid=Grid(item.grid.t, item.grid.h, item.grid.w),
-                num_kept=item.num_kept,
-                repaired_frames=item.repaired_frames,
-                first_slice_only=item.first_slice_only,
-                missing_frames=item.missing_frames,
-                dropped_frames=item.dropped_frames,
-            )
-            for item in usage.media
-        ),
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        draft_tokens=usage.draft_tokens,
-        accepted_draft_tokens=usage.accepted_draft_tokens,
-    )
-
-
-def _timings(timings: generation_pb2.Timings) -> Timings:
-    return Timings(
-        time_to_first_token_s=timings.time_to_first_token_s,
-        fetch_s=timings.fetch_s,
-        plan_s=timings.plan_s,
-        decode_s=timings.decode_s,
-        resize_s=timings.resize_s,
-        wait_for_encoder_s=timings.wait_for_encoder_s,
-        encode_s=timings.encode_s,
-        prune_s=timings.prune_s,
-        transfer_s=timings.transfer_s,
-        wait_for_prefill_s=timings.wait_for_prefill_s,
-        prefill_s=timings.prefill_s,
-        generate_s=timings.generate_s,
-    )
+    media = [
+        MediaUsage(**_fields(each) | {"modality": modality_of(each.modality), "grid": Grid(**_fields(each.grid))})
+        for each in usage.media
+    ]
+    return Usage(**_fields(usage) | {"media": tuple(media)})

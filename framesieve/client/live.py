@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 from weakref import WeakSet
 
@@ -80,12 +79,7 @@ class LiveSession:
         self._reading = asyncio.create_task(self._read())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         self._call.cancel()
         self._reading.cancel()

@@ -11,15 +11,18 @@ import os
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtobufMessage
 
 from framesieve.client.prompt import (
+    EMBEDS_DTYPES,
+    FRAME_SAMPLING,
     Embeds,
     Frames,
     Image,
@@ -28,6 +31,7 @@ from framesieve.client.prompt import (
     Options,
     Part,
     Pruning,
+    Role,
     Sampling,
     StrPath,
     Text,
@@ -39,23 +43,14 @@ from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, LARGER_FILE
 from framesieve.common.contract.wire import grid_message
 from framesieve.v1 import generation_pb2, prompt_pb2, tensor_pb2
 
-_ROLES = {
-    "system": prompt_pb2.ROLE_SYSTEM,
-    "user": prompt_pb2.ROLE_USER,
-    "assistant": prompt_pb2.ROLE_ASSISTANT,
-    "tool": prompt_pb2.ROLE_TOOL,
-}
+_ROLES = {role: prompt_pb2.Role.Value(f"ROLE_{role.upper()}") for role in get_args(Role)}
 _CHOICES = {
     None: generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED,
     "auto": generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED,
     "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
     "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
-_DTYPES = {
-    "float16": tensor_pb2.DTYPE_FLOAT16,
-    "bfloat16": tensor_pb2.DTYPE_BFLOAT16,
-    "float32": tensor_pb2.DTYPE_FLOAT32,
-}
+_DTYPES = {name: tensor_pb2.DType.Value(f"DTYPE_{name.upper()}") for name in EMBEDS_DTYPES}
 _FIELD_TYPES = {
     FieldDescriptor.CPPTYPE_INT32: "a 32-bit integer",
     FieldDescriptor.CPPTYPE_INT64: "a 64-bit integer",
@@ -64,6 +59,11 @@ _FIELD_TYPES = {
     FieldDescriptor.CPPTYPE_STRING: "text in Unicode",
     FieldDescriptor.CPPTYPE_MESSAGE: "a mapping of 32-bit integers to 64-bit floats",
 }
+# Of LiveOpen, as LiveOptions has them.
+_SAME_IN_OPEN = (
+    *("fps", "max_pixels", "window_tokens", "answer_tokens", "window_s"),
+    *("request_id", "adapter", "source"),
+)
 
 # What a caller of this package does with files that are too large to send. The command has words of its own.
 IN_PYTHON = "send larger files as Video(server_path=…), a path below preprocessing's --media-root, or as Video(url=…)"
@@ -86,13 +86,10 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
         pruning=_message(
             prompt_pb2.Pruning,
             "pruning",
-            rate=options.get("pruning_rate"),
-            method=options.get("pruning_method") or "",
-            seed=options.get("pruning_seed"),
-            threshold=options.get("pruning_threshold"),
+            **{name: options.get(f"pruning_{name}") for name in ("rate", "method", "seed", "threshold")},
         ),
         sampling=_sampling(options, options.get("n")),
-        request_id=options.get("request_id") or "",
+        request_id=options.get("request_id"),
         adapter=options.get("adapter"),
         tool_choice=_tool_choice(options),
     )
@@ -107,43 +104,22 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
 
 def _sampling(options: Sampling, n: int | None = None) -> generation_pb2.Sampling:
     """n: how many completions."""
-    stop, bad_words = options.get("stop") or (), options.get("bad_words") or ()
-    for name, given in (("stop", stop), ("bad_words", bad_words)):
-        if isinstance(given, str):
+    for name in ("stop", "bad_words"):
+        if isinstance(given := options.get(name) or (), str):
             raise InvalidRequest(field=name, limit="a sequence of strings", value=given)
-    return _message(
-        generation_pb2.Sampling,
-        "sampling",
-        max_new_tokens=options.get("max_new_tokens"),
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        top_k=options.get("top_k"),
-        min_p=options.get("min_p"),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        frequency_penalty=options.get("frequency_penalty"),
-        seed=options.get("seed"),
-        stop=stop,
-        stop_token_ids=options.get("stop_token_ids") or (),
-        ignore_eos=bool(options.get("ignore_eos")),
-        logprobs=bool(options.get("logprobs")),
-        top_logprobs=options.get("top_logprobs") or 0,
-        n=n,
-        min_new_tokens=options.get("min_new_tokens"),
-        logit_bias=options.get("logit_bias") or {},
-        bad_words=bad_words,
-        **_structured(options),
-    )
+    fields: dict[str, Any] = {name: options.get(name) for name in Sampling.__annotations__}
+    for name in ("ignore_eos", "logprobs"):
+        fields[name] = bool(fields[name])
+    return _message(generation_pb2.Sampling, "sampling", **fields | _structured(options), n=n)
 
 
 def _structured(options: Sampling) -> dict[str, Any]:
     """Raises InvalidRequest for both kinds at once."""
     schema, is_object = options.get("json_schema"), options.get("json_object")
-    if schema is None:
-        return {"json_object": True} if is_object else {}
-    if is_object:
+    if schema is not None and is_object:
         raise InvalidRequest("must not be set together with json_schema", field="json_object")
-    return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
+    text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    return {"json_schema": text, "json_object": True if is_object else None}
 
 
 def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
@@ -159,13 +135,7 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
         "open",
         messages=before.messages,
         pruning=None if pruning is None else pruning_message(pruning),
-        fps=options.get("fps"),
-        max_pixels=options.get("max_pixels"),
-        window_tokens=options.get("window_tokens"),
-        answer_tokens=options.get("answer_tokens"),
-        window_s=options.get("window_s"),
-        request_id=options.get("request_id") or "",
-        adapter=options.get("adapter"),
+        **{name: options.get(name) for name in _SAME_IN_OPEN},
         triggers=[
             _message(
                 generation_pb2.LiveTrigger,
@@ -176,7 +146,6 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
             )
             for index, each in enumerate(options.get("triggers") or ())
         ],
-        source=options.get("source") or "",
     )
 
 
@@ -220,13 +189,7 @@ def add_messages(prompt: prompt_pb2.Prompt, messages: Sequence[Message]) -> None
         added = prompt.messages.add(
             role=_ROLES[message.role],
             tool_calls=[
-                _message(
-                    prompt_pb2.ToolCall,
-                    f"{name}.tool_calls[{place}]",
-                    id=each.id,
-                    name=each.name,
-                    arguments=each.arguments,
-                )
+                _message(prompt_pb2.ToolCall, f"{name}.tool_calls[{place}]", **asdict(each))
                 for place, each in enumerate(message.tool_calls)
             ],
             tool_call_id=message.tool_call_id,
@@ -281,16 +244,7 @@ def _set_part(message: prompt_pb2.Part, part: Part, budget: _InlineBudget, name:
             sampling = _message(
                 prompt_pb2.FrameSampling,
                 f"{name}.frame_sampling",
-                fps=part.fps,
-                min_frames=part.min_frames,
-                max_frames=part.max_frames,
-                max_pixels=part.max_pixels,
-                start_s=part.start_s,
-                end_s=part.end_s,
-                allow_truncated=bool(part.allow_truncated),
-                num_frames=part.num_frames,
-                frame_indices=part.frame_indices or (),
-                max_slices=part.max_slices,
+                **{each: getattr(part, each) for each in FRAME_SAMPLING},
             )
             _set_media(media, part, sampling, budget, name)
             if part.pruning is not None:
@@ -362,14 +316,7 @@ def _rational(seconds: Fraction | float, name: str) -> prompt_pb2.Rational:
 
 
 def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
-    return _message(
-        prompt_pb2.Pruning,
-        "pruning",
-        rate=pruning.rate,
-        method=pruning.method,
-        seed=pruning.seed,
-        threshold=pruning.threshold,
-    )
+    return _message(prompt_pb2.Pruning, "pruning", **asdict(pruning))
 
 
 def _message(kind: type[M], path: str, /, **fields: Any) -> M:

@@ -24,11 +24,11 @@ from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.retention import Pruning as Applied
 from framesieve.common.contract.retention import named_method
 
-_EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
+EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
 _URL = re.compile(r"(?:https?|file)://[^/?#]*(?P<path>[^?#]*)|data:", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SAMPLING = (
+FRAME_SAMPLING = (
     *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
     *("allow_truncated", "num_frames", "frame_indices", "max_slices"),
 )
@@ -83,8 +83,8 @@ class Embeds:
             if isinstance(self.values, bytes) != (getattr(self, name) is not None):
                 limit = "set if values are bytes, and must not be set for an array"
                 raise InvalidRequest(field=f"Embeds.{name}", limit=limit)
-        if self.array_dtype not in _EMBEDS_DTYPES:
-            raise InvalidRequest(f"must be {', '.join(_EMBEDS_DTYPES)}, got {self.array_dtype}", field="Embeds.values")
+        if self.array_dtype not in EMBEDS_DTYPES:
+            raise InvalidRequest(f"must be {', '.join(EMBEDS_DTYPES)}, got {self.array_dtype}", field="Embeds.values")
         if len(self.array_shape) not in (2, 3):
             limit = "[tokens, D] or [1 + levels, tokens, D]"
             raise InvalidRequest(field="Embeds.values", limit=limit, value=list(self.array_shape))
@@ -159,7 +159,15 @@ class _Media:
     max_slices: int | None = None
 
     def __post_init__(self) -> None:
-        _check_source(self)
+        kind = type(self).__name__
+        sources = [name for name in _SOURCES if hasattr(self, name)]
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1:
+            known, got = f"{', '.join(sources[:-1])} and {sources[-1]}", ", ".join(given) or "none"
+            raise InvalidRequest(f"{kind} needs exactly one of {known}, got {got}")
+        useless = [name for name in FRAME_SAMPLING if getattr(self, name) is not None]
+        if self.embeds is not None and useless:
+            raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,16 +386,3 @@ def user_turn(media: PartLike | Sequence[PartLike] | None, text: str) -> Message
         media = (media,)
     parts = [item if isinstance(item, Part) else media_of(item) for item in media]
     return Message("user", (*parts, Text(text)) if text else tuple(parts))
-
-
-def _check_source(media: _Media) -> None:
-    kind = type(media).__name__
-    sources = [name for name in _SOURCES if hasattr(media, name)]
-    given = [name for name in sources if getattr(media, name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest(
-            f"{kind} needs exactly one of {', '.join(sources[:-1])} and {sources[-1]}, got {', '.join(given) or 'none'}"
-        )
-    useless = [name for name in _SAMPLING if getattr(media, name, None) is not None]
-    if media.embeds is not None and useless:
-        raise InvalidRequest("must not be set with embeds, which have no frames", field=f"{kind}.{useless[0]}")

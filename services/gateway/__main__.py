@@ -19,12 +19,14 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.security.quotas import ClientQuotas
 from framesieve.common.security.tokens import Tokens
 from framesieve.common.serving.guards import check_listen, upstream_credentials
+from framesieve.common.serving.health import READY
 from framesieve.common.serving.server import run
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import BUILD_INFO, begin_method
 from framesieve.common.telemetry.otlp import export_spans
 from framesieve.services.gateway.app import routes, with_cors
 from framesieve.services.gateway.files import Files, Limits
+from framesieve.services.gateway.http.origins import Origins
 from framesieve.services.gateway.http.request_guard import METHODS, RequestGuard
 from framesieve.services.gateway.http.server import serve
 from framesieve.services.gateway.kept import Kept
@@ -68,7 +70,7 @@ async def main() -> ExitStatus:
             if guard.drain.begun:
                 return False
             try:
-                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_S)
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=READY), timeout=_HEALTH_S)
             except grpc.aio.AioRpcError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -82,9 +84,9 @@ async def main() -> ExitStatus:
         questions = Questions(client, models, files, settings.max_inline_bytes)
         kept = Kept(client, settings.encoder, access, files, questions.max_body_bytes)
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
-        realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models, origins)
+        realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models)
         app = routes(questions, models, files, kept, realtime, is_well)
-        guard = RequestGuard(app, quotas, tokens, credentials.token is None)
+        guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)
         status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()
     close_spans()

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from framesieve.services.gateway.chat.endpoint import ChatCompletions
+from framesieve.services.gateway.chat import endpoint as chat
 from framesieve.services.gateway.files import Files
 from framesieve.services.gateway.kept import Kept
 from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.page import PAGE_ROUTES
 from framesieve.services.gateway.questions import Questions
 from framesieve.services.gateway.realtime.endpoint import Realtime
-from framesieve.services.gateway.responses.endpoint import Responses
+from framesieve.services.gateway.responses import endpoint as responses
 
 
 def routes(
@@ -37,8 +39,8 @@ def routes(
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
 
     found: list[BaseRoute] = [
-        Route("/v1/chat/completions", ChatCompletions(questions).endpoint, methods=["POST"]),
-        Route("/v1/responses", Responses(questions).endpoint, methods=["POST"]),
+        Route("/v1/chat/completions", partial(questions.answer, translated=chat.translated), methods=["POST"]),
+        Route("/v1/responses", partial(questions.answer, translated=responses.translated), methods=["POST"]),
         WebSocketRoute("/v1/realtime", realtime.endpoint),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),
@@ -49,7 +51,12 @@ def routes(
         Route("/health", health),
         Route("/metrics", _metrics),
     ]
-    return Router(found)
+    return Router(found, default=_nowhere)
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    """Of WebSockets, too, which starlette's own answers with an empty 403."""
+    raise HTTPException(404)
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -16,12 +16,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,6 +31,7 @@ from starlette.responses import JSONResponse, Response
 from framesieve.common.contract.errors import InvalidRequest, Overloaded
 from framesieve.services.gateway.http.body import bounded
 from framesieve.services.gateway.http.errors import NotFound
+from framesieve.services.gateway.http.fields import parsed
 from framesieve.services.gateway.http.request_guard import Call
 
 _ID = re.compile(r"file-([0-9a-f]{64})")
@@ -50,6 +52,17 @@ class Limits:
     expires_s: float
 
 
+class Listing(BaseModel):
+    """The query of GET /v1/files. after: the id of the last file of the page before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
 class Files:
     """root: None where uploads are off. path: of `root` below preprocessing's --media-root."""
 
@@ -68,8 +81,8 @@ class Files:
         if request.method == "POST":
             return JSONResponse(await self._upload(request, owner))
         await request.body()
-        found = await asyncio.to_thread(lambda: [self._object(each) for each in self._all(owner)])
-        return JSONResponse({"object": "list", "data": found, "has_more": False})
+        asked = parsed(Listing, json.dumps(dict(request.query_params)).encode())
+        return JSONResponse(await asyncio.to_thread(self._page, owner, asked))
 
     async def file_endpoint(self, request: Request) -> Response:
         """GET and DELETE /v1/files/{file_id}."""
@@ -149,11 +162,23 @@ class Files:
         known: dict[str, Any] = json.loads(notes.read_text())
         return known | {"digest": path.name, "bytes": path.stat().st_size, "created_s": created_s}
 
-    def _all(self, owner: str) -> Iterator[dict[str, Any]]:
-        for notes in sorted(self._folder(owner).glob("*.json")):
+    def _page(self, owner: str, asked: Listing) -> dict[str, Any]:
+        """A part of the list of a caller's files. Raises NotFound if the one that it comes after is not in the list."""
+        found = []
+        for notes in self._folder(owner).glob("*.json"):
             with suppress(FileNotFoundError):
-                if (known := self._read(notes.with_suffix(""))) is not None:
-                    yield known
+                if (known := self._read(notes.with_suffix(""))) and asked.purpose in (None, known["purpose"]):
+                    found.append(known)
+        found.sort(key=lambda known: (known["created_s"], known["digest"]), reverse=asked.order == "desc")
+        ids, start = [f"file-{known['digest']}" for known in found], 0
+        if asked.after is not None:
+            if asked.after not in ids:
+                raise NotFound(field="after", limit="a file of this list", value=asked.after)
+            start = ids.index(asked.after) + 1
+        page = [self._object(known) for known in found[start : start + asked.limit]]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        has_more = start + len(page) < len(found)
+        return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}
 
     def _object(self, known: dict[str, Any]) -> dict[str, Any]:
         return {

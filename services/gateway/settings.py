@@ -25,7 +25,9 @@ class GatewaySettings(CallerSettings):
         None, description="address of the encoder, for the page to draw what was kept; unset: it does not"
     )
     cors_origins: str = Field(
-        "", description="origins whose pages may call the gateway, separated by commas, or *; unset: only its own page"
+        "",
+        description="origins whose pages may call the gateway, and by whose hosts, separated by commas, or *; unset: "
+        "only its own page",
     )
     upload_root: Path | None = Field(
         None,

@@ -18,7 +18,7 @@ import torch
 
 from framesieve.common.address import is_local
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import open_channel
+from framesieve.common.channels import Reach, open_channel
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.handover import receiver_of
 from framesieve.common.process import ExitStatus, leave_cores_to_others
@@ -114,6 +114,7 @@ async def main() -> ExitStatus:
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials, by_media=True) as encoder,
+            open_channel(settings.encoder, credentials) as watched_encoder,
         ):
             # On cores that both share, prefill takes from the tower what it gains, and is interrupted more often.
             in_parts = model.device.type != "cpu" or not is_local(settings.encoder)
@@ -129,7 +130,8 @@ async def main() -> ExitStatus:
             servicer = GenerationServicer(engine, media, served, credentials)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
-            status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step)
+            reach = Reach(preprocessing, watched_encoder)
+            status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step, reaches=reach)
     if workers and model.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)
     return status

@@ -139,8 +139,8 @@ class GenerationSettings(UpstreamSettings):
     quantization: Literal["none", "int4"] = Field(
         "none",
         description="int4: linear layers of the text model are rounded to 4 bits while they are read, to the nearest "
-        "of 16 values for each group of 128 inputs: answers are approximate. Embeddings, output layer and experts stay "
-        "as they are. Checkpoints that are stored in 4 bits need no flag",
+        "of 16 values for each group of 128 inputs: answers are approximate. Embeddings, output layer, experts and "
+        "gates stay as they are. Checkpoints that are stored in 4 bits need no flag",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",

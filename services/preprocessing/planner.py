@@ -120,6 +120,7 @@ class Planner:
             self._family.joins_parts,
             self._family.template_options,
             self._family.video_text,
+            self._family.markers,
         )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root

@@ -88,7 +88,10 @@ class PreprocessingSettings(ServiceSettings):
         "4",
     )
     inflight_bytes: int = Field(
-        2**28, ge=1, description="maximum bytes of decoded slices that are not sent yet; decoding pauses at the limit"
+        2**28,
+        ge=1,
+        description="maximum bytes of decoded slices that are not sent yet; decoding pauses at the limit. As many more "
+        "are held until tokens are chosen; what does not fit is decoded again",
     )
     decode_timeout_s: float = Field(
         120.0,

@@ -17,16 +17,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from framesieve.common.affinity import Metadata
 from framesieve.common.channels import (
     ATTEMPTS,
     MAX_RECEIVE_BYTES,
     MEDIA_KEY,
+    REPLICA_KEY,
     error_from_status,
     open_channel,
     upstream_errors,
 )
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
 from framesieve.common.process import free_port
+from framesieve.common.retries import Attempts, Retries
 from framesieve.common.serving.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
@@ -51,7 +54,7 @@ class Replica(encoder_pb2_grpc.EncoderServiceServicer):
         self.calls += 1
         self.received_bytes = (await anext(requests)).ByteSize()
         if self.refuses:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "draining", ((REPLICA_KEY, self.address),))
         yield EncodeResponse()
         async for _ in requests:
             pass
@@ -79,8 +82,7 @@ async def running(*replicas: Replica) -> AsyncIterator[None]:
             await server.stop(None)
 
 
-async def ask(channel: grpc.aio.Channel, size_bytes: int = 0, key: str | None = None) -> None:
-    metadata = () if key is None else ((MEDIA_KEY, key),)
+async def ask(channel: grpc.aio.Channel, size_bytes: int = 0, metadata: Metadata = ()) -> None:
     call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode(timeout=20, metadata=metadata)
     request = EncodeRequest()
     request.prompt.prompt.messages.add().parts.add().text = "x" * size_bytes
@@ -164,9 +166,15 @@ async def test_a_large_call_that_one_replica_refuses_is_retried_on_another(socke
 
 async def asked(channel: grpc.aio.Channel, replicas: Sequence[Replica], *keys: str) -> list[int]:
     """How many calls each replica got, of one call for each key."""
-    before = [each.calls for each in replicas]
+    before, retries = [each.calls for each in replicas], Retries("encoder", by_media=True)
     for key in keys:
-        await ask(channel, key=key)
+        attempts = Attempts(retries, ((MEDIA_KEY, key),), 20)
+        while True:
+            try:
+                await ask(channel, metadata=attempts.metadata)
+                break
+            except Unavailable as lost:
+                await attempts.next(lost, answered=False)
     return [each.calls - calls for each, calls in zip(replicas, before, strict=True)]
 
 
@@ -194,6 +202,24 @@ async def test_calls_about_the_same_media_go_to_one_replica_as_long_as_it_serves
         async with asyncio.timeout(20):
             while await asked(channel, replicas, "clip") != [calls // CALLS for calls in home]:
                 pass
+
+
+async def test_a_replica_that_serves_and_refuses_does_not_fail_the_calls_about_its_media(tmp_path: Path) -> None:
+    replicas = [Replica(f"unix:{tmp_path}/{name}") for name in "ab"]
+    keys = [f"clip {number}" for number in range(CALLS)]
+    async with (
+        running(*replicas),
+        open_channel(",".join(each.address for each in replicas), by_media=True) as channel,
+    ):
+        homes = [await asked(channel, replicas, key) for key in keys]
+        replicas[0].refuses = True
+        for key, home in zip(keys, homes, strict=True):
+            refusals, answers = await asked(channel, replicas, key)
+            assert answers == 1
+            assert (refusals > 0) == (home == [1, 0])
+        replicas[1].refuses = True
+        with pytest.raises(Unavailable):
+            await asked(channel, replicas, "clip")
 
 
 async def test_a_lost_replica_does_not_fail_the_calls_about_its_media(tmp_path: Path) -> None:

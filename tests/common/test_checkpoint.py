@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 import framesieve.services.encoder.families
 import framesieve.services.generation.families
@@ -16,7 +23,9 @@ import framesieve.services.preprocessing.families
 from framesieve.cli.models import MODEL_FAMILIES
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.services.encoder.families import load_tower
 from tests.families import FAMILIES
+from tests.generation.checkpoints import load
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -105,6 +114,50 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
 
     assert find("a/b").stdout.split() == [str(snapshot), "a/b"]
     assert "could not be downloaded from Hugging Face" in find("a/other").stderr
+
+
+def test_weights_are_those_of_the_files_that_the_index_names_and_without_one_of_model_safetensors(copy: Path) -> None:
+    def of(folder: Path) -> list[Tensor]:
+        tower = load_tower(Checkpoint(folder), "float32", torch.device("cpu"))
+        return [load(folder).embed_tokens.weight, next(tower.forward.layers[0].parameters())]  # type: ignore[attr-defined]
+
+    expected, weights = of(copy), load_file(copy / "model.safetensors")
+    for stale in ("model_ema.safetensors", "model-00002-of-00002.safetensors"):
+        save_file({name: 2 * weight for name, weight in weights.items()}, copy / stale)
+    assert all(map(torch.equal, of(copy), expected))
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
+    (copy / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")})
+    )
+    assert all(map(torch.equal, of(copy), expected))
+    whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(copy)
+    assert torch.equal(whole.model.language_model.embed_tokens.weight, expected[0])
+
+
+def test_a_download_takes_no_copies_of_the_weights_in_the_layout_of_other_code(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/model.safetensors"]
+    wanted = ["additional_chat_templates/tool_use.jinja", "mtp.safetensors", "transformer/model.safetensors"]
+    for name in (*others, *wanted):
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copy(copy / "model.safetensors", copy / name)
+    published = [str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()]
+
+    def snapshot_download(repository: str, local_files_only: bool = False, **patterns: list[str]) -> str:
+        """Takes files by their patterns, as the hub's client does."""
+        if local_files_only:
+            raise FileNotFoundError(repository)
+        for name in filter_repo_objects(published, **patterns):
+            (tmp_path / "snapshot" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(copy / name, tmp_path / "snapshot" / name)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    folder = Checkpoint.find(Path("a/b")).folder
+    taken = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert taken >= {*wanted, "config.json", "model.safetensors"}
+    assert not taken & {*others}
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,7 @@ def test_frames_larger_than_the_table_of_positions_break_the_contract(checkpoint
         ("llava", {"vision_feature_select_strategy": "class"}, "'vision_feature_select_strategy' .* got class"),
         ("llava", {"vision_config": {"tie_last_hidden_states": True}}, "vision_config.tie_last_hidden_states"),
         ("mistral3", {"vision_feature_layer": [-1, 1]}, r"vision_feature_layer \[-1, 1\] is not supported"),
+        ("internvl", {"text_config": {"model_type": "internlm2"}}, "text_config.model_type must be .* got 'internlm2'"),
         ("internvl", {"vision_feature_layer": [-1]}, r"vision_feature_layer \[-1\] is not supported"),
         ("internvl", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy 'full' is not"),
         ("internvl", {"vision_config": {"image_size": [56, 70]}}, r"vision_config.image_size \[56, 70\] is not"),

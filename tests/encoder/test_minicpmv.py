@@ -52,7 +52,8 @@ def test_a_group_costs_as_much_as_its_frames(tmp_path: Path) -> None:
 def test_patches_are_placed_in_cells_as_published(side: int) -> None:
     borders = torch.arange(1 / side, 1.0, 1 / side)
     for length in range(1, 600):
-        expected = torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / length), borders, right=True).tolist()
+        rows = torch.tensor([[length, 3]], dtype=torch.int32)[0][0]  # as the published code has it
+        expected = torch.bucketize(torch.arange(0, 1 - 1e-6, (1 / rows).item()), borders, right=True).tolist()
         layout = lay_out([Side(length, 3)], TowerShape(1, cell_side=side))
         assert layout.cells is not None
         assert (layout.cells.reshape(length, 3)[:, 0] // side).tolist() == expected

@@ -252,7 +252,7 @@ def test_one_file_for_all_processors_takes_precedence_over_a_file_each(copy: Pat
         ("config.json", {"model_type": "llama"}, "has the model_type 'llama'; supported:"),
         ("config.json", {"vision_config": None}, "has no vision_config"),
         ("video_preprocessor_config.json", {"image_mean": [0.4, 0.5, 0.6]}, "normalised alike"),
-        ("video_preprocessor_config.json", {"image_std": [0.5, 0.5, 0]}, "std above 0"),
+        ("video_preprocessor_config.json", {"image_std": [0.5, 0.5, 0]}, "image_std must be above 0"),
     ],
 )
 def test_wrong_configs_are_refused(copy: Path, name: str, change: dict[str, Any], complaint: str) -> None:

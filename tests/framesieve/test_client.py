@@ -35,10 +35,13 @@ class FakeGeneration(generation_pb2_grpc.GenerationServiceServicer):
         self.responses = responses
         self.requests: list[Any] = []
         self.metadata: dict[str, Any] = {}
+        self.error: errors.FramesieveError | None = None
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[GenerateResponse]:
         self.requests.append(request)
         self.metadata = dict(context.invocation_metadata())
+        if self.error:
+            raise self.error
         for response in self.responses:
             yield response
 
@@ -103,6 +106,22 @@ async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> 
     assert (answer.timings.stages_s["plan"], answer.timings.stages_s["decode"]) == (0.25, 0.5)
     assert sum(answer.timings.stages_s.values()) == answer.timings.time_to_first_token_s
     assert answer.timings.tokens_per_second(completion_tokens=2) == 1 / 0.5
+
+
+async def test_a_replica_that_refuses_every_question_is_not_the_only_one_that_is_asked(tmp_path: Path) -> None:
+    refuses, answers = FakeGeneration([]), FakeGeneration(ONE)
+    refuses.error = errors.Unavailable("the engine of generation has ended", "generation")
+    addresses = [f"unix:{tmp_path}/{name}" for name in "ab"]
+    async with (
+        serving(addresses[0], refuses),
+        serving(addresses[1], answers),
+        FramesieveClient(",".join(addresses)) as client,
+    ):
+        for number in range(8):
+            answer = await client.ask(Video(data=bytes([number])), "What moves?", timeout_s=20)
+            assert answer.text == "A ball"
+    assert refuses.requests
+    assert len(answers.requests) == 8
 
 
 async def test_interleaved_completions_are_joined_by_their_index(tmp_path: Path) -> None:

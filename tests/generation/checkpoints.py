@@ -83,7 +83,7 @@ def fp8_twins(family: str, written: Path, folder: Path, block: int) -> Twins:
     prefix, weights = FAMILIES[family].text_prefix, load_file(written / "model.safetensors")
     plain, quantised = dict(weights), dict(weights)
     for name, weight in weights.items():
-        if name.startswith(prefix) and name.endswith("_proj.weight"):
+        if name.startswith(prefix) and name.removesuffix(".weight").endswith("_proj"):
             stored, plain[name] = _in_fp8(name, weight, block)
             quantised |= stored
     assert len(quantised) > len(plain)
@@ -105,10 +105,16 @@ def fp8_config(block: int) -> dict[str, Any]:
 
 
 def _in_fp8(name: str, weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
-    """A scale for each block of a side of `block`. Returns the tensors to store and the dequantised weight."""
-    rows, columns = weight.shape
-    blocks = weight.view(rows // block, block, columns // block, block)
-    scale = blocks.abs().amax((1, 3), keepdim=True) / FP8_MOST
-    rounded = (blocks / scale).to(torch.float8_e4m3fn)
-    stored = {name: rounded.view(rows, columns), f"{name}_scale_inv": scale.view(rows // block, -1)}
-    return stored, (rounded.float() * scale).view(rows, columns)
+    """A scale for each block of a side of `block`, the last ones of an axis smaller where it is no multiple.
+
+    Returns the tensors to store and the dequantised weight.
+    """
+    row, column = (torch.arange(size) // block for size in weight.shape[-2:])
+    largest = [
+        [weight[..., row == above, :][..., column == left].abs().amax((-2, -1)) for left in column.unique()]
+        for above in row.unique()
+    ]
+    scale = torch.stack([torch.stack(each, -1) for each in largest], -2) / FP8_MOST
+    of_each = scale[..., row, :][..., column]
+    rounded = (weight / of_each).to(torch.float8_e4m3fn)
+    return {name: rounded, f"{name}_scale_inv": scale}, rounded.float() * of_each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from framesieve.common.byte_semaphore import ByteSemaphore
+from framesieve.common.channels import open_channel
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.common.handover import Receiver
 from framesieve.services.generation.request.encoded_media import MediaItem
@@ -19,6 +20,7 @@ from framesieve.services.generation.upstream.media import MediaClient, MediaSess
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (
+    Encoder,
     embeds_messages,
     part_messages,
     progress_message,
@@ -61,10 +63,22 @@ def parted_items() -> list[EncodeResponse]:
 
 
 @asynccontextmanager
-async def client_of(folder: Path, *peers: Any, buffer_bytes: int = SIZE_BYTES, model: ModelInput = MODEL) -> Any:
+async def client_of(
+    folder: Path,
+    *peers: Any,
+    buffer_bytes: int = SIZE_BYTES,
+    model: ModelInput = MODEL,
+    another: Encoder | None = None,
+) -> Any:
+    """another: a second replica of the encoder among the peers."""
     room = ByteSemaphore(buffer_bytes)
-    async with serving(f"unix:{folder}/peers", *peers) as channel:
-        yield MediaClient(channel, channel, model, room, receiver=Receiver), room
+    addresses = [f"unix:{folder}/{name}" for name in ("peers", "another")[: 1 + bool(another)]]
+    async with (
+        serving(addresses[0], *peers) as channel,
+        serving(addresses[-1], another) if another else nullcontext(),
+        open_channel(",".join(addresses), by_media=True) as by_media,
+    ):
+        yield MediaClient(channel, by_media, model, room, receiver=Receiver), room
 
 
 async def receive_all(session: MediaSession, clock: StageClock) -> list[Progress | MediaItem]:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.families import load_language_model
+from framesieve.services.generation.loading.draft_head import load_draft_head
 from framesieve.services.generation.model.attention import sdpa
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
@@ -34,6 +35,7 @@ from framesieve.services.generation.sampling.sampler import SamplingParams, Samp
 from framesieve.services.generation.settings import GenerationSettings
 from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
 from framesieve.services.generation.startup.cache_size import _SAMPLING
+from tests.drafts import SPECFORGE, write_head
 from tests.generation.distant_device import DistantDevice
 
 MIB, GIB = 2**20, 2**30
@@ -109,6 +111,16 @@ def test_the_cache_gets_what_the_largest_step_leaves(memory: FakeMemory) -> None
     assert memory.rows == [(100, 2, 100), (9, 0, 0)]
     assert sampled == [27, 9]
     assert memory.captured == [memory.model.context_tokens]
+
+
+def test_what_the_head_that_drafts_reads_of_the_largest_step_is_measured(memory: FakeMemory, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", SPECFORGE, memory.model.hidden_size, memory.model.vocab_size)
+    memory.model = replace(memory.model, draft=load_draft_head(Checkpoint(folder), memory.model))
+    read, head = list[tuple[int, ...]](), memory.model.draft
+    assert head
+    head.register_forward_pre_hook(lambda _, inputs: read.extend((*inputs[0].shape, *inputs[1].shape)))
+    assert fitting(memory, "--max-num-batched-tokens", "100") > 0
+    assert read == [100, memory.model.hidden_size] * 2
 
 
 def test_the_measured_decode_step_gathers_the_maximum(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,10 +112,17 @@ def test_stop_strings_that_are_complete_before_the_least_length_are_text(
     assert streamed(tokenizer, stop, min_tokens) == (pieces, stopped)
 
 
-def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
-    tokenizer = Splits([b"\x80\xf0\x9f\x98"] * 500)  # every token ends within a character
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [b"\x80\xf0\x9f\x98"] * 500,  # every token ends within a character
+        [b"a", b"\xf0", *[b""] * 498, b"\x9f\x98\x80"],  # special tokens within a character
+    ],
+)
+def test_the_cost_of_a_token_does_not_grow_with_the_answer(tokens: list[bytes]) -> None:
+    tokenizer = Splits(tokens)
     pieces, _ = streamed(tokenizer)
-    assert tokenizer.decoded_tokens < 500 * 3 * WINDOW_TOKENS
+    assert tokenizer.decoded_tokens < len(tokens) * 3 * WINDOW_TOKENS
     assert "".join(pieces) == tokenizer.decode(tokenizer.ids)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -317,11 +318,15 @@ def test_drafts_that_a_grammar_forbids_are_left_out(both: Models) -> None:
     tiny, drafter = drafting_engine(models, 3)
     wrong = [models.engine.vocab_size - 1, 20, 21]
     drafter._guess = lambda chunks: [wrong[: chunk.num_draft_tokens] for chunk in chunks]  # type: ignore[method-assign]
+    tiny.engine._stepper._payoff = told = Mock(Payoff)
     asked = tiny.ask("a", [Text((20, 21, 22))], params)
     tiny.drain()
     assert asked.answer == expected.answer
     assert asked.finished
     assert asked.finished.draft_tokens == 0
+    # Each step took the head's time, which brought nothing.
+    assert {call.args[1] for call in told.count_step.call_args_list} == {True}
+    assert {call.args for call in told.count_drafts.call_args_list} == {(asked.request, 0)}
 
 
 def test_a_step_is_computed_without_drafts_if_drafting_fails(both: Models) -> None:

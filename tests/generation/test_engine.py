@@ -25,7 +25,7 @@ from framesieve.services.generation.engine.stats import Step
 from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted
+from framesieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted, Status
 from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
@@ -309,6 +309,8 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
 
     def fail(*_: object) -> None:
         opening.append(tiny.engine.open(Session("live", 16, 16, BLOCK_TOKENS)))
+        tiny.deliver(waits, 0, VIDEO, KEPT)
+        tiny.engine.cancel(queued.request)
         raise torch.AcceleratorError("illegal memory access")
 
     if cause == "bug":
@@ -320,6 +322,7 @@ def test_an_engine_that_fails_ends_its_thread_and_all_requests(
     assert not tiny.engine.alive
     for each in opening:
         assert isinstance(each.exception(20), Unavailable)
+        assert (waits.request.status, queued.request.status) == (Status.AWAITING_MEDIA, Status.RUNNING), "commands ran"
     for asked in (waits, queued):
         assert asked.failed
         assert isinstance(asked.failed.error, Unavailable)

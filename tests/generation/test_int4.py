@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ from framesieve.services.generation.startup.build import build
 from tests import parallel_rank
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
+from tests.families.qwen import EXPERTS_3_5
 from tests.generation.checkpoints import Twins, changed, load
 from tests.generation.int4 import LAYOUTS, PREFIX, SHAPE, in_int4, int4_twins
 from tests.law import Question, answer, assert_law
@@ -217,6 +220,21 @@ def nearest(weight: Tensor) -> Tensor:
     return (((groups - least) / step).round() * step + least).flatten(1)
 
 
+def test_gates_are_not_rounded(tmp_path: Path) -> None:
+    """Those of recurrent layers, a number for each head, and that of the shared expert."""
+    write: Any = FAMILIES["qwen3_5_moe"].write
+    written = write(tmp_path / "written", 1, text={**EXPERTS_3_5, "hidden_size": 128})
+    weights, rows = load_file(written / "model.safetensors"), torch.randn(3, 128)
+    text = load_language_model(Checkpoint(written), torch.float32, CPU, in_int4=True).text
+    exact = dict[str, bool]()
+    for name in ("linear_attn.in_proj_qkv", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.shared_expert_gate"):
+        weight = weights[f"{FAMILIES['qwen3_5_moe'].text_prefix}layers.0.{name}.weight"]
+        exact[name.split("_")[-1]] = torch.allclose(
+            text.get_submodule(f"layers.0.{name}")(rows), rows @ weight.T, atol=1e-5
+        )
+    assert exact == {"qkv": False, "a": True, "b": True, "gate": True}
+
+
 MEASURE = """
 import sys, torch
 from pathlib import Path
@@ -241,6 +259,8 @@ def test_loading_holds_packed_layers_and_one_file(tmp_path: Path) -> None:
     of_file.append({name: each for name, each in weights.items() if "layers." not in name})
     for number, held in enumerate(of_file):
         save_file(held, folder / f"{number}-of-{len(of_file)}.safetensors", metadata={"format": "pt"})
+    index = {name: f"{number}-of-{len(of_file)}.safetensors" for number, held in enumerate(of_file) for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     largest = max(sum(each.nbytes for each in held.values()) for held in of_file)
     whole = sum(each.nbytes for each in weights.values())
     found = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True)

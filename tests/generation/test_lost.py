@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from framesieve.common.contract import errors
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import plan_messages
-from framesieve.common.serving.retries import COST
+from framesieve.common.retries import COST
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.upstream.arriving_item import Progress
 from framesieve.services.generation.upstream.media import MediaClient
@@ -152,12 +152,13 @@ async def test_a_call_is_attempted_at_most_three_times_within_a_second(tmp_path:
         assert encoder.calls == 3
 
 
-async def test_a_call_lost_before_its_first_message_is_retried_by_grpc_only(tmp_path: Path) -> None:
-    encoder = Losing(PLAN, items(), losses=[0] * 9, answers=False)
-    async with client_of(tmp_path, encoder) as client:
-        with pytest.raises(errors.Unavailable, match="the encoder is draining"):
-            await ask(client)
-    assert encoder.calls == 3
+async def test_an_encoder_that_refuses_every_call_is_not_the_only_one_that_is_called(tmp_path: Path) -> None:
+    refuses, encoder = Losing(PLAN, items(), losses=[0] * 99, answers=False), Losing(PLAN, items())
+    async with media_client.client_of(tmp_path, refuses, another=encoder) as (client, _):
+        for number in range(8):
+            check_whole(await ask(client, replica=f"replica of film {number}"))
+    assert refuses.calls
+    assert encoder.calls == 8
 
 
 async def test_a_retry_with_a_different_plan_is_given_up(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ async def test_an_encoder_lost_while_bytes_are_awaited_is_called_again(tmp_path:
 async def test_all_calls_share_a_budget_of_retries_that_successes_refill(tmp_path: Path) -> None:
     encoder = Losing(PLAN, items(), losses=[0] * 1000)
     async with client_of(tmp_path, encoder) as client:
-        client._encoder_retries._budget = 3 * COST
+        client._encoder_retries.budget = 3 * COST
         for calls in (3, 5, 6):
             with pytest.raises(errors.Unavailable):
                 await ask(client)

@@ -185,23 +185,6 @@ def test_no_number_is_drawn_for_an_answer_that_has_ended(models: Models, monkeyp
     assert all(len(each.answer) < 8 for each in asked)
 
 
-def test_memory_that_sampling_lacks_changes_no_answer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails before it draws, and is tried again row by row."""
-    wishes = [SamplingParams(8, temperature=1.0, repetition_penalty=1.2, seed=seed) for seed in range(4)]
-    wishes[1] = replace(wishes[1], eos_ids=(asked_of(models, wishes, False)[1].answer[4],))
-    without, truncate, tried = asked_of(models, wishes, False), sampler.truncate, list[int]()
-
-    def lacking(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        tried.append(len(params))
-        if len(params) > 1 and len(tried) % 3 == 0:
-            raise torch.OutOfMemoryError("no memory")
-        return truncate(scores, params)
-
-    monkeypatch.setattr(sampler, "truncate", lacking)
-    assert told(asked_of(models, wishes, True)) == told(without)
-    assert any(rows > 1 for rows in tried[2::3])
-
-
 def test_replayed_rows_take_tokens_on_the_device(models: Models) -> None:
     wishes, steps = [SamplingParams(9, repetition_penalty=1.2, seed=4)] * 4, list[Step]()
     without = asked_of(models, wishes, False)

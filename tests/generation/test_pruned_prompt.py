@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import MAX_POSITION
+from framesieve.common.contract.plan import MAX_POSITION, Grid, Int32Array, Modality, PromptPlan, Run
 from framesieve.services.generation.request.batch import Chunk, decodes_first, pack
 from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.request import Adapter, BlockTable
 from framesieve.services.generation.sampling.sampler import SamplingParams
+from tests.generation.generation_peers import media_plan
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, make_plan, make_request
 
@@ -36,6 +38,24 @@ def test_an_item_that_contradicts_the_plan_or_comes_twice_is_refused(index: int,
     assert state.complete
     with pytest.raises(PeerContract, match="delivered twice"):
         state.deliver(0, np.array([0, 1, 2, 7], np.int32), 9)
+
+
+@pytest.mark.parametrize("kept", [None, np.arange(0, 1024 * 400, 3, dtype=np.int32)], ids=["all", "a third"])
+def test_a_part_of_an_item_costs_as_much_as_its_own_tokens(kept: Int32Array | None) -> None:
+    slices, size = 1024, 400
+    runs = tuple(Run(2 + (size + 3) * number, size) for number in range(slices))
+    ids = np.zeros(runs[-1].end + 2, np.int32)
+    item = replace(media_plan(Modality.VIDEO, 2, Grid(slices, 20, 20)), runs=runs)
+    num_kept = slices * size if kept is None else kept.size
+    state = PrunedPrompt(PromptPlan(ids, np.tile(ids, (3, 1)), (item,), 0, bytes(32)), [num_kept])
+    began_s = time.process_time()
+    for end in range(size, slices * size, size):
+        state.deliver(0, None if kept is None else kept[: np.searchsorted(kept, end)], 9, end)
+    state.deliver(0, kept, 9)
+    # It takes 0.2 s, and many times as long as this where each part costs as much as the whole item.
+    assert time.process_time() - began_s < 4
+    assert state.complete
+    assert len(state.spans) == slices
 
 
 def test_positions_of_an_answer_behind_the_last_position_do_not_wrap() -> None:

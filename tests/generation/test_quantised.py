@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from framesieve.common.adapter_folder import AdapterFolder
 from framesieve.common.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
-from tests.generation.checkpoints import Twins, changed, fp8_twins, load
+from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text
 from tests.tiny import TinyEngine, random_item
@@ -30,12 +31,13 @@ ASKING = Question((Text(tuple(range(20, 33))),), 8)
 
 @pytest.fixture(
     scope="module",
-    params=["qwen2_5_vl", "qwen3_vl_moe", pytest.param("qwen3_vl", marks=pytest.mark.deep)],
+    # Of a mixture experts are stored stacked, or one by one and then joined.
+    params=["qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", pytest.param("qwen3_vl", marks=pytest.mark.deep)],
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("quantised")
-    return fp8_twins(request.param, FAMILIES[request.param].write(folder / "written", 1), folder, block=32)
+    return fp8_twins(request.param, FAMILIES[request.param].write(folder / "written", 1), folder, block=40)
 
 
 def test_answers_are_those_of_the_dequantised_weights_with_and_without_adapters(twins: Twins, tmp_path: Path) -> None:
@@ -81,10 +83,44 @@ def test_families_whose_whole_model_is_not_loaded_are_refused_by_name(family: st
         load(changed(written, tmp_path / "other", quantization_config={"quant_method": "torchao"}))
 
 
+def test_scales_of_activations_are_not_read_with_dequantised_weights(twins: Twins, tmp_path: Path) -> None:
+    """compressed-tensors' "static" and FineGrainedFP8's; k_scale is of a cache in fp8."""
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    compressed = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "float-quantized",
+        "ignore": ["re:.*lm_head", "re:.*visual.*"],
+        "config_groups": {
+            "linear": {
+                "targets": ["Linear"],
+                "weights": {**numbers, "strategy": "block", "block_structure": [40, 40]},
+                "input_activations": {**numbers, "strategy": "tensor"},
+            }
+        },
+    }
+    static = fp8_config(40) | {"activation_scheme": "static"}
+    kinds = [("_scale_inv", "activation_scale", static)]
+    if not twins.models.family.text_prefix.endswith("language_model."):  # the others have experts
+        kinds.append(("_scale", "input_scale", compressed))
+    for number, (of_weight, of_rows, config) in enumerate(kinds):
+
+        def rename(weights: dict[str, Tensor], of_weight: str = of_weight, of_rows: str = of_rows) -> None:
+            for name in [each for each in weights if each.endswith("_proj.weight_scale_inv")]:
+                layer = name.removesuffix("weight_scale_inv")
+                weights[f"{layer}weight{of_weight}"] = weights.pop(name)
+                weights[f"{layer}{of_rows}"] = torch.ones(1)
+            weights[f"{twins.models.family.text_prefix}layers.0.self_attn.k_scale"] = torch.ones(1)
+
+        folder = changed(twins.quantised, tmp_path / str(number), rename, quantization_config=config)
+        engine = TinyEngine(load(folder))
+        assert_law(twins.models, engine, [ASKING], answer(engine, [ASKING]))
+
+
 def test_missing_and_unknown_weights_are_refused_by_name(twins: Twins, tmp_path: Path) -> None:
     norm = f"{twins.models.family.text_prefix}norm.weight"
     lacking = changed(twins.quantised, tmp_path / "lacking", lambda weights: weights.pop(norm))
-    with pytest.raises(StartupError, match=r"missing weights \['model.language_model.norm.weight'\]"):
+    with pytest.raises(StartupError, match=rf"missing weights \['{norm}'\]"):
         load(lacking)
     name = f"{twins.models.family.text_prefix}extra.weight"
     extra = changed(twins.quantised, tmp_path / "extra", lambda weights: weights.update({name: torch.ones(1)}))

@@ -179,6 +179,19 @@ def test_weights_that_differ_from_the_config_are_named(family: str, family_check
             load(broken)
 
 
+def test_buffers_that_modules_compute_are_not_read_from_old_files(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    buffers = {
+        "language_model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "language_model.model.rotary_emb.inv_freq": torch.ones(8),
+        "vision_tower.vision_model.embeddings.position_ids": torch.arange(17)[None],
+    }
+    folder = changed(checkpoints("llava"), tmp_path / "old", lambda weights: weights.update(buffers))
+    assert answer(load(folder)) == answer_of_transformers("llava", folder)
+    load_tower(Checkpoint(folder), "float32", torch.device("cpu"))
+
+
 def test_dynamic_frequencies_are_the_default_ones_as_long_as_positions_fit_into_the_context(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -216,6 +229,8 @@ def test_dynamic_frequencies_are_the_default_ones_as_long_as_positions_fit_into_
         ("llava", {"vision_feature_select_strategy": "class"}, "'vision_feature_select_strategy' .* got class"),
         # Of one size of InternVL 3.5: its attention has sinks and sliding windows.
         ("internvl", {"text_config": {"model_type": "gpt_oss"}}, "'gpt_oss' is not supported, only llama, mistral"),
+        ("internvl", {"text_config": {"model_type": "internlm2"}}, "text_config.model_type must be .* got 'internlm2'"),
+        ("qwen2_5_vl", {"text_config": {"num_attention_heads": 0}}, "config.json: integer division or modulo by zero"),
     ],
 )
 def test_a_config_that_is_not_supported_is_a_startup_error(

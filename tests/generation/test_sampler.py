@@ -30,10 +30,10 @@ from framesieve.services.generation.sampling.sampler import (
     SampledToken,
     SamplingParams,
     SamplingState,
-    sample,
     sample_and_verify,
 )
 from framesieve.services.generation.sampling.structured import Grammars
+from tests.generation.sampled import sample
 from tests.tiny import Models
 
 VOCABULARY = 61

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from framesieve.services.generation.sampling import sampler
-from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, choose, sample
+from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, choose
 from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from tests.generation.distant_device import DistantDevice
+from tests.generation.sampled import sample
 from tests.tiny import Models
 
 # What published checkpoints ask for, in generation_config.json or on their cards, and truncations that none has.

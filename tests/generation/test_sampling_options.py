@@ -67,6 +67,7 @@ def test_without_do_sample_answers_are_greedy_whatever_the_temperature(tmp_path:
         ({"eos_token_id": 7}, {"eos_token_id": 3}, (7,)),
         ({}, {"eos_token_id": [7, 9, 7]}, (7, 9)),
         ({}, {"text_config": {"vocab_size": 9, "eos_token_id": 4}}, (4,)),
+        ({"eos_token_id": None}, {"eos_token_id": None, "text_config": {"vocab_size": 9, "eos_token_id": 5}}, (5,)),
     ],
 )
 def test_end_tokens_come_from_config_json_if_the_file_has_none(

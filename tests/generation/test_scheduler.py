@@ -10,6 +10,7 @@ from framesieve.services.generation.engine.scheduler import Scheduler
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
 from framesieve.services.generation.request.batch import Chunk
 from framesieve.services.generation.request.request import Request, Status
+from framesieve.services.generation.request.session import Segment, Session
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, make_request
@@ -20,14 +21,24 @@ VIDEO = Item(2, 2, 2, Fraction(1), np.zeros((8, 1), np.float32))
 class Desk:
     """A scheduler without a model: every chunk that samples yields a token."""
 
-    def __init__(self, blocks: int = 64, max_num_batched_tokens: int = 16, max_num_seqs: int = 8) -> None:
-        self.scheduler = Scheduler(BlockAllocator(blocks, BLOCK_TOKENS), max_num_batched_tokens, max_num_seqs)
+    def __init__(
+        self, blocks: int = 64, max_num_batched_tokens: int = 16, max_num_seqs: int = 8, live_blocks: int = 0
+    ) -> None:
+        allocator = BlockAllocator(blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, live_blocks=live_blocks)
         self.arrivals = 0
 
     def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False) -> Request:
         # Prompts share no prefix: `test_prefixes.py` tests sharing.
         parts = [Text((9 + self.arrivals,) * prompt_tokens), *([VIDEO, Text((8,))] if video else [])]
-        request = make_request(str(self.arrivals), parts, SamplingParams(new_tokens)).request
+        return self._add(make_request(str(self.arrivals), parts, SamplingParams(new_tokens)).request)
+
+    def ask(self, session: Session, tokens: int, new_tokens: int) -> Request:
+        segment = Segment(np.full(tokens, 9, np.int32), np.zeros((3, tokens), np.int32), tokens, transient=True)
+        prompt, wish = session.begin(segment, 0), SamplingParams(new_tokens)
+        return self._add(Request(session.id, prompt, (), wish, None, lambda _: None, session=session))
+
+    def _add(self, request: Request) -> Request:
         request.arrival = self.arrivals
         self.arrivals += 1
         self.scheduler.add(request, ())
@@ -116,3 +127,20 @@ def test_a_prompt_is_not_admitted_if_it_would_preempt_another() -> None:
         pass
     assert second.status is Status.DONE
     assert desk.scheduler.preemptions == 0
+
+
+def test_requests_of_sessions_run_before_an_older_prompt_only_while_it_lacks_blocks() -> None:
+    """However many there are: whenever a place is free, the prompt is considered first."""
+    desk = Desk(blocks=16, max_num_batched_tokens=64, max_num_seqs=2, live_blocks=8)
+    sessions = [Session(name, 8, 4, BLOCK_TOKENS) for name in "ab"]
+    for session in sessions:
+        desk.scheduler.open(session)
+    running = desk.add(16, 5)
+    desk.step()
+    prompt, of_sessions = desk.add(20, 1), list[Request]()  # needs 5 blocks, 5 are free, and `running` grows
+    while prompt.status is Status.WAITING:
+        resting = [session for session in sessions if not desk.scheduler.request_of(session)]
+        of_sessions += [desk.ask(session, 3, 2) for session in resting]
+        lacks_blocks = running.status is Status.RUNNING
+        assert (prompt in [chunk.request for chunk in desk.step()]) != lacks_blocks
+    assert [each.status for each in of_sessions].count(Status.DONE) >= 2

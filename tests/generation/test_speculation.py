@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.generation.engine.speculation import PromptLookup, propose_draft_tokens
+from framesieve.services.generation.engine.speculation import PromptLookup
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
@@ -32,7 +32,7 @@ def test_draft_tokens_are_what_followed_the_last_occurrence_of_the_last_three_to
         for first in range(len(history) - length):
             if history[first : first + length] == history[-length:]:
                 expected = history[first + length : first + length + limit]
-    assert propose_draft_tokens(request, limit) == tuple(expected)
+    assert PromptLookup().propose(request, limit) == tuple(expected)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_media_rows_are_neither_matched_nor_proposed(parts: list[Text | Item]) -
     request = make_request("a", parts, SamplingParams(9)).request
     for index in (0, 1):
         request.prompt.deliver(index, None, 1 + index)
-    assert propose_draft_tokens(request, 3) == ()
+    assert PromptLookup().propose(request, 3) == ()
 
 
 def test_accepted_draft_tokens_save_steps_and_change_no_answer(models: Models) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_an_answer_is_read_alike_in_any_pieces(answer: str, single: bool, data: 
 )
 def test_what_is_a_call_and_what_is_text(answer: str, text: str, calls: list[tuple[str, str]]) -> None:
     assert read([*answer]) == read([answer]) == (text, calls)
+
+
+@pytest.mark.parametrize("begin", ["", BEGIN, f'{BEGIN}{{"name": "', KYOTO.removesuffix(END)])
+def test_the_cost_of_a_token_does_not_grow_with_the_answer(begin: str) -> None:
+    reader = CallReader()
+    reader.add(begin)
+    began_s = time.process_time()
+    for _ in range(16_000):
+        reader.add("{ab} \n")
+    reader.end()
+    # It takes 0.2 s, and many times as long as this where a token is looked at together with all those before it.
+    assert time.process_time() - began_s < 2
 
 
 def test_a_single_call_is_the_first() -> None:

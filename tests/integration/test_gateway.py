@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
 import signal
 import time
+import zlib
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -314,8 +316,53 @@ def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Cli
     pieces = (bytes(2**20) for _ in range(200))
     large = http.post("/v1/chat/completions", content=pieces)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
+    bomb = gzip.compress(bytes(100 * 2**20), 1)
+    large = http.post("/v1/chat/completions", content=bomb, headers={"content-encoding": "gzip"})
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
     assert http.get("/v1/embeddings").status_code == 404
     assert http.get("/v1/chat/completions").status_code == 405
+
+
+def test_a_body_may_be_compressed_in_gzip_and_deflate_alone(http: httpx.Client) -> None:
+    def sent(encoding: str, body: bytes) -> httpx.Response:
+        return http.post("/v1/chat/completions", content=body, headers={"content-encoding": encoding})
+
+    body = json.dumps(question("Why?")).encode()
+    plain = http.post("/v1/chat/completions", content=body).json()["choices"]
+    for encoding, compressed in (("gzip", gzip.compress(body)), ("Deflate", zlib.compress(body)), ("identity", body)):
+        assert sent(encoding, compressed).json()["choices"] == plain
+    for encoding in ("zstd", "gzip, gzip"):
+        refused = sent(encoding, body)
+        assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")
+        assert refused.json()["error"]["param"] == "Content-Encoding"
+    for broken in (body, gzip.compress(body)[:-4], gzip.compress(body) * 2, b""):
+        refused = sent("gzip", broken)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "INVALID_REQUEST")
+    form = httpx.Request("POST", "http://x", files={"file": ("a.mp4", CLIP)})
+    headers = {"content-type": form.headers["content-type"], "content-encoding": "gzip"}
+    kept = http.post("/v1/files", content=gzip.compress(form.read()), headers=headers).json()
+    assert kept["bytes"] == len(CLIP)
+    http.delete(f"/v1/files/{kept['id']}")
+
+
+def test_the_list_of_files_comes_in_pages(door: Gateway) -> None:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="a-caller-of-its-own") as client:
+        sent = [
+            client.files.create(file=(f"{number}.mp4", bytes([number])), purpose=purpose).id
+            for number, purpose in enumerate(("user_data", "vision", "user_data", "user_data", "vision"))
+        ]
+        assert [each.id for each in client.files.list()] == sent[::-1]
+        first = client.files.list(limit=2, order="asc")
+        assert (len(first.data), first.has_more) == (2, True)
+        assert [each.id for each in first] == sent  # over three pages
+        assert [each.id for each in client.files.list(purpose="vision", after=sent[4])] == [sent[1]]
+        with pytest.raises(openai.NotFoundError, match="after must be a file of this list"):
+            client.files.list(after="file-1")
+        for wrong in ({"limit": 0}, {"order": "up"}, {"limits": 1}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                client.files.list(extra_query=wrong)
+        for each in client.files.list():
+            client.files.delete(each.id)
 
 
 def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client) -> None:
@@ -362,7 +409,7 @@ def test_kept_tokens_are_refused_without_an_encoder(http: httpx.Client) -> None:
 
 async def test_slow_bodies_and_unread_streams_hold_nobody_up(door: Gateway) -> None:
     unread = json.dumps(question("Why?", max_tokens=400, ignore_eos=True, stream=True, logprobs=True, top_logprobs=20))
-    post = "POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
+    post = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(f"{post}content-length: 1000000\r\n\r\n".encode())

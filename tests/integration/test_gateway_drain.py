@@ -27,7 +27,7 @@ async def test_a_drain_tells_the_clients_that_it_cuts_off(stack: Stack, tmp_path
     path, body = "/v1/chat/completions", question("Why?", max_tokens=1500, ignore_eos=True)
     with gateway(stack.address, tmp_path, "--drain-s", "0.2") as leaving:
         reader, writer = await asyncio.open_connection("127.0.0.1", leaving.port)
-        writer.write(f"POST {path} HTTP/1.1\r\nhost: door\r\ncontent-length: 9\r\n\r\n".encode())  # and no body
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n".encode())  # and no body
         async with httpx.AsyncClient(base_url=leaving.url, timeout=60) as client:
             asking = asyncio.create_task(client.post(path, json=body))
             async with client.stream("POST", path, json={**body, "stream": True}) as streamed:

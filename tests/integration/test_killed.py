@@ -14,8 +14,10 @@ import pytest
 
 from framesieve.client.client import FramesieveClient
 from framesieve.common.contract.errors import FramesieveError, Unavailable
+from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, at_rest, until
+from tests.integration.gateway import data_url, gateway, image, question
 from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
 from tests.integration.pruning import held_in_pruning
 from tests.processes import children, runs
@@ -68,6 +70,26 @@ async def test_only_requests_that_need_a_killed_service_fail_and_name_it(
     await asyncio.to_thread(fleet.start, victim)
     await is_answered_soon(client)
     await at_rest(fleet.first, within_s=SOON_S)
+
+
+async def test_a_gateway_is_healthy_while_questions_about_media_can_be_answered(fleet: Fleet, tmp_path: Path) -> None:
+    encoder, generation = fleet.encoder[0], fleet.generation
+    fleet.encoder[1].close()
+    with gateway(generation.address, tmp_path) as door, door.http() as http:
+
+        def told() -> int:
+            return http.get("/health").status_code
+
+        await until(lambda: told() == 200)
+        encoder.kill()
+        await until(lambda: told() == 503)
+        assert generation.serving()  # it is neither restarted nor left by its callers
+        text = await asyncio.to_thread(http.post, "/v1/chat/completions", json=question("Hello?", max_tokens=1))
+        assert text.status_code == 200
+        await asyncio.to_thread(fleet.start, encoder)
+        await until(lambda: told() == 200)
+        body = question(image(data_url("image/png", media.picture(56, 56))), "What?", max_tokens=1)
+        assert (await asyncio.to_thread(http.post, "/v1/chat/completions", json=body)).status_code == 200
 
 
 @pytest.mark.deep

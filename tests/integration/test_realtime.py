@@ -9,22 +9,36 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from inspect import isclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, cast, get_args, get_origin
 
 import pytest
 import uvicorn
 from openai import AsyncOpenAI
-from openai.types.realtime import RealtimeServerEvent
+from openai.types.realtime import (
+    ConversationItemCreateEvent,
+    RealtimeClientEvent,
+    RealtimeServerEvent,
+    RealtimeSessionCreateRequest,
+    ResponseCreateEvent,
+)
+from openai.types.realtime.realtime_conversation_item_user_message import Content
+from openai.types.realtime.realtime_conversation_item_user_message import (
+    RealtimeConversationItemUserMessage as UserItem,
+)
 from playwright.async_api import async_playwright, expect
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.process import ExitStatus
 from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtocol
+from framesieve.services.gateway.realtime.request import REFUSED, parse
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
 from tests.integration.fleet import Stack, running
@@ -201,13 +215,15 @@ def asked(**response: Any) -> dict[str, Any]:
     return {"type": "response.create", "response": response}
 
 
+OF_TURNS = "session.audio.input.turn_detection"
 OF_TRIGGER = "session.framesieve.triggers[0]"
 WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "input_audio_buffer.append", "audio"),
     ({"type": "conversation.item.delete", "item_id": "1"}, "conversation.item.delete", "stays until it is evicted"),
     ({"type": "session.dance"}, "type", "must be one of session.update"),
     (updated(output_modalities=["audio"]), "session.output_modalities[0]", "'text'"),
-    (updated(audio={"output": {}}), "session.audio", "must not be set"),
+    (updated(audio={"output": {"voice": "alloy"}}), "session.audio.output.voice", "must not be set"),
+    (updated(audio={"input": {"turn_detection": {"type": "server_vad"}}}), OF_TURNS, "must not be set"),
     (updated(voice="alloy"), "session.voice", "not a field"),
     (updated(framesieve={"window": 1}), "session.framesieve.window", "not a field"),
     (updated(framesieve={"window_tokens": 4}), "session.framesieve.window_tokens", "at least 16"),
@@ -218,6 +234,7 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     (updated(model="other"), "session.model", "must stay"),
     (made({"type": "input_audio", "audio": "AAAA"}), "item.content[0].type", "input_text, input_image"),
     (made({"type": "input_image", "image_url": "https://example.org/a.png"}), "item.content[0].image_url", "data:"),
+    (made(words("?")) | {"previous_item_id": "other"}, "previous_item_id", "must be unset, or root"),
     (asked(), "response.instructions", "input_text"),
     (asked(instructions="?", input=[]), "response.input", "must not be set"),
     (asked(instructions="?", max_output_tokens=0), "response.max_output_tokens", "at least 1"),
@@ -247,15 +264,97 @@ async def test_an_error_is_about_one_event_and_the_session_goes_on(door: Gateway
         ):
             await talk.by.send_raw(json.dumps(event))
             assert (await talk.until("error"))["error"]["param"] == param
-        for time_s in (1, 1.5):  # no picture: preprocessing finds out
-            await talk.send({"type": "input_image", "image_url": "data:image/png;base64,AAAA", "time_s": time_s})
-        assert "picture" in (await talk.until("error"))["error"]["message"]
-        dropped = await talk.until("framesieve.dropped")
-        assert (dropped["frames"], dropped["reason"]) == (2, "refused")
+        broken, empty = (image(2) | {"image_url": f"data:image/png;base64,{data}"} for data in ("AAAA", ""))
+        for frames, wrong, field in (
+            ({1: image(2), 1.5: broken}, 1.5, "image_url"),  # preprocessing finds out
+            ({2: broken, 2.5: image(2)}, 2, "image_url"),
+            ({3: empty}, 3, "image_url"),
+            ({1e6: image(2)}, 1e6, "time_s"),
+        ):
+            for time_s, frame in frames.items():
+                event = made(words("What"), frame | {"time_s": time_s})
+                await talk.by.send_raw(json.dumps({**event, "event_id": f"at {time_s}"}))
+            error = (await talk.until("error"))["error"]
+            assert (error["event_id"], error["param"]) == (f"at {wrong}", f"item.content[1].{field}")
+            assert error["message"].startswith(error["param"])
+            dropped = await talk.until("framesieve.dropped")
+            assert (dropped["frames"], dropped["reason"]) == (len(frames), "refused")
         await talk.by.session.update(session={"type": "realtime", "max_output_tokens": 2})
         assert (await talk.until("session.updated"))["session"]["framesieve"]["window_tokens"] == 512
         response = await talk.answer(instructions=QUESTION)
         assert 1 <= response["usage"]["output_tokens"] <= 2
+
+
+# Of OpenAI's types, what an object without fields switches on: null alone is neutral.
+SWITCHES = ("noise_reduction", "transcription")
+PCM = {"format": {"type": "audio/pcm", "rate": 24000}}
+# Defaults that the types do not tell. Source: OpenAI's API reference, "realtime client events".
+OF_SESSIONS: tuple[dict[str, Any], ...] = (
+    {"audio": {"input": PCM, "output": PCM | {"speed": 1.0}}},
+    {"max_output_tokens": "inf"},
+    {"output_modalities": ["text"]},  # ours
+    {"parallel_tool_calls": True},
+    {"tool_choice": "auto"},
+    {"truncation": "auto"},
+)
+OF_RESPONSES = (*OF_SESSIONS[1:5], {"conversation": "auto"}, {"audio": {"output": PCM}})
+OF_ITEMS = ({"status": "completed"}, {"object": "realtime.item"})
+
+
+def neutral(kind: type[BaseModel]) -> Iterator[dict[str, Any]]:
+    """Each field that an object of this type may lack, with each value that says nothing, in an object of its own."""
+    for name, field in kind.model_fields.items():
+        if field.is_required():
+            continue
+        yield {name: None}
+        kinds = [each for each in get_args(field.annotation) if each is not NoneType]
+        for each in kinds:
+            if get_origin(each) in (list, dict):
+                yield {name: get_origin(each)()}
+        if len(kinds) == 1 and may_be_empty(kinds[0]) and name not in SWITCHES:
+            yield from ({name: inner} for inner in ({}, *neutral(kinds[0])))
+
+
+def may_be_empty(kind: Any) -> bool:
+    fields = kind.model_fields.values() if isclass(kind) and issubclass(kind, BaseModel) else ()
+    return bool(fields) and not any(field.is_required() for field in fields)
+
+
+async def test_every_field_of_openais_schema_is_taken_at_its_neutral_value(door: Gateway) -> None:
+    events = get_args(get_args(RealtimeClientEvent)[0])
+    served = ["session.update", "conversation.item.create", "response.create", "response.cancel"]
+    assert {get_args(each.model_fields["type"].annotation)[0] for each in events} == {*served, *REFUSED}
+    async with talking(door) as talk:
+
+        async def taken(event: dict[str, Any], kind: str) -> dict[str, Any]:
+            await talk.by.send_raw(json.dumps(event))
+            while (told := json.loads(await asyncio.wait_for(talk.by.recv_bytes(), 20)))["type"] != kind:
+                assert told["type"] != "error", (event, told)
+            return cast("dict[str, Any]", told)
+
+        created = talk.seen[0]["session"]
+        echoed = [created, *({name: value} for name, value in created.items())]
+        for fields in (*neutral(RealtimeSessionCreateRequest), *OF_SESSIONS, *echoed):
+            session = WATCHING | {"instructions": "Be brief."} | fields
+            told = (await taken(updated(**session), "session.updated"))["session"]
+            assert told["instructions"] == (session["instructions"] or "")
+        await taken(updated(**WATCHING | {"max_output_tokens": 1}), "session.updated")
+        last, texts, frames = None, made(words("?")), made(image(0, time_s=0))
+        parts = [{name: None} for name in Content.model_fields if name != "type"] + [{"detail": "auto"}]
+        for event in (
+            *(texts | fields for fields in ({"previous_item_id": "root"}, *neutral(ConversationItemCreateEvent))),
+            *(texts | {"item": texts["item"] | fields} for fields in (*neutral(UserItem), *OF_ITEMS)),
+            *(made(words("?") | fields) for fields in parts if "text" not in fields),
+            *(made(frames["item"]["content"][0] | fields) for fields in parts if "image_url" not in fields),
+        ):
+            told = await taken({"previous_item_id": last} | event, "conversation.item.done")
+            last = told["item"]["id"]
+        for fields in (*neutral(ResponseCreateEvent), *({"response": fields} for fields in OF_RESPONSES)):
+            if fields != {"response": {"input": []}}:  # a context of its own
+                await taken(texts, "conversation.item.done")
+                await taken({"type": "response.create"} | fields, "response.done")
+        event, _ = parse(json.dumps({"type": "response.cancel", "response_id": None, "event_id": None}))
+        assert not isinstance(event, InvalidRequest)
 
 
 async def test_a_trigger_asks_by_itself(door: Gateway) -> None:

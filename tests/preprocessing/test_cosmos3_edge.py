@@ -76,12 +76,15 @@ def test_missing_settings_take_the_defaults_of_transformers(checkpoints: Callabl
     from transformers.models.cosmos3_edge.image_processing_pil_cosmos3_edge import Cosmos3EdgeImageProcessorPil
 
     folder = Path(shutil.copytree(checkpoints(FAMILY), tmp_path / "copy"))
+    held = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "cap_pixels_per_frame": True}  # which is Qwen's alone
     for kind in ("preprocessor_config", "video_preprocessor_config"):
-        (folder / f"{kind}.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+        (folder / f"{kind}.json").write_text(json.dumps(held))
     found: Any = load_family(Checkpoint(folder))
     image, video = Cosmos3EdgeImageProcessorPil, transformers_video_processor(FAMILY)
     assert (found.image_budget.min_px, found.image_budget.max_px) == tuple(image.size.values())
     assert (found.video_budget.min_px, found.video_budget.max_px) == tuple(video.size.values())
+    expected = transformers_video_size(9, 720, 1280, TOKEN_PX, *video.size.values(), None, FAMILY)
+    assert found.video_size(720, 1280, 9, FrameSampling()) == expected
     bounds = found.frame_bounds
     assert (bounds.fps, bounds.min_frames, bounds.max_frames) == (video.fps, video.min_frames, video.max_frames)
     assert (bounds.temporal_patch, found.token_px) == (1, video.patch_size * video.merge_size)

@@ -6,6 +6,7 @@ How little is read and decoded: test_long_videos.
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -15,6 +16,8 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import MediaDamaged, MediaRejected
@@ -266,3 +269,100 @@ def test_the_matrix_is_found_wherever_the_container_keeps_it() -> None:
     size = int.from_bytes(behind[free + 8 : free + 12]) + 8
     long = behind[:free] + (1).to_bytes(4) + b"mdat" + size.to_bytes(8) + behind[free + 16 :]
     assert [opened(data)[1].orientation for data in (behind, in_front, long)] == [6, 6, 6]
+
+
+# --- containers without presentation times ---------------------------------------------------------------------------
+
+PYRAMIDS = {"g": "30", "bf": "7", "x264-params": "b-pyramid=normal:b-adapt=0:scenecut=0"}
+# Still from 2 s to 6 s. Packets that are held back while the picture is still have the times after it.
+PAUSED = (*range(20), *range(60, 100))
+
+
+@pytest.mark.parametrize("container", ["avi", "asf"])
+@pytest.mark.parametrize(("codec", "options"), [("libx264", PYRAMIDS), ("libx264", B_FRAMES), ("mpeg4", {"bf": "2"})])
+def test_containers_of_decoding_times_show_each_frame_at_its_own(
+    container: str, codec: str, options: dict[str, str]
+) -> None:
+    data = clip(60, 10, container, codec, options, PAUSED, Fraction(1, 10))
+    source, index = opened(data)
+    assert [tick * index.times.time_base * 10 for tick in index.times.ticks] == list(PAUSED)
+    assert (index.missing_frames, index.dropped_frames) == (0, 0)
+    for step in (1, 7):
+        frames = list(decode_frames(source, index, range(0, 60, step)))
+        assert numbers(frames) == list(range(0, 60, step))
+        assert not any(frame.repaired for frame in frames)
+
+
+def test_an_avi_whose_header_counts_pauses_is_whole_unless_it_is_cut() -> None:
+    """Between two frames lies a pause of one, as in a copy of an MP4 whose frames may be of half the length."""
+    whole = clip(60, 20, "avi", options=B_FRAMES, pts=range(0, 120, 2), time_base=Fraction(1, 20))
+    index = opened(whole)[1]
+    assert (index.missing_frames, index.times.rate().per_s) == (0, 10)
+    cut = opened(whole[: len(whole) * 3 // 4])[1]
+    assert len(cut.times.ticks) < 50
+    assert abs(cut.missing_frames + len(cut.times.ticks) - 60) <= 1
+
+
+@pytest.mark.parametrize("rate", [10, 50, Fraction(30000, 1001)])
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("h264", "libx264", B_FRAMES),
+        ("hevc", "libx265", {"x265-params": "log-level=none:bframes=3:frame-threads=1:pools=none"}),
+    ],
+)
+def test_a_raw_stream_has_the_rate_that_it_declares(
+    container: str, codec: str, options: dict[str, str], rate: Fraction | int
+) -> None:
+    source, index = opened(clip(30, rate, container, codec, options))
+    assert index.times.rate().per_s == rate
+    assert float(index.times.length_s) == pytest.approx(30 / rate)
+    assert numbers(list(decode_frames(source, index, range(30)))) == list(range(30))
+
+
+# --- several tracks --------------------------------------------------------------------------------------------------
+
+
+def with_track(film: bytes, container: str, frames: int, dispositions: tuple[Disposition, Disposition]) -> bytes:
+    """The film behind a track of MJPEG, whose frames are larger. dispositions: of that track, and of the film's."""
+    with tempfile.NamedTemporaryFile() as file:
+        with av.open(io.BytesIO(film)) as original, av.open(file.name, "w", format=container) as output:
+            other = output.add_stream("mjpeg", rate=10)
+            assert isinstance(other, VideoStream)
+            other.width, other.height, other.pix_fmt = 128, 96, "yuvj420p"
+            stream = output.add_stream_from_template(original.streams.video[0])
+            other.disposition, stream.disposition = dispositions
+            picture = av.VideoFrame.from_ndarray(np.full((96, 128, 3), 99, np.uint8), format="rgb24")
+            for number in range(frames):
+                picture.pts, picture.time_base = number, Fraction(1, 10)
+                output.mux(other.encode(picture))
+            output.mux(other.encode())
+            for packet in original.demux(video=0):
+                if packet.size:
+                    packet.stream = stream
+                    output.mux(packet)
+        return Path(file.name).read_bytes()
+
+
+NONE, DEFAULT = Disposition(0), Disposition.default
+
+
+@pytest.mark.parametrize(
+    ("container", "frames", "dispositions", "shows_film"),
+    [
+        ("matroska", 1, (NONE, DEFAULT), True),  # a cover, as a track
+        ("matroska", 5, (NONE, DEFAULT), True),
+        ("mp4", 5, (NONE, DEFAULT), True),
+        ("mp4", 1, (DEFAULT, DEFAULT), True),
+        ("mp4", 1, (DEFAULT | Disposition.attached_pic, NONE), True),
+        ("matroska", 5, (DEFAULT, NONE), False),
+        ("matroska", 5, (DEFAULT, DEFAULT), False),  # the larger one
+    ],
+)
+def test_the_default_track_is_shown_and_a_cover_never(
+    container: str, frames: int, dispositions: tuple[Disposition, Disposition], shows_film: bool
+) -> None:
+    source, index = opened(with_track(clip(20, 10), container, frames, dispositions))
+    assert (index.height_px, index.width_px) == ((48, 64) if shows_film else (96, 128))
+    if shows_film:
+        assert numbers(list(decode_frames(source, index, range(20)))) == list(range(20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -65,6 +66,62 @@ def test_a_recording_begins_with_its_first_keyframe() -> None:
     packet = 188
     cut = whole[len(whole) // 3 // packet * packet :]
     assert_shows(cut, list(range(24, 50)), dropped=10)
+
+
+def restamped(data: bytes, change: Callable[[int], tuple[int, int]]) -> bytes:
+    """A transport stream whose frame n, counted in decoding order, has its pts and dts moved by change(n) seconds."""
+    made, number = bytearray(data), 0
+    for packet in range(0, len(data), 188):
+        start = packet + 4 + (1 + data[packet + 4] if data[packet + 3] & 0x20 else 0)
+        if not data[packet + 1] & 0x40 or data[start : start + 4] != b"\0\0\1\xe0":
+            continue
+        stamps = (start + 9, start + 14) if data[start + 7] & 0x40 else (start + 9,)
+        for at, by_s in zip(stamps, change(number), strict=False):
+            old = data[at : at + 5]
+            ticks = (old[0] >> 1 & 7) << 30 | old[1] << 22 | old[2] >> 1 << 15 | old[3] << 7 | old[4] >> 1
+            ticks = (ticks + 90_000 * by_s) % 2**33
+            parts = (old[0] & 0xF0 | ticks >> 29 & 14 | 1, ticks >> 22 & 255, ticks >> 14 & 254 | 1, ticks >> 7 & 255)
+            made[at : at + 5] = bytes((*parts, ticks << 1 & 254 | 1))
+        number += 1
+    assert number > 50
+    return bytes(made)
+
+
+STRAY = (5, 18, 33, 50, 66)
+HOUR_S = 3600
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda number: (HOUR_S, HOUR_S) if number in STRAY else (0, 0),
+        lambda number: (-60, -60) if number in STRAY else (0, 0),
+        lambda number: (0, HOUR_S) if number in STRAY else (0, 0),  # those of decoding alone
+        lambda number: (HOUR_S, HOUR_S) if number % 12 == 0 else (0, 0),  # of each keyframe
+        lambda number: (HOUR_S, HOUR_S) if number >= 30 else (0, 0),  # between two keyframes, and for good
+        lambda number: (-50, -50) if number >= 30 else (0, 0),
+        lambda number: (HOUR_S * ((number > 26) + (number > 32)),) * 2,  # no keyframe between two leaps
+        lambda number: (HOUR_S, HOUR_S) if 26 < number < 57 else (0, 0),  # and back
+    ],
+)
+def test_a_clock_that_leaps_between_keyframes_loses_no_frame(change: Callable[[int], tuple[int, int]]) -> None:
+    whole = shifted(clip(80, RATE, "mpegts", options=B_FRAMES), "mpegts", Fraction(100))
+    assert_shows(restamped(whole, change), list(range(80)))
+
+
+def test_frames_whose_presentation_time_alone_is_wrong_are_dropped() -> None:
+    whole = shifted(clip(80, RATE, "mpegts", options=B_FRAMES), "mpegts", Fraction(100))
+    source = bytes_source("video", restamped(whole, lambda number: (HOUR_S * (number in STRAY), 0)))
+    index = read_packets(source)
+    numbers = [number_of(frame.pixels) for frame in decode_frames(source, index, range(75))]
+    assert [tick * index.times.time_base * RATE for tick in index.times.ticks] == numbers
+    assert (len(set(numbers)), index.dropped_frames) == (75, 5)
+
+
+def test_a_recording_that_is_joined_between_keyframes_begins_with_its_first_one() -> None:
+    whole = clip(50, RATE, "mpegts", options=B_FRAMES)
+    cut = whole[len(whole) // 3 // 188 * 188 :]
+    assert_shows(whole + cut, [*range(50), *range(24, 50)], dropped=10)
 
 
 def test_frames_with_the_time_of_another_are_counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import MediaRejected, StartupError
@@ -141,6 +144,26 @@ def test_old_names_of_budgets_are_read_where_transformers_reads_them(
     size = json.loads((family_checkpoint / "preprocessor_config.json").read_text())["size"]
     expected = (3136, 12845056) if family.startswith("qwen2") else (size["shortest_edge"], size["longest_edge"])
     assert (found.video_budget.min_px, found.video_budget.max_px) == expected
+
+
+@pytest.mark.parametrize("name", ["cosmos3_edge", "glm4v", "glm46v", "qwen2_vl", "qwen3_vl", "video_llama_3"])
+@pytest.mark.parametrize("with_size", [True, False], ids=["beside a size", "alone"])
+def test_pixel_bounds_of_images_are_those_that_the_familys_own_processor_reads(
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str, with_size: bool
+) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    for each in checkpoints(name).iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    held = json.loads(file.read_text())
+    file.unlink()
+    if not with_size:
+        del held["size"]
+    for old in ({}, {"max_pixels": 200704}, {"min_pixels": 200704, "max_pixels": 401408}):
+        file.write_text(json.dumps(held | old))
+        theirs = AutoImageProcessor.from_pretrained(tmp_path)
+        rows, columns = theirs(images=[Image.new("RGB", (287, 233))])["image_grid_thw"][0][1:]
+        layout = load_family(Checkpoint(tmp_path)).image(233, 287, FrameSampling(), 0, 1)
+        assert layout.frames.size_px == (rows * theirs.patch_size, columns * theirs.patch_size)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
@@ -25,6 +26,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
 from framesieve.services.preprocessing.conversation import MediaRequest
+from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.planner import Planner
 from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed
@@ -207,9 +209,25 @@ def test_what_the_model_cannot_take_is_named(
         ("llava_next_video", {"text_config": {"vocab_size": None}}, {}, "config.json lacks text_config.vocab_size"),
         ("internvl", {"vision_config": {"image_size": [56, 70]}}, {}, r"vision_config.image_size \[56, 70\] is not"),
         ("internvl", {"vision_config": {"patch_size": [14, 7]}}, {}, r"vision_config.patch_size \[14, 7\] is not"),
+        (
+            "internvl",
+            {"downsample_ratio": "half"},
+            {},
+            "config.json: downsample_ratio must be a number .* 'half'",
+        ),
+        ("internvl", {}, {"max_patches": 2.5}, "max_patches must be a whole number of at least 1, got 2.5"),
+        ("internvl", {}, {"size": "56"}, "preprocessor_config.json: size must be an object, got '56'"),
+        ("llava", {}, {"size": {"shortest_edge": [56]}}, r"size.shortest_edge must be a whole number .* got \[56\]"),
+        (
+            "video_llama_3",
+            {},
+            {"size": {"height": 56, "width": 56}},
+            "lacks size.shortest_edge",
+        ),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres_max_x"}, {}, "vision_aspect_ratio 'anyres_max_x' is not"),
     ],
 )
-def test_settings_that_contradict_the_tower_are_refused(
+def test_settings_that_are_malformed_or_contradict_the_tower_are_refused(
     checkpoints: Callable[[str], Path],
     tmp_path: Path,
     kind: str,
@@ -220,3 +238,22 @@ def test_settings_that_contradict_the_tower_are_refused(
     folder = with_settings(checkpoints(kind), tmp_path / "other", settings, **config)
     with pytest.raises(StartupError, match=why):
         Planner(Checkpoint(folder), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llava", {"size": 56, "crop_size": [56, 56]}),
+        ("internvl", {"size": 56}),
+        ("internvl", {"size": [56, 56]}),
+        ("internvl", {"max_patches": None, "crop_size": None, "rescale_factor": None}),
+    ],
+)
+def test_sizes_of_older_files_and_nulls_are_read_as_by_transformers(
+    checkpoints: Callable[[str], Path], tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    folder = with_settings(checkpoints(kind), tmp_path / "other", settings)
+    theirs: Any = {"llava": LlavaImageProcessorPil, "internvl": GotOcr2ImageProcessorPil}[kind]
+    plain, other = (theirs.from_pretrained(each) for each in (checkpoints(kind), folder))
+    assert (plain.size, plain.crop_size) == (other.size, other.crop_size)
+    assert load_family(Checkpoint(folder)) == load_family(Checkpoint(checkpoints(kind)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 
 import numpy as np
 from hypothesis import given, settings
@@ -40,8 +42,11 @@ def clip_of(grid: Grid, token_px: int, seed: int) -> NDArray[np.uint8]:
     return frames
 
 
-def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning) -> list[int]:
-    """The kept tokens of the whole video, whose pixels are compared with the frames'."""
+def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning, held: int, repaired: int) -> list[int]:
+    """The kept tokens of the whole video, whose pixels are compared with the frames'.
+
+    held: there is room for the pixels of so many slices. repaired: of the first slice's frames.
+    """
     side, found = frames.shape[1] // grid.h, list[int]()
     plan = MediaPlan(
         modality=Modality.VIDEO,
@@ -52,12 +57,21 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning) -> list[int]:
         timestamps_s=(),
         content_hash=bytes(32),
     )
-    choice = Choice(plan, pruning)
-    ready = [
-        choice.add(Slice(first, frames[first : first + FRAMES], 0, 0.0, 0.0, 0, 0))
+    wholes = [
+        Slice(first, frames[first : first + FRAMES], 0 if first else repaired, 0.0, 0.0, 0, 0)
         for first in range(0, len(frames), FRAMES)
     ]
-    for each in (*filter(None, ready), *choice.rest()):
+    choice = Choice(plan, pruning)
+    ready = [choice.add(whole, holds=number <= held) for number, whole in enumerate(wholes)]
+    numbers = choice.choose()
+    again = [replace(wholes[number], first_frame=FRAMES * place) for place, number in enumerate(numbers)]
+    made = [*filter(None, ready), *choice.rest(), *chain.from_iterable(map(choice.rest, again))]
+    assert [each.first_frame for each in made] == [each.first_frame for each in wholes]
+    if not all(ready):
+        lacking = [n for n, each in enumerate(made) if n > held and each.kept is not None and each.kept.size]
+        # What replaces a damaged frame depends on the frames around it, so that all are decoded again.
+        assert list(numbers) == (list(range(grid.t)) if lacking and repaired else lacking)
+    for each in made:
         assert each.kept is not None
         assert each.pixels.shape == (FRAMES, each.kept.size * side, side, 3)
         for place, token in enumerate(each.kept.tolist()):
@@ -75,16 +89,18 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning) -> list[int]:
     seed=SEEDS,
     rate=st.sampled_from([0.0, 0.3, 0.5, 0.75, 0.9]),
     threshold=st.sampled_from([None, 0.0, 0.1, 0.4]),
+    held=st.sampled_from([0, 3, 20]),
+    repaired=st.integers(0, 1),
 )
 def test_the_kept_tokens_are_those_of_loops_over_blocks_slices_and_tokens(
-    grid: Grid, token_px: int, seed: int, rate: float, threshold: float | None
+    grid: Grid, token_px: int, seed: int, rate: float, threshold: float | None, held: int, repaired: int
 ) -> None:
     pruning = Pruning(rate, "pixel_change", threshold=threshold)
     if not chosen_before_tower(grid, pruning, Modality.VIDEO):
         return
     frames = clip_of(grid, token_px, seed)
     expected = chosen_tokens(frames, (grid.h, grid.w), FRAMES, rate, threshold)
-    assert chosen_of(frames, grid, pruning) == [
+    assert chosen_of(frames, grid, pruning, held, repaired) == [
         t * grid.slice_tokens + token for t, tokens in enumerate(expected) for token in tokens
     ]
 
@@ -93,3 +109,10 @@ def test_a_slice_of_one_frame_equals_one_in_which_it_is_repeated() -> None:
     frame = np.random.default_rng(0).integers(0, 256, (1, 56, 84, 3), dtype=np.uint8)
     changes = change(block_means(frame, 28), block_means(np.repeat(frame, 2, axis=0), 28))
     assert changes.tolist() == [0.0] * 6
+
+
+def test_equal_changes_go_to_the_slice_that_is_renewed_earlier() -> None:
+    """The example of docs/pruning.md: A A B B A A B B, of which two slices stay."""
+    shown = np.repeat([0, 0, 40, 40, 0, 0, 40, 40], FRAMES).astype(np.uint8)
+    frames = np.broadcast_to(shown[:, None, None, None], (shown.size, 28, 28, 3))
+    assert chosen_of(frames, Grid(8, 1, 1), Pruning(0.68, "pixel_change"), held=8, repaired=0) == [0, 4]

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from framesieve.common.contract.errors import MediaDamaged
+from framesieve.services.preprocessing.rpc import decode_stats
 from framesieve.services.preprocessing.sources.source import bytes_source
 from framesieve.services.preprocessing.video.packets import read_packets
 from framesieve.services.preprocessing.video.slices import PlannedVideo, Slice
@@ -114,6 +115,19 @@ async def test_a_segment_gives_way_to_a_job_that_waits(queue: JobQueue, jobs: li
     begin, end, done = jobs[2]
     assert (begin, end) == jobs[1][:2]
     assert done > 0
+
+
+async def test_the_spans_of_decoding_end_when_the_last_slice_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not the last in order where a second worker is faster, nor does the first in order begin them."""
+    spans: dict[str, tuple[int, int]] = {}
+    monkeypatch.setattr(
+        decode_stats, "record", lambda stage, began, ended, *_, **__: spans.update({stage: (began, ended)})
+    )
+    nothing = np.empty((1, 0, 0, 3), np.uint8)
+    with decode_stats.recording_decode(0) as stats:
+        for number, decoded_ns in enumerate([30, 50, 20, 40]):
+            stats.add(Slice(number, nothing, 0, 0.0, 0.0, decoded_ns, decoded_ns + 5))
+    assert (spans["decode"][1], spans["resize"]) == (50, (20, 55))
 
 
 async def test_a_busy_pool_and_a_short_video_are_not_split(

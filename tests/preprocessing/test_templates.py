@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from demo.checkpoint import CHAT_TEMPLATE, TINY, make_tokenizer
+from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Modality
 from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
+from framesieve.services.preprocessing.planner import Planner
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import MediaTokens
 from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -30,8 +36,19 @@ from framesieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, P
 from framesieve.v1.prompt_pb2 import Tool as ToolMessage
 from framesieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
 from tests.conftest import FAMILY_PARAMS
+from tests.media import clip, picture
+from tests.preprocessing.planning import image, plan_of, video
 
+# Added tokens that are not special: tags that templates write, too, and tokens of each flag.
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+FLAGGED = [
+    AddedToken("<loc_1>"),
+    AddedToken("<raw>", normalized=False),
+    AddedToken("<left>", lstrip=True),
+    AddedToken("<right>", rstrip=True, normalized=False),
+    AddedToken("whole", single_word=True),
+]
+WRITABLE = {*MARKS, *(token.content for token in FLAGGED)}
 # As MiniCPM-V 2.5: texts without blanks around them.
 TRIMS = (
     "{% set ends = '<|im_end|>' %}{% for turn in messages %}{{ '<|im_start|>' ~ turn['role'] }}\n\n"
@@ -135,19 +152,19 @@ INSTRUCTS = (
 )
 BRACKETS = ["[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[CALL]", "[RESULT]"]
 # By name: the template, what joins the parts of a message, and added tokens.
-TEMPLATES: Mapping[str, tuple[str, str | None, Sequence[str]]] = {
+TEMPLATES: Mapping[str, tuple[str, str | None, Sequence[str | AddedToken]]] = {
     "trims": (TRIMS, "\n", ()),
     "reasons": (REASONS, "\n", ()),
-    "reasons with tokens": (REASONS, "\n", MARKS),
+    "reasons with tokens": (REASONS, "\n", [*MARKS, *FLAGGED]),
     "parts": (PARTS, None, ()),
-    "thinks": (THINKS, None, MARKS),
+    "thinks": (THINKS, None, [*MARKS, *FLAGGED]),
     "instructs": (INSTRUCTS, "", BRACKETS),
 }
 WEATHER = Tool("weather", "Tells the <|im_end|> weather.", {"type": "object", "properties": {"city": {"enum": ["é"]}}})
 CLOCK = Tool("clock", None, {"type": "object", "properties": {}})
 
 
-def written(folder: Path, template: str, added: Sequence[str] = ()) -> Path:
+def written(folder: Path, template: str, added: Sequence[str | AddedToken] = ()) -> Path:
     """A checkpoint's folder with a tokenizer and this chat template."""
     folder.mkdir(exist_ok=True)
     tokenizer = make_tokenizer(TINY)
@@ -168,7 +185,12 @@ def both(
     template, joins, added = TEMPLATES[request.param]
     folder = written(tmp_path_factory.mktemp("template"), template, added)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.chat_control_tokens = control_of(theirs)
     return ChatTokens(Checkpoint(folder), PLACEHOLDERS, joins_parts=joins), theirs, joins
+
+
+def control_of(tokenizer: Any) -> list[str]:
+    return [token for token in tokenizer.get_added_vocab() if token not in WRITABLE]
 
 
 def ids_of(tokens: ChatTokens, turns: Sequence[Turn], **others: Any) -> list[int]:
@@ -214,8 +236,28 @@ def by_transformers(
 
 
 BLANKS = st.sampled_from(["", " ", "\n", "\n\n", " \n\t", "\u00a0", "\u2028"])
+LOCATED = [
+    "where is <loc_1>",
+    "a \n<left> b",
+    "a <right>\n b",
+    "whole",
+    "the wholes",
+    "a whole, <raw>e\u0301",
+    "<tool_call>",
+]
 WRITTEN = st.text(max_size=12) | st.sampled_from(
-    ["{{ 7 * 7 }}", "{% endfor %}", "{# #}", 'it\'s "so"', "\\n", "naïve 日本 🎬", "e\u0301", "⟨0⟩", "Is it red?"]
+    [
+        "{{ 7 * 7 }}",
+        "{% endfor %}",
+        "{# #}",
+        'it\'s "so"',
+        "\\n",
+        "naïve 日本 🎬",
+        "e\u0301",
+        "⟨0⟩",
+        "Is it red?",
+        *LOCATED,
+    ]
 )
 THOUGHTS = st.sampled_from(["<think>\nhm\n</think>\n\n", "</think>", "<think>", "a<think>b</think>c</think>\n"])
 SPELT = st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|image_pad|>", "<tool_call>", "[/INST]", *MARKS])
@@ -260,13 +302,17 @@ def test_a_conversation_has_the_ids_of_transformers(
 def test_control_tokens_that_callers_spell_are_text_everywhere(
     both: tuple[ChatTokens, Any, str | None], turns: list[Turn], tools: tuple[Tool, ...]
 ) -> None:
-    """Transformers can escape them, too, but cuts the text there, so that text is compared, and control tokens."""
+    """Transformers can escape them, too, but cuts the text there, so that text is compared, and control tokens.
+
+    Blanks are not, of which tokens with a flag take some.
+    """
     ours, theirs, joins = both
     if not shows_tools(theirs):
         turns, tools = without_tools(turns), ()
     ids = ids_of(ours, turns, tools=tools)
     text = by_transformers(theirs, joins, turns, tools, tokenize=False)
-    assert unicodedata.normalize("NFC", theirs.decode(ids)) == unicodedata.normalize("NFC", str(text))
+    decoded, rendered = ("".join(each.split()) for each in (theirs.decode(ids), str(text)))
+    assert unicodedata.normalize("NFC", decoded) == unicodedata.normalize("NFC", rendered)
     escaped = by_transformers(theirs, joins, turns, tools, sanitize_control_tokens=True)
     control = set(theirs.get_added_vocab().values())
     assert [each for each in ids if each in control] == [each for each in escaped if each in control]
@@ -276,7 +322,7 @@ def spelt_in(turns: Sequence[Turn], tokenizer: Any) -> bool:
     """Whether a text, or an argument of a call, spells a control token."""
     texts = [part for turn in turns for part in turn.parts if not isinstance(part, Modality)]
     texts += [str(call.arguments) for turn in turns for call in turn.tool_calls]
-    return any(token in text for text in texts for token in tokenizer.get_added_vocab())
+    return any(token in text for text in texts for token in control_of(tokenizer))
 
 
 def shows_tools(tokenizer: Any) -> bool:
@@ -294,6 +340,37 @@ def of_family(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]
     family = load_family(checkpoint)
     ours = ChatTokens(checkpoint, family.placeholders, family.pad, family.joins_parts, family.template_options)
     return ours, PreTrainedTokenizerFast.from_pretrained(checkpoint.folder), family
+
+
+@pytest.mark.parametrize("name", ["glm46v", "internvl", "llava_pixtral", "minicpmv_2_6", "qwen3_vl"])
+def test_tokens_around_turns_and_media_stay_unwritable_where_the_tokenizer_does_not_call_them_special(
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """As `add_tokens` adds them. Whether one is a control token then follows from the template, media and ids."""
+    for file in checkpoints(name).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    contents = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = [token | {"special": False} for token in contents["added_tokens"]]
+    last = added[-1]["id"]
+    added += [added[-1] | {"id": last + place, "content": token} for place, token in enumerate(("<end>", "<loc_1>"), 1)]
+    replaced = {
+        "tokenizer.json": contents | {"added_tokens": added},
+        "tokenizer_config.json": {},
+        "generation_config.json": {"eos_token_id": [last + 1]},
+    }
+    for file_name, held in replaced.items():
+        (tmp_path / file_name).unlink(missing_ok=True)
+        (tmp_path / file_name).write_text(json.dumps(held))
+    planner = Planner(Checkpoint(tmp_path), None)
+    family = load_family(Checkpoint(tmp_path))
+    media = [image(picture(1000, 600))] + [video(clip())] * (Modality.VIDEO in family.placeholders)
+    names = {token["id"]: token["content"] for token in added}
+    written = {last + 1, *plan_of(planner, *media).input_ids.tolist()} & names.keys()
+    assert len(written) > 2
+    spelt = plan_of(planner, "".join(names[each] for each in written) + " <loc_1>").input_ids.tolist()
+    plain = plan_of(planner, "a").input_ids.tolist()
+    assert [each for each in spelt if each in written] == [each for each in plain if each in written]
+    assert spelt.count(last + 2) == 1
 
 
 @settings(max_examples=25)
@@ -385,6 +462,79 @@ def test_tools_are_shown_by_the_tokenizers_template_with_media_as_the_processors
     alone = [Turn("user", ("Look: ", Modality.IMAGE))]
     parts = by_transformers(theirs, None, alone, (), chat_template=CHAT_TEMPLATE)
     assert ids_of(ours, alone) == parts
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"add_bos_token": True, "eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}, "pad_token": None},
+        {"image_token": "<|image_pad|>", "extra_special_tokens": ["<|im_start|>"]},
+        {"extra_special_tokens": {"image_token": "<|image_pad|>", "start": "<|vision_start|>"}},
+        {"model_specific_special_tokens": {"image_token": "<|image_pad|>"}, "bos_token": "<|endoftext|>"},
+    ],
+)
+def test_tokens_have_the_names_of_transformers(tmp_path: Path, held: dict[str, Any]) -> None:
+    folder = written(tmp_path, TRIMS)
+    (folder / "tokenizer_config.json").write_text(json.dumps(held))
+    expected = PreTrainedTokenizerFast.from_pretrained(folder).special_tokens_map
+    assert named_tokens(Checkpoint(folder)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # transformers leaves files open
+@pytest.mark.parametrize("places", range(2**5))
+def test_templates_are_found_where_transformers_finds_them(places: int, sources: tuple[Path, Path]) -> None:
+    """Every choice of the places, each with a template of its own, by transformers' own reading of the files."""
+    folder, empty = sources
+    shutil.rmtree(folder)
+    shutil.copytree(empty, folder)
+    named = [{"name": name, "template": f"{{{{ tools }}}}list {name}"} for name in ("default", "tool_use")]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "additional_chat_templates").mkdir()
+    files = {
+        "tokenizer_config.json": json.dumps(config | {"chat_template": named}),
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}additional",
+        "chat_template.jinja": "jinja",
+        "chat_template.json": json.dumps({"chat_template": "json"}),
+        "processor_config.json": json.dumps({"chat_template": "processor"}),
+    }
+    for place, (name, text) in enumerate(files.items()):
+        if places & 1 << place:
+            (folder / name).write_text(text)
+    try:
+        processor, _ = ProcessorMixin.get_processor_dict(folder)
+        theirs = SimpleNamespace(chat_template=processor.get("chat_template"))
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        if theirs.chat_template is None:
+            expected = tokenizer.get_chat_template()
+        else:
+            expected = ProcessorMixin._resolve_chat_template(theirs, None)  # type: ignore[arg-type]
+    except ValueError:
+        with pytest.raises(StartupError, match=str(folder)):
+            chat_templates(Checkpoint(folder))
+        return
+    found = chat_templates(Checkpoint(folder))
+    assert found.conversation.text == expected
+    shown = [each.text for each in found.for_tools if "tools" in each.text]
+    with_tools = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
+    assert shown[:1] == ([with_tools] if "tools" in with_tools else [])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder, and one without templates to fill it from."""
+    folder = written(tmp_path_factory.mktemp("places") / "empty", "")
+    (folder / "chat_template.jinja").unlink()
+    return Path(shutil.copytree(folder, folder.with_name("filled"))), folder
+
+
+def test_tools_are_shown_by_a_template_of_their_own(tmp_path: Path) -> None:
+    folder = written(tmp_path, TRIMS, MARKS)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(REASONS)
+    ours = ChatTokens(Checkpoint(folder), PLACEHOLDERS, joins_parts="")
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for turns, tools in ((HELLO, [CLOCK]), (HELLO, [])):
+        assert ids_of(ours, turns, tools=tools) == by_transformers(theirs, "", turns, tools)
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])

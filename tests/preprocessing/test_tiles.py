@@ -3,8 +3,10 @@ processors, as are their tokens."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,9 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 
 from framesieve.common.anyres import AnyRes
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import PromptPlan
+from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.planner import Planner
 from tests.families import NEWLINE_ID, NEXT_VIDEO_PX, ONEVISION_PATCH, ONEVISION_PX
 from tests.media import picture
@@ -188,6 +192,26 @@ def test_internvl_tiles_an_image_by_its_shape(checkpoints: Callable[[str], Path]
     apart = np.abs(frames.astype(int) - theirs)
     assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
     assert plan.input_ids.tolist() == ids_of(folder, internvl().replace_image_token(expected, 0))
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava_next_video", "llava_onevision"])
+def test_a_rate_in_the_processors_file_is_how_densely_videos_are_sampled(
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """A number of frames is refused by its name."""
+    for file in checkpoints(name).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = tmp_path / "video_preprocessor_config.json"
+    held = json.loads((settings if settings.exists() else tmp_path / "preprocessor_config.json").read_text())
+    settings.unlink(missing_ok=True)
+    settings.write_text(json.dumps(held | {"fps": 0.5}))
+    family = load_family(Checkpoint(tmp_path))
+    # Five frames of ten seconds, as `sample_frames` of transformers spreads them: InternVL's from a share's middle.
+    expected = torch.arange(24 if name == "internvl" else 0, 240, 240 / 5).int().tolist()
+    assert list(family.sample_indices(240, Fraction(24), family.frame_bounds)) == expected
+    settings.write_text(json.dumps(held | {"num_frames": 8}))
+    with pytest.raises(StartupError, match="the video processor's num_frames is 8, only None is supported"):
+        load_family(Checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["internvl", "internvl_qwen3"])

@@ -208,6 +208,7 @@ WITH_IMAGES: list[tuple[str | Modality, ...]] = [
     ("What is  this? ",),
     (Modality.IMAGE, "What is  this? "),
     (" Look: ", Modality.IMAGE, " and ", Modality.IMAGE, "é, compare"),
+    ("What is <loc_1> this?<loc_1>", Modality.IMAGE, "<loc_1> and"),
 ]
 
 
@@ -221,6 +222,7 @@ def test_llamas_first_mark_and_beginning_are_put_as_by_transformers(
     trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
     tokenizer.train_from_iterator(["What is this? Look: and compare", "é"], trainer)
     tokenizer.add_special_tokens(["<s>", "<image>"])
+    tokenizer.add_tokens(["<loc_1>"])
     begins = ("<s>", tokenizer.token_to_id("<s>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begins])
     template = (

@@ -120,11 +120,12 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
     ("pieces", "why"),
     [
         ([b"nonsense" * 999], "data cannot be read as a video.*MPEG-TS, fragmented MP4"),
+        ([b"#EXTM3U\n#EXTINF:2,\npart0.ts\n"], "data is a playlist of HLS or DASH, which names other files"),
         ([media.clip()[:200] + b"\0" * 5000], "data has no video stream"),
         ([b""], "data must be 1 to 2097152 bytes, got '0 bytes'"),
         ([], "data cannot be read as a video"),
     ],
-    ids=["nonsense", "a broken header", "an empty piece", "nothing"],
+    ids=["nonsense", "a playlist", "a broken header", "an empty piece", "nothing"],
 )
 async def test_bad_bytes_are_refused_with_their_field(service: Service, pieces: list[bytes], why: str) -> None:
     async with service.serving() as stub:

@@ -5,7 +5,6 @@ Source: `InternVLModel` of transformers 5.24; InternVL 2.5, arXiv 2412.05271.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 from framesieve.services.encoder.tower.projected import load_projected
 from framesieve.services.encoder.tower.tiles import one_after_the_other
 from framesieve.services.encoder.tower.tower import Tower
@@ -58,11 +58,11 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     return replace(tower, arrange=partial(one_after_the_other, tower.patches))
 
 
-def _video_settings(checkpoint: Checkpoint, side_px: int) -> Mapping[str, Any]:
+def _video_settings(checkpoint: Checkpoint, side_px: int) -> Fields:
     """The video processor's settings, or those of images where its size is not the tower's.
 
     Published checkpoints of InternVL 3.5 have the defaults of transformers' class in that file, 384 pixels and CLIP's
     mean. transformers fails at frames of that size; the models were trained with videos in the size and mean of images.
     """
     image, video = checkpoint.processor("image"), checkpoint.processor("video")
-    return video if set((video.get("size") or {}).values()) == {side_px} else image
+    return video if set(video.part("size").values()) == {side_px} else image

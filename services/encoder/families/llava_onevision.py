@@ -28,7 +28,7 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config = checkpoint.config_as(LlavaOnevisionConfig)
     tower = load_projected(checkpoint, config, options)
-    anyres = AnyRes.of(config.to_dict(), int(config.vision_aspect_ratio.removeprefix("anyres_max_")))
+    anyres = AnyRes.of_onevision(config.to_dict())
     return replace(tower, arrange=_Arranging(anyres))
 
 

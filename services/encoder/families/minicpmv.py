@@ -2,8 +2,8 @@
 
 A patch takes the stored position of the cell of a square grid in which it begins. In 2.5 all patches of a picture are
 one row, and take positions of the grid's first row. Pictures are packed; none is padded. Patches begin at
-`arange(0, 1 - 1e-6, 1 / n)` in float32, as in the published code and in transformers 4.40, whose tower 2.5 has;
-transformers 5 multiplies an index by a step, which rounds to another cell for 25, 49, 98 and other numbers of patches.
+`arange(0, 1 - 1e-6, 1 / n)` in float32, and so is its step, as in the published code and in transformers 4.40, whose
+tower 2.5 has; transformers 5 computes them otherwise, which rounds to another cell for some numbers of patches.
 4.5 makes as many tokens of a group of frames as of a picture; each frame's time is the nearest tenth of a second.
 Source: the published `modeling_navit_siglip.py`, `resampler.py` and README of openbmb/MiniCPM-V-2_6 and MiniCPM-V-4_5,
 `modeling_minicpmv.py` of openbmb/MiniCPM-Llama3-V-2_5, and `Idefics2VisionTransformer` of transformers 4.40.
@@ -44,10 +44,10 @@ _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config, version = checkpoint.config, version_of(checkpoint.config)
-    vision = SiglipVisionConfig(**(config.get("vision_config") or {}))
+    vision = checkpoint.config_as(SiglipVisionConfig, part="vision_config")
     if config.get("drop_vision_last_layer", False):
         vision.num_hidden_layers -= 1
-    queries, width = queries_of(config), int(config["hidden_size"])
+    queries, width = queries_of(config), config.whole("hidden_size")
     vision._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = _MiniCPMV(vision, queries, width)

@@ -62,6 +62,8 @@ _RENAMED = {
     ".attn.proj.": ".attention.o_proj.",
     ".attn.qkv.": ".attention.qkv.",
 }
+# Of a norm that changes nothing more.
+_FINAL_NORM = {"vision_final_layernorm.weight": 1.0, "vision_final_layernorm.bias": 0.0}
 # The processor normalises, and summaries are not read.
 _UNREAD = (f"{_TOWER}input_conditioner.", f"{_TOWER}summary_idxs")
 
@@ -85,9 +87,12 @@ def load_radio(checkpoint: Checkpoint, config: Any, normalisation: Normalisation
 
     def complete(weights: dict[str, Tensor]) -> None:
         _split(weights)
+        # Published checkpoints need not have these: transformers leaves them as they begin.
+        values = {"lambda1": vision.layerscale_value, **_FINAL_NORM}
         for name, parameter in model.named_parameters():
-            if name.endswith(".lambda1") and name not in weights:  # published checkpoints have no scales of layers
-                weights[name] = torch.full(parameter.shape, vision.layerscale_value, device=options.device)
+            value = next((each for end, each in values.items() if name.endswith(end)), None)
+            if value is not None and name not in weights:
+                weights[name] = torch.full(parameter.shape, value, dtype=torch.float32, device=options.device)
 
     loaded = load_model(model, vision, _find(checkpoint), _EMBEDDINGS, options, unread=_UNREAD, complete=complete)
     model.embed = _embedding(normalisation, vision, loaded.weights, loaded.dtype)

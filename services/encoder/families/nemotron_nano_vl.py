@@ -6,7 +6,6 @@ Source: `NemotronH_Nano_VL_V2`, `RadioModel` and `RadioConfig` of vLLM 0.32; RAD
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.radio.configuration_radio import RadioConfig
 
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 from framesieve.services.encoder.families.nemotron_h_omni import load_radio
-from framesieve.services.encoder.tower.patches import Normalisation
+from framesieve.services.encoder.tower.patches import CHANNELS, Normalisation
 from framesieve.services.encoder.tower.tiles import one_after_the_other
 from framesieve.services.encoder.tower.tower import Tower
 from framesieve.services.encoder.tower.vision_model import RunOptions
@@ -37,27 +37,27 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     config.vision_config = _radio(checkpoint.config)
     if (version := getattr(config, "ps_version", "v2")) != "v2":
         raise StartupError(f"ps_version {version!r} is not supported, only 'v2'")
-    mean, std = (tuple(field_of(checkpoint.config, f"norm_{name}")) for name in ("mean", "std"))
+    mean, std = (checkpoint.config.numbers(f"norm_{name}", CHANNELS) for name in ("mean", "std"))
     tower = load_radio(checkpoint, config, Normalisation(1 / 255, mean, std), options)
     return replace(tower, arrange=partial(one_after_the_other, tower.patches))
 
 
-def _radio(config: Mapping[str, Any]) -> RadioConfig:
+def _radio(config: Fields) -> RadioConfig:
     """`vision_config` as that of transformers. Raises StartupError for an architecture that is not known."""
-    args: Mapping[str, Any] = field_of(config, "vision_config", "args")
-    name, own = field_of(args, "model"), args.get("model_kwargs") or {}
+    args = config.part("vision_config").part("args")
+    name, own = args["model"], args.part("model_kwargs")
     if name not in _ARCHITECTURES:
         raise StartupError(f"vision_config.args.model {name!r} is not supported, only {', '.join(_ARCHITECTURES)}")
     hidden, layers, heads = _ARCHITECTURES[name]
     classes = len({each["name"] for each in args.get("teachers", ())}) if args.get("cls_token_per_teacher") else 1
     multiple = args.get("register_multiple")
     return RadioConfig(
-        hidden_size=own.get("embed_dim", hidden),
-        num_hidden_layers=own.get("depth", layers),
-        num_attention_heads=own.get("num_heads", heads),
-        mlp_ratio=float(own.get("mlp_ratio", 4)),
-        patch_size=int(config.get("patch_size", 16)),
-        max_img_size=int(args.get("cpe_max_size", 2048)),
+        hidden_size=own.whole("embed_dim", hidden),
+        num_hidden_layers=own.whole("depth", layers),
+        num_attention_heads=own.whole("num_heads", heads),
+        mlp_ratio=own.number("mlp_ratio", 4),
+        patch_size=config.whole("patch_size", 16),
+        max_img_size=args.whole("cpe_max_size", 2048),
         num_cls_tokens=classes,
         # A whole group of them where the class tokens fill theirs.
         num_registers=args.get("cpe_num_registers") or (multiple - classes % multiple if multiple else 0),

@@ -35,7 +35,7 @@ from framesieve.common.contract.errors import Unavailable
 from framesieve.common.telemetry.metrics import busy
 from framesieve.services.compute.transfers import Computed
 from framesieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
-from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
+from framesieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting, token_limit
 from framesieve.services.encoder.tower.patches import Frames
 
 log = structlog.get_logger()
@@ -307,8 +307,12 @@ class Batcher:
     @property
     def _full(self) -> bool:
         """Whether one more slice like the last would not fit into the next forward."""
-        sizes = [piece.size for piece in self._next_slices()]
-        return bool(sizes) and fitting([*sizes, sizes[-1]], self._largest) <= len(sizes)
+        load = last = NOTHING
+        for last in (piece.size for piece in self._next_slices()):
+            load += last
+            if excess(load, self._largest):  # of a long queue no more is read
+                return True
+        return excess(load + last, self._largest) is not None
 
 
 def _tower_ended() -> Unavailable:

@@ -41,7 +41,7 @@ _FORWARDS_AHEAD = 2
 
 @dataclass(slots=True)
 class StageTimes:
-    """When the last slice of an item left each stage, on this host's monotonic clock; None: it skipped the stage.
+    """When all slices of an item had left each stage, on this host's monotonic clock; None: it skipped the stage.
 
     begun_ns: when the tower began the last forward. pruned_ns: set for one request's item, not for the shared entry.
     """
@@ -268,7 +268,9 @@ class CacheEntry:
             return
         rows = self.slices.add(piece)
         self.repaired_frames += piece.repaired_frames
-        self.times.decoded_ns, self.times.resized_ns = piece.decoded_ns, piece.resized_ns
+        # Several workers decode a long video, so that its last slice need not be the last one done.
+        self.times.decoded_ns = max(self.times.decoded_ns or 0, piece.decoded_ns)
+        self.times.resized_ns = max(self.times.resized_ns or 0, piece.resized_ns)
         self.decoded_slices += 1
         self.queued_ns = self.queued_ns or monotonic_ns()
         if rows.start == rows.stop:
@@ -388,7 +390,7 @@ class CacheEntry:
             self.fail(error)
             return
         forward = encoded.result()
-        self.entered_ns = self.entered_ns or forward.begun_ns
+        self.entered_ns = min(self.entered_ns or forward.begun_ns, forward.begun_ns)
         self.times.begun_ns = max(self.times.begun_ns, forward.begun_ns)
         self.times.encoded_ns = max(self.times.encoded_ns, forward.ended_ns)
         self._count_encoded(index)

@@ -390,12 +390,13 @@ def _smoothed_axis(length: int, table_side: int) -> Array:
 def _cells(length: int, shape: TowerShape) -> Array:
     """The cell of an axis that each of its places begins in: int64 (length,).
 
-    By the published operations: where a place begins at a border, the cell depends on how torch's `arange` rounds.
+    By the published operations: where a place begins at a border, the cell depends on how they round. The length is a
+    tensor there, so the step is a float32.
     """
     if shape.cells_by_quotient:
         begins = torch.arange(length) / length
     else:
-        begins = torch.arange(0, 1 - 1e-6, 1 / length, dtype=torch.float32)
+        begins = torch.arange(0, 1 - 1e-6, (1 / torch.tensor(length)).item(), dtype=torch.float32)
     borders = torch.arange(1 / shape.cell_side, 1.0, 1 / shape.cell_side, dtype=torch.float32)
     found: Array = torch.bucketize(begins, borders, right=True).numpy()
     return found

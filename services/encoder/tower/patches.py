@@ -12,9 +12,9 @@ Source: patchify and rescale_and_normalize of transformers' Qwen2VLVideoProcesso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 from framesieve.services.encoder.tower.packing import UNTIMED, Side
 
 CHANNELS = 3
@@ -96,7 +97,7 @@ class Normalisation:
     std: tuple[float, ...]
 
 
-def read_normalisation(checkpoint: Checkpoint, video: Mapping[str, Any] | None = None) -> Normalisation:
+def read_normalisation(checkpoint: Checkpoint, video: Fields | None = None) -> Normalisation:
     """The normalisation of the checkpoint's processors. video: settings of videos, where they are not the checkpoint's.
 
     Raises StartupError if there is no processor config, or if images and videos are normalised differently.
@@ -114,14 +115,15 @@ def read_normalisation(checkpoint: Checkpoint, video: Mapping[str, Any] | None =
     return of_video
 
 
-def _normalisation(config: Mapping[str, Any]) -> Normalisation:
-    rescale = float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0
+def _normalisation(config: Fields) -> Normalisation:
+    rescale = config.number("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 1.0
     if not config.get("do_normalize", True):
         return Normalisation(rescale, (0.0,) * CHANNELS, (1.0,) * CHANNELS)
     # MiniCPM-V's name them norm_…
-    mean, std = (tuple(config.get(f"image_{name}", config.get(f"norm_{name}", ()))) for name in ("mean", "std"))
-    if not len(mean) == len(std) == CHANNELS or min(std) <= 0:
-        raise StartupError(f"image_mean and image_std must have {CHANNELS} values, std above 0, got {mean} and {std}")
+    prefix = "norm" if "norm_mean" in config and "image_mean" not in config else "image"
+    mean, std = (config.numbers(f"{prefix}_{name}", CHANNELS) for name in ("mean", "std"))
+    if min(std) <= 0:
+        raise config.refusal(f"{prefix}_std", "above 0")
     return Normalisation(rescale, mean, std)
 
 

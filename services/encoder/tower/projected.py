@@ -10,7 +10,7 @@ Source: `LlavaModel.get_image_features` of transformers 5.24, whose classes thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVi
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import MediaPlan
+from framesieve.common.fields import Fields, refusing
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import Attend
 from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
@@ -56,7 +57,7 @@ def load_projected(
     projector: Callable[[Any], nn.Module] = LlavaMultiModalProjector,
     merge: int = 1,
     arrange: Callable[[nn.Module], Callable[[MediaPlan], Arrangement]] | None = None,
-    video: Mapping[str, Any] | None = None,
+    video: Fields | None = None,
 ) -> Tower:
     """A tower, a selection of its layers and a projector. config: of the whole model.
 
@@ -76,7 +77,7 @@ def load_projected(
     lead = int(vision.model_type in _WITH_CLASS_TOKEN)
     dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")
     vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
+    with torch.device("meta"), refusing("config.json: vision_config"):
         model = _Llava(config, projector(config))
     # Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5.
     stored = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import METHODS
+from framesieve.common.fields import refusing
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from framesieve.services.encoder.tower.attention import (
@@ -29,6 +30,7 @@ from framesieve.services.encoder.tower.attention import (
     Wanted,
     attend_by_length,
     find_attention,
+    packed_attention,
 )
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.parallel.division import Share, divide
@@ -131,24 +133,20 @@ def load_model(
     """
     kept = model.state_dict().keys()
     stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(unread)}
-    device, dtype = options.device, choose_dtype(stored, options.dtype, options.device)
-    if dtype == torch.float16:
-        raise StartupError(f"--dtype float16: {vision.model_type} towers overflow it, use bfloat16 or float32")
+    device, overflow = options.device, f"{vision.model_type} towers overflow it"
+    dtype = choose_dtype(stored, options.dtype, device, no_float16=overflow)
     weights = read_weights(stored, dtype, device, patch_embed)
     complete(weights)
     fill(model, weights, dtype)
-    heads = vision.num_attention_heads
-    attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, resampling)
-    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    return LoadedModel(model, weights, patch_embed, dtype, device, attend or attend_by_length)
+    attend = packed_attention(vision, options.attention, device, dtype, resampling)
+    return LoadedModel(model, weights, patch_embed, dtype, device, attend)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
-    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent."""
-    vision = checkpoint.config.get("vision_config")
-    if not isinstance(vision, dict):
+    """vision_config of config.json as transformers' config class. Raises StartupError if it is absent or malformed."""
+    if not checkpoint.config.part("vision_config"):
         raise StartupError(f"{checkpoint.folder}/config.json has no vision_config")
-    config = config_class(**vision)
+    config = checkpoint.config_as(config_class, part="vision_config")
     config._attn_implementation = "sdpa"
     return config
 
@@ -174,7 +172,7 @@ def make_tower(
     alone. hidden: width of a patch inside the model.
     Raises StartupError if the checkpoint's tower is incomplete or cannot be divided, or the attention is unavailable.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), refusing("config.json: vision_config"):
         model = model_class(config)
     device, share = options.device, options.share
     cuts = divide(model.blocks, share, "blocks.") if share else {}

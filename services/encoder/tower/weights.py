@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import Checkpoint, is_computed
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.device import TORCH_DTYPES, multiplies_bfloat16, name_of
 
@@ -39,7 +39,7 @@ def find_weights(checkpoint: Checkpoint, prefixes: Sequence[str]) -> dict[str, S
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 prefix = next((each for each in prefixes if name.startswith(each)), None)
-                if prefix is not None:
+                if prefix is not None and not is_computed(name):
                     stored = Stored(path, name, file.get_slice(name).get_dtype())
                     found[prefix][name.removeprefix(prefix)] = stored
     return next((weights for weights in found.values() if weights), {})
@@ -97,12 +97,17 @@ def fill(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> N
     module.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
 
 
-def choose_dtype(stored: Mapping[str, Stored], wanted: str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    stored: Mapping[str, Stored], wanted: str, device: torch.device, no_float16: str | None = None
+) -> torch.dtype:
     """The dtype to run in: `wanted`, or for "auto" bfloat16 if every tensor is stored so and the device can multiply
     it, else float32.
 
-    Raises StartupError for a quantised tower.
+    no_float16: why the tower cannot run in it.
+    Raises StartupError for a quantised tower, and for float16 where it cannot run in it.
     """
+    if no_float16 and wanted == "float16":
+        raise StartupError(f"--dtype float16: {no_float16}, use bfloat16 or float32")
     for each in stored.values():
         if each.dtype not in _STORED:
             raise StartupError(

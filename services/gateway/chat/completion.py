@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from framesieve.client.answer import Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
+from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
 from framesieve.client.tools import ToolCallDelta
+from framesieve.common.contract.errors import FramesieveError
+from framesieve.services.gateway.chat.request import StreamOptions
+from framesieve.services.gateway.http.errors import body_of
+from framesieve.services.gateway.questions import ServerSent, server_sent
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What every object of one answer has in common."""
+class CompletionWriter:
+    """One answer: its object, or its chunks; an `AnswerWriter`.
 
-    request_id: str
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    options: whether chunks have `usage`: none does, all do (null until the last), or each has that so far.
+    """
+
+    def __init__(self, options: StreamOptions, request_id: str, model: str) -> None:
+        self._id, self._model, self._created_s = request_id, model, int(time.time())
+        self._tells_usage = bool(options.include_usage)
+        self._continuous = bool(options.continuous_usage_stats)
+        self._prompt_tokens = self._completion_tokens = 0
+        self._begun: set[int] = set()  # the completions whose first chunk was sent
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """The object of a complete answer."""
@@ -33,47 +41,59 @@ class Completion:
             }
             for choice in answer.choices
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_of(answer.usage, answer.timings)}
+        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(answer.usage, answer.timings)}
 
-    def first(self, index: int) -> dict[str, Any]:
-        """The chunk before a completion's text."""
-        return self._chunk(index, {"role": "assistant", "content": ""})
+    def begin(self, accepted: Accepted) -> tuple[()]:
+        self._prompt_tokens = accepted.usage.prompt_tokens
+        return ()
 
-    def next(self, delta: Delta) -> dict[str, Any]:
-        """The chunk of a delta."""
-        told: dict[str, Any] = {}
-        if delta.text or not delta.tool_calls:
-            told["content"] = delta.text
-        if delta.tool_calls:
-            told["tool_calls"] = [_call_delta(part) for part in delta.tool_calls]
-        return self._chunk(delta.choice_index, told, logprobs=_logprobs(delta))
+    def next(self, event: Delta | Finished) -> Iterator[ServerSent]:
+        index = event.choice_index
+        if isinstance(event, Delta):
+            self._completion_tokens += len(event.token_ids)
+        if index not in self._begun:
+            self._begun.add(index)
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        if isinstance(event, Finished):
+            yield self._chunk(index, {}, reason=event.reason.value)
+        elif event.text or event.logprobs or event.tool_calls:
+            told: dict[str, Any] = {}
+            if event.text or not event.tool_calls:
+                told["content"] = event.text
+            if event.tool_calls:
+                told["tool_calls"] = [_call_delta(part) for part in event.tool_calls]
+            yield self._chunk(index, told, logprobs=_logprobs(event))
 
-    def last(self, finished: Finished) -> dict[str, Any]:
-        """The chunk after a completion's text."""
-        return self._chunk(finished.choice_index, {}, reason=finished.reason.value)
+    def end(self, usage: Usage, timings: Timings) -> Iterator[ServerSent]:
+        if self._tells_usage:
+            head = self._head("chat.completion.chunk")
+            yield server_sent({**head, "choices": [], "usage": _usage(usage, timings)})
+        yield {"data": "[DONE]"}
 
-    def cost(self, usage: Usage, timings: Timings) -> dict[str, Any]:
-        """The chunk after all completions, if it is asked for."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of(usage, timings)}
+    def failed(self, error: FramesieveError) -> ServerSent:
+        return server_sent(body_of(error))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": f"chatcmpl-{self.request_id}",
+            "id": f"chatcmpl-{self._id}",
             "object": kind,
-            "created": self.created,
-            "model": self.model,
+            "created": self._created_s,
+            "model": self._model,
             "service_tier": None,
             "system_fingerprint": None,
         }
 
     def _chunk(
         self, index: int, delta: Mapping[str, Any], *, logprobs: Any = None, reason: str | None = None
-    ) -> dict[str, Any]:
+    ) -> ServerSent:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        if self._tells_usage:
+            chunk["usage"] = _counts(self._prompt_tokens, self._completion_tokens) if self._continuous else None
+        return server_sent(chunk)
 
 
-def counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """The token counts of `usage`."""
     return {
         "prompt_tokens": prompt_tokens,
@@ -101,10 +121,10 @@ def _call_delta(part: ToolCallDelta) -> dict[str, Any]:
     return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
-def usage_of(usage: Usage, timings: Timings) -> dict[str, Any]:
+def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
     """Token counts after pruning, which are what is computed, and under `framesieve` those before it and the times."""
     return {
-        **counts(usage.prompt_tokens, usage.completion_tokens),
+        **_counts(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
         "framesieve": measured(usage, timings),
     }
@@ -154,14 +174,3 @@ def _token(token_id: int, logprob: float, of: Choice | Delta) -> dict[str, Any]:
     """bytes: those that the token adds to the text, of which `token` shows what is no part of a character."""
     text = of.token_texts.get(token_id, "")
     return {"token": text, "logprob": logprob, "bytes": list(of.token_bytes.get(token_id, text.encode()))}
-
-
-def chunks(completion: Completion, event: Delta | Finished, begun: set[int]) -> Iterator[dict[str, Any]]:
-    """The chunks of an event. begun: the completions whose first chunk was sent."""
-    if event.choice_index not in begun:
-        begun.add(event.choice_index)
-        yield completion.first(event.choice_index)
-    if isinstance(event, Finished):
-        yield completion.last(event)
-    elif event.text or event.logprobs or event.tool_calls:
-        yield completion.next(event)

@@ -8,7 +8,7 @@ data:video/jpeg;base64,…,…,…         media_io_kwargs say when each is show
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from framesieve.client.prompt import Frames, Image, Message, Part, Pruning, Text, Video
@@ -17,22 +17,20 @@ from framesieve.common.contract.data_urls import DataUrl, parse_data_url
 from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
 from framesieve.services.gateway.chat.request import (
-    AssistantCall,
     ChatMessage,
     ChatRequest,
     EmbedsPart,
     FilePart,
     ImageEmbedsPart,
     ImageURLPart,
-    InputVideoPart,
     Location,
     MediaOptions,
     MediaPart,
     Pruned,
     TextPart,
-    VideoURLPart,
 )
 from framesieve.services.gateway.files import Uploads
+from framesieve.services.gateway.http.fields import Strict
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""
@@ -54,20 +52,17 @@ def conversation(request: ChatRequest, uploads: Uploads, names: FieldNames) -> l
         name = f"messages[{number}]"
         _check_role(message, name)
         _note(request, message, number, names)
+        calls = [ToolCall(each.id, each.function.name, each.function.arguments) for each in message.tool_calls or ()]
         messages.append(
             Message(
                 "system" if message.role == "developer" else message.role,
                 tuple(_parts(message, f"{name}.content", request, uploads)),
-                tuple(ToolCall(each.id, each.function.name, each.function.arguments) for each in _calls(message)),
+                tuple(calls),
                 message.tool_call_id or "",
                 (message.name or "") if message.role == "tool" else "",
             )
         )
     return messages
-
-
-def _calls(message: ChatMessage) -> list[AssistantCall]:
-    return message.tool_calls or []
 
 
 def _check_role(message: ChatMessage, name: str) -> None:
@@ -219,22 +214,29 @@ def _times(frames: int, reading: Mapping[str, Any], name: str) -> tuple[float, .
 
 
 def _source(part: MediaPart, name: str, uploads: Uploads) -> Source:
-    match part:
-        case ImageURLPart():
-            return _located(part.image_url, f"{name}.image_url")
-        case VideoURLPart():
-            return _located(part.video_url, f"{name}.video_url")
-        case InputVideoPart():
-            return _located(part.input_video, f"{name}.input_video")
-        case FilePart():
-            return _filed(part, f"{name}.file", uploads)
+    if isinstance(part, FilePart):
+        return source_of(part.file, ("file_data", "file_id"), f"{name}.file", uploads)
+    location: Location | str = getattr(part, part.type)
+    return _located(location if isinstance(location, str) else location.url, f"{name}.{_location_of(part)}")
 
 
-def _located(location: Location | str, name: str) -> Source:
-    return located(location, name) if isinstance(location, str) else located(location.url, f"{name}.url")
+def source_of(part: Strict, fields: Sequence[str], name: str, uploads: Uploads) -> Source:
+    """What is in the one of these fields that is set. Raises InvalidRequest if none is, or several."""
+    given = [field for field in fields if getattr(part, field) is not None]
+    if len(given) != 1:
+        text = f"must have exactly one of {', '.join(fields[:-1])} and {fields[-1]}"
+        raise InvalidRequest(text, field=name)
+    (field,) = given
+    value: str = getattr(part, field)
+    match field:
+        case "file_id":
+            return {"server_path": uploads(value)}
+        case "file_data":
+            return _contained(value, f"{name}.{field}")
+    return _located(value, f"{name}.{field}")
 
 
-def located(url: str, name: str) -> Source:
+def _located(url: str, name: str) -> Source:
     """What a URL locates. Raises InvalidRequest for one of another scheme, and for a data: URL that is none."""
     match url.partition(":")[0].lower():
         case "data":
@@ -251,16 +253,7 @@ def _inline(url: str, name: str) -> Source:
         return {"pictures": found.files} if found.type == _FRAMES else {"data": found.data}
 
 
-def _filed(part: FilePart, name: str, uploads: Uploads) -> Source:
-    file = part.file
-    if (file.file_data is None) == (file.file_id is None):
-        raise InvalidRequest("must have exactly one of file_data and file_id", field=name)
-    if file.file_data is not None:
-        return contained(file.file_data, f"{name}.file_data")
-    return {"server_path": uploads(file.file_id or "")}
-
-
-def contained(data: str, name: str) -> Source:
+def _contained(data: str, name: str) -> Source:
     """A file's bytes, as a data: URL or as base64. Raises InvalidRequest."""
     if data[:5].lower() == "data:":
         return _inline(data, name)

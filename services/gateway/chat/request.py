@@ -139,55 +139,46 @@ class MediaOptions(Pruned):
     media_io_kwargs: MediaReading | None = None
 
 
-class Part(MediaOptions):
-    """What every part that holds media has."""
+class Marked(Strict):
+    """What clients mark parts with; it has no effect."""
 
     uuid: Unused = None
     cache_control: dict[str, Any] | None = None
 
 
-class TextPart(Strict):
+class TextPart(Marked):
     type: Literal["text"]
     text: str
 
-    uuid: Unused = None
-    cache_control: dict[str, Any] | None = None
 
-
-class ImageURLPart(Part):
+class ImageURLPart(MediaOptions, Marked):
     type: Literal["image_url"]
     image_url: Location | str
 
 
-class VideoURLPart(Part):
+class VideoURLPart(MediaOptions, Marked):
     type: Literal["video_url"]
     video_url: Location | str
 
 
-class InputVideoPart(Part):
+class InputVideoPart(MediaOptions, Marked):
     type: Literal["input_video"]
     input_video: Location | str
 
 
-class FilePart(Part):
+class FilePart(MediaOptions, Marked):
     type: Literal["file"]
     file: File
 
 
-class ImageEmbedsPart(Pruned):
+class ImageEmbedsPart(Pruned, Marked):
     type: Literal["image_embeds"]
     image_embeds: Embeds
 
-    uuid: Unused = None
-    cache_control: dict[str, Any] | None = None
 
-
-class VideoEmbedsPart(Pruned):
+class VideoEmbedsPart(Pruned, Marked):
     type: Literal["video_embeds"]
     video_embeds: Embeds
-
-    uuid: Unused = None
-    cache_control: dict[str, Any] | None = None
 
 
 MediaPart: TypeAlias = ImageURLPart | VideoURLPart | InputVideoPart | FilePart

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import zlib
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
+from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
 from framesieve.common.security.quotas import Charge
-from framesieve.services.gateway.http.errors import TooLarge
+from framesieve.services.gateway.http.errors import ENCODINGS, TooLarge, UnsupportedEncoding
 from framesieve.services.gateway.http.request_guard import ClientLeft
+
+_PIECE_BYTES = 2**20
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 
 T = TypeVar("T")
 
@@ -23,21 +28,46 @@ def body_limit(max_inline_bytes: int) -> int:
 
 
 def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
-    """The request with a body that raises TooLarge beyond its limit, and tells `charge` the size of each piece."""
+    """The request with its body decompressed, which raises TooLarge beyond its limit, UnsupportedEncoding, and
+    InvalidRequest where it is not compressed as it says. `charge` is told the size of each piece."""
     _check_announced(request, limit_bytes)
-    received_bytes = 0
+    pieces, received_bytes = _decompressed(request), 0
 
     async def receive() -> Message:
         nonlocal received_bytes
-        message = await request.receive()
-        size_bytes = len(message.get("body", b""))
-        received_bytes += size_bytes
+        piece = await anext(pieces, None)
+        if piece is None:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        received_bytes += len(piece)
         if received_bytes > limit_bytes:
             raise TooLarge(f"the body has more than the {limit_bytes} bytes that are allowed")
-        charge(size_bytes)
-        return message
+        charge(len(piece))
+        return {"type": "http.request", "body": piece, "more_body": True}
 
     return Request(request.scope, receive)
+
+
+async def _decompressed(request: Request) -> AsyncIterator[bytes]:
+    """The body in pieces; those of a compressed one have at most _PIECE_BYTES."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        async for piece in request.stream():
+            yield piece
+        return
+    if encoding not in ENCODINGS:
+        raise UnsupportedEncoding(field="Content-Encoding", limit=" or ".join(ENCODINGS), value=encoding)
+    inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+    try:
+        async for compressed in request.stream():
+            while compressed:
+                if inflater.eof:  # gzip allows another file here, each of which could be of no bytes
+                    raise zlib.error("more follows its end")
+                yield await asyncio.to_thread(inflater.decompress, compressed, _PIECE_BYTES)
+                compressed = inflater.unconsumed_tail or inflater.unused_data
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not {encoding}, as its Content-Encoding says: {error}") from None
+    if not inflater.eof:
+        raise InvalidRequest(f"the body ends before its {encoding} does")
 
 
 async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytearray:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from framesieve.client.messages import IN_PYTHON
 from framesieve.common.contract.errors import (
@@ -28,6 +29,9 @@ from framesieve.common.contract.errors import (
 
 CLIENT_CLOSED_REQUEST = 499
 """The status of a request whose client left, in logs and metrics only. Source: nginx."""
+
+ENCODINGS = ("gzip", "deflate")
+"""In which bodies may be compressed. Source: RFC 9110 section 8.4.1."""
 
 _INTERNAL = (500, "internal_error")
 
@@ -54,8 +58,14 @@ class TooLarge(InvalidRequest):
     reason = "TOO_LARGE"
 
 
+class UnsupportedEncoding(InvalidRequest):
+    """A body that is compressed in another way."""
+
+    reason = "UNSUPPORTED_ENCODING"
+
+
 class ForbiddenOrigin(InvalidRequest):
-    """A page of another origin, which may not use the gateway."""
+    """A page of another origin, which may not use the gateway, or a name that the gateway does not have."""
 
     reason = "FORBIDDEN_ORIGIN"
 
@@ -65,6 +75,7 @@ _STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
     (WrongMethod, 405, "invalid_request_error"),
     (ForbiddenOrigin, 403, "permission_error"),
     (TooLarge, 413, "invalid_request_error"),
+    (UnsupportedEncoding, 415, "invalid_request_error"),
     (InvalidRequest, 400, "invalid_request_error"),
     (Unauthenticated, 401, "authentication_error"),
     (MediaForbidden, 403, "permission_error"),
@@ -91,16 +102,19 @@ def body_of(error: FramesieveError) -> dict[str, Any]:
 
 
 def headers_of(error: FramesieveError) -> dict[str, str]:
-    """Retry-After in whole seconds where waiting helps, and the scheme of authentication."""
+    """Retry-After in whole seconds where waiting helps, the scheme of authentication, and encodings of bodies."""
     if isinstance(error, Overloaded):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, Unavailable):
         return {"Retry-After": "1"}
+    if isinstance(error, UnsupportedEncoding):
+        return {"Accept-Encoding": ", ".join(ENCODINGS)}
     return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
 
 
-def of_router(error: HTTPException, method: str, path: str) -> InvalidRequest:
+def of_router(error: HTTPException, scope: Scope) -> InvalidRequest:
     """The error for a path or method that has no endpoint."""
+    path, method = scope["path"], scope.get("method", "WebSocket")
     if error.status_code == 405:
         return WrongMethod(f"{path} has no method {method}, only {(error.headers or {}).get('Allow', '')}")
     return NotFound(f"there is no {method} {path}{_INSTEAD.get(path, '')}")

@@ -1,6 +1,6 @@
 """What surrounds each request: its id, client, quota, metrics, log line and span, and a status for every error.
 
-RequestGuard     for the methods of METHODS; health, metrics and the page pass unseen
+RequestGuard     for the methods of METHODS; health, metrics and the page pass unseen, from the pages that may call
   router         finds the endpoint
     endpoint     raises FramesieveErrors until it has begun its response
 """
@@ -15,6 +15,7 @@ from functools import partial
 from urllib.parse import unquote
 
 import structlog
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
@@ -29,7 +30,8 @@ from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.common.telemetry.metrics import MESSAGE_BYTES
 from framesieve.common.telemetry.tracing import passed_on_trace
 from framesieve.services.gateway.http.drain import Drain
-from framesieve.services.gateway.http.errors import body_of, headers_of, of_router, status_of
+from framesieve.services.gateway.http.errors import ForbiddenOrigin, body_of, headers_of, of_router, status_of
+from framesieve.services.gateway.http.origins import Origins
 
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",
@@ -79,8 +81,11 @@ class Call:
 class RequestGuard:
     """tokens: those that callers must send; None admits everybody, and generation may still refuse."""
 
-    def __init__(self, app: ASGIApp, quotas: ClientQuotas, tokens: Tokens | None, passes_tokens_on: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, origins: Origins, quotas: ClientQuotas, tokens: Tokens | None, passes_tokens_on: bool
+    ) -> None:
         self._app = app
+        self._origins = origins
         self._quotas = quotas
         self._tokens = tokens
         self._passes_tokens_on = passes_tokens_on
@@ -92,7 +97,7 @@ class RequestGuard:
             await self._answer_unseen(scope, receive, send)
             return
         method = METHODS[start]
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = dict(Headers(scope=scope))
         verb = scope.get("method", "GET")
         if scope["type"] == "websocket" and AUTHORIZATION_KEY not in headers:
             headers |= _key_of(scope["subprotocols"])
@@ -108,7 +113,7 @@ class RequestGuard:
                 outcome.code = "CANCELLED"
             except Exception as error:
                 if isinstance(error, HTTPException):
-                    error = of_router(error, verb, scope["path"])
+                    error = of_router(error, scope)
                 told = outcome.refuse(error, method)
                 if not response.begun:
                     answer = JSONResponse(body_of(told), status_of(told), headers_of(told))
@@ -118,13 +123,11 @@ class RequestGuard:
                 add_request_stats(sent_bytes=response.sent_bytes)
 
     async def _answer_unseen(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
+            self._origins.check(Headers(scope=scope))
             await self._app({**scope, "app": self}, receive, send)
-        except HTTPException as error:
-            told = of_router(error, scope["method"], scope["path"])
+        except (HTTPException, ForbiddenOrigin) as error:
+            told = of_router(error, scope) if isinstance(error, HTTPException) else error
             await JSONResponse(body_of(told), status_of(told))(scope, receive, send)
 
     async def _answer(
@@ -136,6 +139,7 @@ class RequestGuard:
         outcome: Outcome,
         method: str,
     ) -> None:
+        self._origins.check(headers)
         if self.drain.begun:
             raise Unavailable("gateway is draining", "gateway")
         client = self._client_of(scope, headers)

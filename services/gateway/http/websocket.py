@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 MAX_PARTS = 2**14
@@ -13,6 +14,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     one without a reader is aborted."""
 
     _pong = b""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """A handshake that is refused with a body is complete, which uvicorn overlooks and logs as an error."""
+        await super().send(message)
+        self.handshake_complete = self.handshake_complete or self.close_sent
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -12,7 +12,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from framesieve.client.client import Metadata
 from framesieve.common.channels import REQUEST_ID_KEY
 from framesieve.common.contract.errors import Unavailable
-from framesieve.services.gateway.http.errors import ForbiddenOrigin
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.realtime.events import ServerEvent, error_event
@@ -26,19 +25,14 @@ _SERVICE_RESTART, _INTERNAL_ERROR = 1012, 1011
 
 
 class Realtime:
-    """metadata: of calls to generation, beside the caller's. origins: whose pages may connect, beside the gateway's
-    own; * for all."""
+    """metadata: of calls to generation, beside the caller's."""
 
-    def __init__(
-        self, generation: GenerationServiceStub, metadata: Metadata, models: Models, origins: tuple[str, ...]
-    ) -> None:
+    def __init__(self, generation: GenerationServiceStub, metadata: Metadata, models: Models) -> None:
         self._generation = generation
         self._metadata = metadata
         self._models = models
-        self._origins = origins
 
     async def endpoint(self, socket: WebSocket) -> None:
-        self._check_origin(socket)
         call, name = Call.of(socket), socket.query_params.get("model")
         model = await self._models.find(name, call.metadata)
         live = Live(self._generation, ((REQUEST_ID_KEY, call.request_id), *call.metadata, *self._metadata))
@@ -55,14 +49,6 @@ class Realtime:
                 await _send(socket, error_event(session.names, told, None))
                 leaving = isinstance(told, Unavailable) and told.stage == "gateway"
                 await socket.close(_SERVICE_RESTART if leaving else _INTERNAL_ERROR)
-
-    def _check_origin(self, socket: WebSocket) -> None:
-        """Browsers let pages of all origins open a WebSocket, and tell whose it is. Raises ForbiddenOrigin."""
-        origin = socket.headers.get("origin")
-        if origin is None or "*" in self._origins or origin in self._origins:
-            return
-        if origin.partition("://")[2] != socket.headers.get("host"):
-            raise ForbiddenOrigin(f"pages of {origin} may not connect, see --cors-origins", value=origin)
 
 
 async def _send(socket: WebSocket, event: ServerEvent) -> None:

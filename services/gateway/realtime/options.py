@@ -74,9 +74,11 @@ def limit_of(response: ResponseFields, session: SessionFields) -> int | None:
     return None if limit == "inf" else limit
 
 
-def name_of(field: str) -> str:
-    """The client's name of a field of gRPC's messages, and of one that a remedy quotes."""
+def name_of(field: str, part: int | None = None) -> str:
+    """The client's name of a field of gRPC's messages, and of one that a remedy quotes. part: of an item, the frame."""
     match steps_of(field):
+        case "frame", name, *_ if part is not None:
+            return path_of("item", "content", part, "time_s" if name == "time_s" else "image_url")
         case "open", "triggers", int(index), *rest:
             return path_of("session", "framesieve", "triggers", index, *_of_response(rest))
         case "open", "messages", *_:

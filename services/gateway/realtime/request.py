@@ -12,8 +12,17 @@ from pydantic import Field, RootModel
 from pydantic_core import from_json
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.request import EmptyList, Int32, Nothing, Pruning, StructuredOutputs, Unused
+from framesieve.services.gateway.chat.request import (
+    EmptyList,
+    Int32,
+    Nothing,
+    One,
+    Pruning,
+    StructuredOutputs,
+    Unused,
+)
 from framesieve.services.gateway.http.fields import Strict, parsed
+from framesieve.services.gateway.responses.request import Reasoning
 
 Count: TypeAlias = Annotated[Int32, Field(ge=0)]
 Pixels: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -26,7 +35,7 @@ EventId: TypeAlias = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
 
 _AUDIO = "is about audio, which is not served: a session sees frames and reads text, and answers in text"
 _KEPT = "is not served: what a session has seen stays until it is evicted"
-_REFUSED = {
+REFUSED = {
     "input_audio_buffer.append": _AUDIO,
     "input_audio_buffer.clear": _AUDIO,
     "input_audio_buffer.commit": _AUDIO,
@@ -44,7 +53,35 @@ class Sampling(Strict):
     structured_outputs: StructuredOutputs | None = None
 
 
-class ResponseFields(Strict):
+class AudioFields(Strict):
+    """What is switched off, and what has no meaning without it."""
+
+    format: dict[str, Any] | None = None
+    speed: One | None = None
+    noise_reduction: Nothing = None
+    transcription: Nothing = None
+    turn_detection: Nothing = None
+    voice: Nothing = None
+
+
+class Audio(Strict):
+    input: AudioFields | None = None
+    output: AudioFields | None = None
+
+
+class Neutral(Strict):
+    """Fields of sessions and of responses that have no meaning here."""
+
+    output_modalities: list[Literal["text"]] | None = None
+    audio: Audio | None = None
+    prompt: Nothing = None
+    reasoning: Reasoning | None = None
+    tools: EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class ResponseFields(Neutral):
     """A question. instructions: its text, after that of the items before it. conversation: none: neither it nor its
     answer stays."""
 
@@ -55,14 +92,7 @@ class ResponseFields(Strict):
     metadata: Metadata | None = None
     framesieve: Sampling | None = None
 
-    output_modalities: list[Literal["text"]] | None = None
-    audio: Nothing = None
     input: Nothing = None
-    prompt: Nothing = None
-    reasoning: Nothing = None
-    tools: EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
 
 
 class Trigger(Strict):
@@ -85,7 +115,9 @@ class LiveFields(Strict):
     triggers: list[Trigger] | None = None
 
 
-class SessionFields(Strict):
+class SessionFields(Neutral):
+    """The last fields are those that clients echo of `session.created`."""
+
     type: Literal["realtime"] | None = None
     model: str | None = None
     instructions: str | None = None
@@ -93,16 +125,12 @@ class SessionFields(Strict):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     framesieve: LiveFields | None = None
 
-    output_modalities: list[Literal["text"]] | None = None
-    audio: Nothing = None
     include: EmptyList | None = None
-    prompt: Nothing = None
-    reasoning: Nothing = None
-    tools: EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     tracing: Nothing = None
     truncation: Literal["auto"] | None = None
+    id: Unused = None
+    object: Literal["realtime.session"] | None = None
+    expires_at: Nothing = None
 
     def updated(self, other: SessionFields) -> SessionFields:
         """With the fields that another one has; those of `framesieve` one by one."""
@@ -113,19 +141,27 @@ class SessionFields(Strict):
         return self.model_copy(update=changed)
 
 
-class InputText(Strict):
+class Part(Strict):
+    detail: Unused = None
+    audio: Nothing = None
+    transcript: Nothing = None
+
+
+class InputText(Part):
     type: Literal["input_text"]
     text: str
 
+    image_url: Nothing = None
 
-class InputImage(Strict):
+
+class InputImage(Part):
     """A frame. image_url: a data: URL. time_s: ours, when it was filmed; unset: when it arrived."""
 
     type: Literal["input_image"]
     image_url: str
     time_s: float | None = None
 
-    detail: Unused = None
+    text: Nothing = None
 
 
 class UserMessage(Strict):
@@ -152,7 +188,7 @@ class ItemCreate(Strict):
     type: Literal["conversation.item.create"]
     item: UserMessage
     event_id: EventId | None = None
-    previous_item_id: Nothing = None
+    previous_item_id: str | None = None
 
 
 class ResponseCreate(Strict):
@@ -180,7 +216,7 @@ def parse(message: str) -> tuple[ClientEvent | InvalidRequest, str | None]:
         event = parsed(_Message, message.encode()).root
     except InvalidRequest as error:
         kind, event_id = _strings(message, "type", "event_id")
-        return InvalidRequest(_REFUSED[kind], field=kind) if kind in _REFUSED else error, event_id
+        return InvalidRequest(REFUSED[kind], field=kind) if kind in REFUSED else error, event_id
     return event, event.event_id
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from framesieve.common.contract.data_urls import parse_data_url
@@ -52,6 +54,7 @@ from framesieve.services.gateway.realtime.request import (
 from framesieve.v1.generation_pb2 import (
     DROP_REASON_REFUSED,
     FINISH_REASON_REFUSED,
+    LiveDropped,
     LiveFinished,
     LiveFrame,
     LiveOpen,
@@ -62,6 +65,8 @@ Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 MAX_KEPT_CHARACTERS = 2**20
 """Of texts that wait for a response."""
+MAX_KNOWN_FRAMES = 1024
+"""The last ones: of those the session knows where the client sent them."""
 
 
 class Session:
@@ -79,8 +84,11 @@ class Session:
         self._group = asyncio.TaskGroup()
         self._watching: asyncio.Task[None] | None = None  # from the first frame or question on
         self._since = time.monotonic()
-        self._shown_s = -math.inf  # the time of the last frame
+        self._shown, self._shown_s = 0, -math.inf  # frames so far, and the time of the last one
+        # Of the last frames: the client's event, and the part of its item.
+        self._sent: deque[tuple[str | None, int]] = deque(maxlen=MAX_KNOWN_FRAMES)
         self._texts: list[str] = []  # for the next response
+        self._kept_characters = 0  # of these texts
         self._answers: dict[str, Answer] = {}  # that are not finished, by the id that generation knows
 
     async def run(self, messages: AsyncIterator[str]) -> None:
@@ -131,7 +139,7 @@ class Session:
             case SessionUpdate():
                 await self._update(event.session)
             case ItemCreate():
-                await self._add(event.item)
+                await self._add(event)
             case ResponseCreate():
                 await self._ask(event.response or ResponseFields(), event.event_id)
             case ResponseCancel():
@@ -163,24 +171,31 @@ class Session:
         if self._watching is None:
             self._watching = self._group.create_task(self._watch())
 
-    async def _add(self, item: UserMessage) -> None:
+    async def _add(self, event: ItemCreate) -> None:
+        item, last = event.item, self._conversation.last or "root"
+        if event.previous_item_id not in (None, last):
+            limit = f"unset, or {last}: items are added at the end"
+            raise InvalidRequest(field="previous_item_id", limit=limit, value=event.previous_item_id)
         frames = list(self._frames(item))
         texts = [part.text for part in item.content if isinstance(part, InputText)]
-        kept = sum(map(len, (*self._texts, *texts)))
+        kept = self._kept_characters + sum(map(len, texts))
         if kept > MAX_KEPT_CHARACTERS:
             limit = f"at most {MAX_KEPT_CHARACTERS} characters of text before a response"
             raise InvalidRequest(field="item.content", limit=limit, value=kept)
         if frames:
             await self._begin()
-        for frame in frames:
+        for place, frame in frames:
+            self._shown, self._shown_s = self._shown + 1, frame.time_s
+            self._sent.append((event.event_id, place))
             await self._live.send(frame=frame)
-            self._shown_s = frame.time_s
         self._texts += texts
+        self._kept_characters = kept
         item_id = item.id or self.names.new("item")
         await self._send_all(item_events(self.names, item, item_id, self._conversation.add(item_id)))
 
-    def _frames(self, item: UserMessage) -> Iterator[LiveFrame]:
-        """Raises InvalidRequest for what is no data: URL, and for a time before that of the last frame."""
+    def _frames(self, item: UserMessage) -> Iterator[tuple[int, LiveFrame]]:
+        """With the part's place in the item. Raises InvalidRequest for what is no data: URL, and for a time before that
+        of the last frame."""
         now_s, shown_s = time.monotonic() - self._since, self._shown_s
         for place, part in enumerate(item.content):
             if not isinstance(part, InputImage):
@@ -192,7 +207,7 @@ class Session:
                 limit = "finite" if math.isinf(shown_s) else f"finite, and at least {shown_s:g}, of the frame before it"
                 raise InvalidRequest(field=f"item.content[{place}].time_s", limit=limit, value=time_s)
             shown_s = time_s
-            yield LiveFrame(picture=picture, time_s=time_s)
+            yield place, LiveFrame(picture=picture, time_s=time_s)
 
     async def _ask(self, fields: ResponseFields, event_id: str | None) -> None:
         texts = self._texts + ([fields.instructions] if fields.instructions else [])
@@ -202,7 +217,7 @@ class Session:
         answer = self._answer(fields, limit_of(fields, self._fields), event_id)
         asked = ask_message(answer.id, texts, fields, self._fields)
         await self._begin()
-        self._texts = []
+        self._texts, self._kept_characters = [], 0
         self._answers[answer.id] = answer
         await self._send(answer.created())
         await self._live.send(ask=asked)
@@ -237,9 +252,17 @@ class Session:
 
     async def _pass_on(self, response: LiveResponse) -> None:
         if response.dropped.reason == DROP_REASON_REFUSED:
-            await self._send(error_event(self.names, InvalidRequest(response.dropped.error), None))
+            await self._send(self._refused(response.dropped))
         if event := own_event(self.names, response):
             await self._send(event)
+
+    def _refused(self, dropped: LiveDropped) -> ServerEvent:
+        """The error about a frame that was refused."""
+        place, event_id, part = dropped.frame - (self._shown - len(self._sent)), None, None
+        if dropped.HasField("frame") and 0 <= place < len(self._sent):
+            event_id, part = self._sent[place]
+        error = _refusal(dropped.error, dropped.error_field, partial(name_of, part=part))
+        return error_event(self.names, error, event_id)
 
     async def _answer_of(self, ask_id: str) -> Answer:
         """The answer that is being told, or one that a trigger asked for."""
@@ -262,7 +285,11 @@ def _error_of(finished: LiveFinished) -> FramesieveError | None:
         return None
     if finished.finished.reason != FINISH_REASON_REFUSED:
         return Unavailable(finished.error, "generation")
-    if not finished.error_field:
-        return InvalidRequest(finished.error)
-    message = finished.error.removeprefix(f"{finished.error_field} ")
-    return InvalidRequest(message, field=name_of(finished.error_field))
+    return _refusal(finished.error, finished.error_field, name_of)
+
+
+def _refusal(error: str, field: str, name: Callable[[str], str]) -> InvalidRequest:
+    """The error that generation told. field: what it is about, in gRPC's name; empty: nothing."""
+    if not field:
+        return InvalidRequest(error)
+    return InvalidRequest(error.removeprefix(f"{field} "), field=name(field))

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from framesieve.services.gateway.files import Uploads
-from framesieve.services.gateway.questions import Question, Questions
+from framesieve.services.gateway.questions import Question
 from framesieve.services.gateway.responses.options import options_of
 from framesieve.services.gateway.responses.request import parse
 from framesieve.services.gateway.responses.response import ResponseWriter, repeated
 from framesieve.services.gateway.responses.turns import naming_of, turns_of
 
 
-class Responses:
-    def __init__(self, questions: Questions) -> None:
-        self._questions = questions
-
-    async def endpoint(self, request: Request) -> Response:
-        return await self._questions.answer(request, _translated)
-
-
-def _translated(body: bytearray, uploads: Uploads) -> Question:
+def translated(body: bytearray, uploads: Uploads) -> Question:
+    """The question in a body. Raises InvalidRequest."""
     request = parse(body)
     turns = turns_of(request, uploads)
     return Question(

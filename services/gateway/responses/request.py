@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.request import MediaOptions, ObjectFormat, TextFormat
+from framesieve.services.gateway.chat.request import (
+    FunctionDefinition,
+    FunctionName,
+    JsonSchema,
+    MediaOptions,
+    ObjectFormat,
+    TextFormat,
+)
 from framesieve.services.gateway.http.fields import Strict, parsed, short
 
 _STATEFUL = {
@@ -123,14 +130,8 @@ Item: TypeAlias = Annotated[
 ]
 
 
-class SchemaFormat(Strict):
-    """strict: accepted whatever it is, because every answer satisfies its schema."""
-
+class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextOptions(Strict):
@@ -140,17 +141,12 @@ class TextOptions(Strict):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(FunctionDefinition):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class NamedTool(Strict):
+class NamedTool(FunctionName):
     type: Literal["function"]
-    name: str
 
 
 class Reasoning(Strict):

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from framesieve.client.prompt import Image, Message, Part, Role, Text, Video
+from framesieve.client.prompt import Message, Part, Role, Text
 from framesieve.client.tools import ToolCall
 from framesieve.common.contract.errors import InvalidRequest, path_of, steps_of
-from framesieve.services.gateway.chat.content import contained, located, media, media_names
+from framesieve.services.gateway.chat.content import media, media_names, source_of
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
 from framesieve.services.gateway.files import Uploads
 from framesieve.services.gateway.responses.request import (
@@ -31,6 +31,7 @@ from framesieve.services.gateway.responses.request import (
     ResponsesRequest,
 )
 
+_LOCATIONS = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "file_id", "file_url")}
 _OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 
 
@@ -119,37 +120,14 @@ def _parts(
 
 def _location_of(part: InputImage | InputFile) -> str:
     """The field that says where its media are."""
-    names = ("file_id", "image_url", "file_data", "file_url")
-    return next(name for name in names if getattr(part, name, None) is not None)
+    return next(name for name in _LOCATIONS[part.type] if getattr(part, name) is not None)
 
 
 def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> Part:
-    match part:
-        case InputImage():
-            return _image(part, name, request, uploads)
-        case InputFile():
-            return _file(part, name, request, uploads)
-    return Text(part.text)
-
-
-def _image(part: InputImage, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
-    if (part.image_url is None) == (part.file_id is None):
-        raise InvalidRequest("must have exactly one of image_url and file_id", field=name)
-    if part.image_url is not None:
-        return media(located(part.image_url, f"{name}.image_url"), name, part, request, asks_for_image=True)
-    return media({"server_path": uploads(part.file_id or "")}, name, part, request, asks_for_image=True)
-
-
-def _file(part: InputFile, name: str, request: ResponsesRequest, uploads: Uploads) -> Image | Video:
-    if [part.file_data, part.file_id, part.file_url].count(None) != 2:
-        raise InvalidRequest("must have exactly one of file_data, file_id and file_url", field=name)
-    if part.file_data is not None:
-        source = contained(part.file_data, f"{name}.file_data")
-    elif part.file_url is not None:
-        source = located(part.file_url, f"{name}.file_url")
-    else:
-        source = {"server_path": uploads(part.file_id or "")}
-    return media(source, name, part, request, asks_for_image=False)
+    if not isinstance(part, InputImage | InputFile):
+        return Text(part.text)
+    source = source_of(part, _LOCATIONS[part.type], name, uploads)
+    return media(source, name, part, request, asks_for_image=isinstance(part, InputImage))
 
 
 def naming_of(turns: Sequence[Turn]) -> Callable[[str], str]:

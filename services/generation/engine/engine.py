@@ -167,7 +167,7 @@ class Engine:
 
     def close(self, session: Session) -> None:
         """Frees the blocks of a live session before the next step. Its request gets no events after that."""
-        self._commands.put((None, lambda: self._close(session)))
+        self._between_steps(lambda: self._close(session))
 
     def stats(self) -> EngineStats:
         """The current state. May wait for scheduling, never for the model. Not for the engine's own thread."""
@@ -205,7 +205,7 @@ class Engine:
 
     def _end(self) -> None:
         self.give_up()
-        self._run_commands()  # so that callers of `open` and `interrupt` get the error
+        self._run_commands()  # which give callers of `open` and `interrupt` the error, and do nothing else
         self._on_end()
 
     def _wake(self) -> None:
@@ -217,6 +217,8 @@ class Engine:
 
     def _run_command(self, request: Request | None, command: Callable[[], None]) -> None:
         with self._lock:
+            if request and self._stepper.given_up:  # it has its error, and the scheduler may be what failed
+                return
             try:
                 command()
             except Exception as error:

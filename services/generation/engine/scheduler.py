@@ -301,7 +301,7 @@ class Scheduler:
         )
 
     def _admit(self) -> Request | None:
-        """Moves the oldest waiting request to the running ones, if its blocks fit."""
+        """Moves the oldest waiting request to the running ones, if its blocks fit; else the oldest one of a session."""
         if not self.waiting or len(self.running) == self._max_num_seqs:
             return None
         request = self.waiting[0]
@@ -316,7 +316,7 @@ class Scheduler:
         growing = sum(not each.session for each in self.running)
         available = self.allocator.free + reclaimable - promised - growing
         if growing and not request.session and self._missing_blocks(request, request.tokens) > available:
-            # A session owns its blocks, so its request can run although the oldest request lacks blocks.
+            # A session owns its blocks: its request takes none from the oldest request, which is asked first each time.
             of_sessions = [each for each in self.waiting if each.session and not each.num_unread]
             if not of_sessions:
                 return None

@@ -41,7 +41,19 @@ class PromptLookup:
         pass
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        return propose_draft_tokens(request, limit)
+        """Empty if nothing matches. Media rows never match."""
+        history = np.concatenate([request.prompt.text_ids, np.array(request.output_ids, np.int32)])
+        for length in MATCHED_TOKENS:
+            tail = history[-length:]
+            matches = np.ones(max(0, history.size - length), np.bool_)
+            for offset, token in enumerate(tail):
+                matches &= history[offset : offset + matches.size] == token
+            if matches.any():
+                first = int(np.flatnonzero(matches)[-1]) + length
+                follows = history[first : first + limit]
+                media = np.flatnonzero(follows < 0)
+                return tuple(follows[: media[0] if media.size else limit].tolist())
+        return ()
 
 
 class HeadDrafts:
@@ -56,19 +68,3 @@ class HeadDrafts:
 
     def propose(self, request: Request, limit: int) -> tuple[int, ...]:
         return (UNKNOWN,) * limit if self._payoff is None or self._payoff.pays(request) else ()
-
-
-def propose_draft_tokens(request: Request, limit: int) -> tuple[int, ...]:
-    """At most `limit` tokens that may follow the answer so far; empty if nothing matches. Media rows never match."""
-    history = np.concatenate([request.prompt.text_ids, np.array(request.output_ids, np.int32)])
-    for length in MATCHED_TOKENS:
-        tail = history[-length:]
-        matches = np.ones(max(0, history.size - length), np.bool_)
-        for offset, token in enumerate(tail):
-            matches &= history[offset : offset + matches.size] == token
-        if matches.any():
-            first = int(np.flatnonzero(matches)[-1]) + length
-            follows = history[first : first + limit]
-            media = np.flatnonzero(follows < 0)
-            return tuple(follows[: media[0] if media.size else limit].tolist())
-    return ()

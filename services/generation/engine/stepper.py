@@ -153,8 +153,7 @@ class Stepper:
         """Launches the forward of a step, reads the step before it, and launches the sampling.
 
         If that fails, each chunk is computed by itself, and only requests that fail alone fail. A second try gives the
-        same: keys and values are written again as they were, and random numbers are drawn after everything that may
-        lack memory, except where draft tokens are verified one after the other.
+        same: keys and values are written again as they were, and the states of sampling change once all is sampled.
         """
         if not chunks:
             self._read()
@@ -231,7 +230,7 @@ class Stepper:
             raise sampled
         request.num_unread -= 1
         request.draft_tokens += chunk.num_draft_tokens
-        if self._payoff and chunk.draft_tokens:
+        if self._payoff and chunk.drafted:
             self._payoff.count_drafts(request, len(sampled) - 1)
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token
@@ -256,7 +255,7 @@ class Stepper:
         step = Step.of(sampled.chunks, accepted, preemptions, seconds, sampled.replayed)
         self.totals = self.totals.plus(step)
         if self._payoff and not step.prompt_tokens:
-            self._payoff.count_step(step.sequences, bool(step.draft_tokens), seconds)
+            self._payoff.count_step(step.sequences, any(chunk.drafted for chunk in sampled.chunks), seconds)
         self._on_step(step)
 
     def _send(self, request: Request, event: Event) -> None:

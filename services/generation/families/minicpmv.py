@@ -38,9 +38,8 @@ class _Whole:
 
 
 def _config(checkpoint: Checkpoint) -> _Whole:
-    config = checkpoint.config
-    make, classes = _BY_VERSION[version_of(config)]
-    text = make(**{name: value for name, value in config.items() if name not in _NOT_OF_TEXT})
+    config_class, classes = _BY_VERSION[version_of(checkpoint.config)]
+    text = checkpoint.config_as(config_class, without=_NOT_OF_TEXT)
     return _Whole(text, text.tie_word_embeddings, classes)
 
 

@@ -13,6 +13,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
 from framesieve.services.generation.loading.fp8 import keep_fp8
+from framesieve.services.generation.loading.fp8_blocks import fp8_blocks
 from framesieve.services.generation.loading.int4 import Int4Layers, int4_format
 from framesieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
 from framesieve.services.generation.loading.quantization_config import is_quantised
@@ -103,13 +104,16 @@ def _load(
     named, how = family.named(config), int4_format(checkpoint, in_int4)
     in_fp8: dict[str, torch.dtype] = {}
     if is_quantised(checkpoint) and how is None:
-        in_fp8 = {} if group else keep_fp8(checkpoint, text, prefix, dtype, device)
-        if not in_fp8:
+        if group is not None:
+            raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
+        in_fp8 = keep_fp8(checkpoint, text, prefix, dtype, device)
+        if not in_fp8 and not fp8_blocks(checkpoint).scales:
             if TEXT_OF_WHOLE not in family.prefixes:
                 raise StartupError(
-                    f"quantised checkpoints of {checkpoint.model_type} are not supported, except in 4 bits"
+                    f"quantised checkpoints of {checkpoint.model_type} are not supported, except in 4 bits, and in "
+                    f"fp8 by blocks"
                 )
-            return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device, group)
+            return load_quantised(checkpoint, config, classes.whole, classes.text, embed_levels, dtype, device)
     layers = None if how is None else Int4Layers(checkpoint, text, prefix, how, named)
     shards = shard_text(text, text.config.base_model_tp_plan or family.plan, group)
     if layers is not None:

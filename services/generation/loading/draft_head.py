@@ -13,13 +13,15 @@ and n − 3. Weights have the same names in both, but for the layer, `midlayer` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import DRAFTS, Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 from framesieve.services.compute.packed_linear import pack_linears
 from framesieve.services.generation.loading.weights import fill, read_weights
 from framesieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
@@ -56,6 +58,7 @@ def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> Eagle3Head:
     """
     if not model.position_axes:
         raise StartupError("--draft-model: models that read no positions are not supported")
+    checkpoint = replace(checkpoint, option=DRAFTS)
     sizes = draft_sizes(checkpoint.config, model)
     with torch.device("meta"):
         head = Eagle3Head(sizes)
@@ -90,39 +93,40 @@ def load_draft_head(checkpoint: Checkpoint, model: LanguageModel) -> Eagle3Head:
     return head.train(False).requires_grad_(False)
 
 
-def draft_sizes(config: Mapping[str, Any], model: LanguageModel) -> Eagle3Sizes:
+def draft_sizes(written: Mapping[str, Any], model: LanguageModel) -> Eagle3Sizes:
     """Of a head's config. Raises StartupError, with the field, for what is not supported or is not the model's."""
-    architecture = str(next(iter(config.get("architectures") or ()), None))
+    config = Fields("config.json", written)
+    architecture = str(next(iter(config.get("architectures", ())), None))
     if architecture not in LAYOUTS:
         raise StartupError(f"--draft-model: architectures must be one of {', '.join(LAYOUTS)}, got {architecture!r}")
-    eagle = config.get("eagle_config") or {}
+    eagle = config.part("eagle_config")
     for name in _UNSUPPORTED:
         if config.get(name) or eagle.get(name):
             raise StartupError(f"--draft-model: {name} is not supported")
     if config.get("num_hidden_layers", 1) != 1:
         raise StartupError(f"--draft-model: num_hidden_layers must be 1, got {config['num_hidden_layers']}")
-    hidden, heads = field_of(config, "hidden_size"), field_of(config, "num_attention_heads")
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     for name in ("hidden_size", "target_hidden_size"):
         if config.get(name, model.hidden_size) != model.hidden_size:
             raise StartupError(f"--draft-model: {name} is {config[name]}, the model's is {model.hidden_size}")
     text: Any = model.text
-    head_dim, rotary = config.get("head_dim") or hidden // heads, _rotary(config)
+    head_dim, rotary = config.whole("head_dim", hidden // heads), _rotary(config)
     if rotary.sections and 2 * sum(rotary.sections) != head_dim:
         raise StartupError(
             f"--draft-model: mrope_section {list(rotary.sections)} does not add up to half of {head_dim}"
         )
     return Eagle3Sizes(
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
+        kv_heads=config.whole("num_key_value_heads", heads),
         head_dim=head_dim,
         layers=_layers(config.get(_LAYER_IDS) or eagle.get(_LAYER_IDS), LAYOUTS[architecture], len(text.layers)),
         before_levels=LAYOUTS[architecture],
         ahead=LAYOUTS[architecture],
         axes=3 if rotary.sections else 1,
         hidden=hidden,
-        intermediate=field_of(config, "intermediate_size"),
-        vocab=config.get("draft_vocab_size") or model.vocab_size,
-        eps=config.get("rms_norm_eps", 1e-6),
+        intermediate=config.whole("intermediate_size"),
+        vocab=config.whole("draft_vocab_size", model.vocab_size),
+        eps=config.number("rms_norm_eps", 1e-6),
         activation=config.get("hidden_act", "silu"),
         rotary=rotary,
     )
@@ -138,14 +142,14 @@ def _layers(ids: Any, of_outputs: bool, layers: int) -> tuple[int, ...]:
     return found
 
 
-def _rotary(config: Mapping[str, Any]) -> Rotary:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _rotary(config: Fields) -> Rotary:
+    rope = config.part("rope_parameters") or config.part("rope_scaling")
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in _ROPE_TYPES:
         raise StartupError(f"--draft-model: rope_scaling.rope_type {kind!r} is not supported")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     sections, interleaved = tuple(rope.get("mrope_section") or ()), bool(rope.get("mrope_interleaved"))
-    return Rotary(float(theta), sections, interleaved)
+    return Rotary(theta, sections, interleaved)
 
 
 def _named(name: str) -> str | None:

@@ -3,7 +3,7 @@
     q_proj.weight             e4m3 [N, K]
     q_proj.weight_scale_inv   bfloat16 or float32 [N / 128, K / 128]: what a block is multiplied by
 
-What differs from this, experts among it, is left to `quantised`, which dequantises.
+What differs from this, experts among it, is dequantised.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.services.generation.loading.fp8_blocks import SCALE
 from framesieve.services.generation.loading.quantization_config import quantization_settings
 from framesieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
 from framesieve.services.generation.loading.weights import stored_weights
 from framesieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
 
-_SCALES = ".weight_scale_inv"
+_SCALES = f".weight{SCALE}"
 _DTYPE = "F8_E4M3"  # as safetensors names it
 
 

@@ -37,6 +37,7 @@ from framesieve.services.generation.parallel.sharding import Shard
 
 # Of `--quantization int4`.
 GROUP = 128
+_LEAST_OUTPUTS = 128  # fewer are gates, a number for each head or layer: nothing is saved by rounding them
 _AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 has each of eight columns
 # Columns of groups that can be divided among ranks where larger ones cannot.
 _SMALLEST = 32
@@ -98,7 +99,7 @@ def int4_format(checkpoint: Checkpoint, in_int4: bool) -> Int4Format | None:
         ("weight",),
         (),
         lambda tensors: rounded_to_nearest(tensors["weight"], GROUP),
-        lambda linear: linear.in_features % GROUP == 0,
+        lambda linear: linear.in_features % GROUP == 0 and linear.out_features >= _LEAST_OUTPUTS,
     )
 
 
@@ -124,7 +125,9 @@ class Int4Layers:
         for name in self._parts:
             linears[name].__class__ = Int4Linear
         if how.needed == ("weight",) and not self._parts:
-            raise StartupError(f"--quantization int4: no linear layer has a multiple of {GROUP} inputs")
+            raise StartupError(
+                f"--quantization int4: no linear layer has a multiple of {GROUP} inputs and {_LEAST_OUTPUTS} outputs"
+            )
 
     def __len__(self) -> int:
         return len(self._parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import Qwen3_5MoeTextModel, Qwen3_5TextModel
 
-from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import DRAFTS, Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.generation.loading.text_model import make_ready
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
@@ -33,6 +34,8 @@ def load_mtp(checkpoint: Checkpoint, model: LanguageModel) -> MtpHead:
     text: Any = model.text
     if not isinstance(text, Qwen3_5TextModel | Qwen3_5MoeTextModel):
         raise StartupError(f"--draft-model {MTP}: only models with the layers of Qwen3.5 have one that is supported")
+    if not has_weights(checkpoint, _PREFIX):
+        checkpoint = replace(checkpoint, option=DRAFTS)  # such as a file beside the index
     if not has_weights(checkpoint, _PREFIX):
         raise StartupError(f"--draft-model {MTP}: the checkpoint has no weights {_PREFIX}*")
     last = len(text.layers) + 1

@@ -1,6 +1,6 @@
 """Quantised checkpoints, loaded by transformers, whose quantizers know the formats and the packages they need.
 
-Where the card has products in fp8, `fp8` loads that format instead.
+What is stored in fp8 by blocks, and in 4 bits, is read by this project's own code instead.
 
     config.json: quantization_config ─▶ transformers' quantizer ─▶ the whole model ─▶ its text model, its output layer
 
@@ -18,11 +18,10 @@ from transformers.utils import logging
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading.quantization_config import quantization_settings
+from framesieve.services.generation.loading.quantization_config import OF_ACTIVATIONS, quantization_settings
 from framesieve.services.generation.loading.text_model import assemble, check_text
 from framesieve.services.generation.model.attention import ATTENTION
 from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
 
 # The name of the text model in the whole one, in every family that is loaded here.
 TEXT_OF_WHOLE = "model.language_model."
@@ -40,17 +39,14 @@ def load_quantised(
     embed_levels: int,
     dtype: torch.dtype,
     device: torch.device,
-    group: Group | None,
 ) -> LanguageModel:
     """A quantised checkpoint's language model on `device`; its unquantised weights in `dtype`.
 
     config, whole_class: of the whole model, whose text model is TEXT_OF_WHOLE. text_class: transformers' text class, or
     a subclass that adds no state.
     Raises StartupError, with the method, for an unknown method or a missing package; for missing or unknown weights,
-    attention features that the engine does not support, and a group.
+    and attention features that the engine does not support.
     """
-    if group is not None:
-        raise StartupError(f"--tensor-parallel {group.ranks}: quantised checkpoints support one rank only")
     check_text(config.text_config)
     quantization = quantization_settings(checkpoint)
     in_bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes' old format
@@ -84,7 +80,8 @@ def load_quantised(
     finally:
         logging.set_verbosity(verbosity)
     missing, unknown = (
-        sorted(name for name in report[f"{kind}_keys"] if _TOWER not in name) for kind in ("missing", "unexpected")
+        sorted(name for name in report[f"{kind}_keys"] if _TOWER not in name and not OF_ACTIVATIONS.search(name))
+        for kind in ("missing", "unexpected")
     )
     if missing or unknown:
         raise StartupError(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
+
+# Scales of activations and of cached keys and values. Weights that are dequantised are multiplied by rows as they are.
+OF_ACTIVATIONS = re.compile(r"\.((input|output|activation)_scale|[kv]_scale)$")
 
 
 def is_quantised(checkpoint: Checkpoint) -> bool:
@@ -12,6 +16,6 @@ def is_quantised(checkpoint: Checkpoint) -> bool:
 
 
 def quantization_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's `quantization_config`; {} if it has none."""
-    of_text = checkpoint.text_config.get("quantization_config")
-    return dict(checkpoint.config.get("quantization_config") or of_text or {})
+    """The checkpoint's `quantization_config`, with its nulls, which transformers tells from absence; {} without one."""
+    of_whole, of_text = (each.part("quantization_config") for each in (checkpoint.config, checkpoint.text_config))
+    return dict((of_whole or of_text).written)

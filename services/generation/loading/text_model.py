@@ -13,6 +13,7 @@ from torch import nn
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import refusing
 from framesieve.services.compute.packed_linear import join_linears, pack_linears, packed
 from framesieve.services.generation.loading.int4 import Int4Format, Int4Layers
 from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
@@ -63,7 +64,7 @@ def make_text(text_class: Any, rotary_class: Any, text_config: Any, device: torc
     """
     check_text(text_config)
     text_config._attn_implementation = ATTENTION
-    with torch.device("meta"):
+    with torch.device("meta"), refusing("config.json"):
         text = text_class(text_config)
     if rotary_class is not None:
         # The frequencies are not in the checkpoint; they are computed at construction, which the meta device skips.
@@ -162,7 +163,9 @@ def make_ready(text: Any, ranks: int = 1) -> None:
     fuse_norms(text)
     fuse_layers(text)
     if ranks == 1:  # packing would drop the hooks of transformers' tensor parallelism
-        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), RECURRENT_INPUTS)
+        # Of recurrent layers in 4 bits the gates, the last two, are not.
+        recurrent = (RECURRENT_INPUTS, RECURRENT_INPUTS[:2], RECURRENT_INPUTS[2:])
+        join_linears(text, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), *recurrent)
         pack_linears(text)
     text.train(False).requires_grad_(False)
 

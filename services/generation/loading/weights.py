@@ -12,8 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import Checkpoint, is_computed
 from framesieve.common.contract.errors import StartupError
+from framesieve.services.generation.loading.fp8_blocks import SCALE, fp8_blocks
+from framesieve.services.generation.loading.quantization_config import OF_ACTIVATIONS
+from framesieve.services.generation.model.fp8_linear import FP8
 from framesieve.services.generation.parallel.sharding import Shard
 
 _CPU = torch.device("cpu")
@@ -37,7 +40,9 @@ def stored_weights(
     for path in checkpoint.weight_files:
         with safe_open(path, framework="pt", device=str(device)) as file:
             for full in file.keys():  # noqa: SIM118  (not a dict)
-                if full.startswith(prefix) and (name := named(full.removeprefix(prefix))) is not None:
+                if is_computed(full) or not full.startswith(prefix):
+                    continue
+                if (name := named(full.removeprefix(prefix))) is not None:
                     yield full, name, file
 
 
@@ -57,19 +62,24 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """The weights whose names start with `prefix`, by `named` of the rest. Of those in `shards`, this rank's part.
 
-    dtypes: of those that are not read in `dtype`. Matrices of single experts are stacked, as transformers' classes have
+    dtypes: of those that are not read in `dtype`. Weights stored in fp8 by blocks are dequantised, unless they are to
+    stay in it. Matrices of single experts are stacked, as transformers' classes have
     them: gate_up_proj [experts, 2 · I, D], or up_proj [experts, I, D] of experts without gates; and down_proj
     [experts, D, I].
     Raises StartupError if the shape of a sharded weight is not the one that the config says.
     """
     weights: dict[str, Tensor] = {}
-    experts = _Experts(checkpoint, prefix, named)
+    experts, blocks = _Experts(checkpoint, prefix, named), fp8_blocks(checkpoint)
     for full, name, file in stored_weights(checkpoint, prefix, device, named):
+        if blocks.scales and name not in dtypes and (name.endswith(SCALE) or OF_ACTIVATIONS.search(name)):
+            continue
+        stored = file.get_slice(full) if name in shards else file.get_tensor(full)
+        if dtypes.get(name) != FP8:
+            stored = blocks.dequantised(full, stored)
         if found := _OF_EXPERT.fullmatch(name):
-            for stacked, whole in experts.add(found, file.get_tensor(full).to(dtype)):
+            for stacked, whole in experts.add(found, stored.to(dtype)):
                 weights[stacked] = _own(stacked, whole, shards, prefix + stacked)
         else:
-            stored = file.get_slice(full) if name in shards else file.get_tensor(full)
             weights[name] = _own(name, stored, shards, full).to(dtypes.get(name, dtype))
     return weights
 

@@ -104,11 +104,19 @@ class Drafter:
     @torch.inference_mode()
     def compile(self, packed: Packed) -> None:
         """Compiles the head for the CPU, with rows as those of this step. Leaves it eager if that fails."""
-        rows = self._model.embed_tokens.weight.new_zeros(len(packed.ids), self._model.hidden_size)
-        turns, batch = self._head.turns(torch.from_numpy(packed.positions)), self._cache.batch(packed)
         self._compiled = compiled_whole(self._head)
-        if not compiles(lambda: self._rows(rows, rows.clone(), turns, batch)):
+        if not compiles(lambda: self.try_rows(packed)):
             self._compiled = None
+
+    @torch.inference_mode()
+    def try_rows(self, packed: Packed) -> None:
+        """Computes the rows that `extend` computes at most after a step like this, of zeros as hidden states."""
+        device, shape = self._model.device, (len(packed.ids), self._model.hidden_size)
+        embeds = self._embed(to_device(packed.ids, device))
+        rows = embeds.new_zeros(shape)
+        embeds.index_copy_(0, to_device(packed.media_rows, device), rows[: len(packed.media_rows)])
+        turns = self._head.turns(to_device(packed.positions, device))
+        self._rows(embeds, rows, turns, self._cache.batch(packed))
 
     @torch.inference_mode()
     def extend(self, chunks: Sequence[Chunk], hidden: Tensor, sampled: Mapping[Chunk, Sequence[int]]) -> None:
@@ -259,8 +267,8 @@ def _is_plain(chunk: Chunk) -> bool:
 
 def _drafted(chunk: Chunk, tokens: Sequence[int]) -> Chunk:
     """The chunk with these tokens as drafts, up to the first that the answer's grammar does not allow."""
-    document = chunk.request.sampling_state.document
+    document, drafted = chunk.request.sampling_state.document, bool(tokens)
     if document and tokens:
         tokens = tokens[: document.allowed_of(tokens)]
     end = chunk.known_end + len(tokens)
-    return Chunk(chunk.request, chunk.start, end, samples=True, draft_tokens=tuple(tokens))
+    return Chunk(chunk.request, chunk.start, end, samples=True, draft_tokens=tuple(tokens), drafted=drafted)

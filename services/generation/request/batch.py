@@ -43,6 +43,7 @@ class Chunk:
 
     samples: the token after the chunk is sampled.
     draft_tokens: the last tokens of the chunk; a token is sampled after each of them, too.
+    drafted: whether the head drafted for it, though the answer's grammar may have refused its tokens.
     """
 
     request: Request
@@ -50,6 +51,7 @@ class Chunk:
     end: int
     samples: bool
     draft_tokens: tuple[int, ...] = ()
+    drafted: bool = False
 
     @property
     def tokens(self) -> int:

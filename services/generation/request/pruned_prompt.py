@@ -9,15 +9,17 @@ It knows plans only, neither requests nor blocks nor models.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan
+from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan, Run
 from framesieve.common.contract.retention import check_kept
 
 MAX_VOCABULARY = 2**31 - 1
@@ -35,6 +37,38 @@ class Span:
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """What has arrived of a media item.
+
+    starts: the token of its grid at which each run begins. tokens: of its grid, from the first on, about which `kept`
+    decides; rows: those that are kept. gathered_tokens, gathered_rows: of these, those that are gathered already.
+    waiting: the kept tokens that are not.
+    """
+
+    runs: Sequence[Run]
+    starts: list[int]
+    tokens: int = 0
+    rows: int = 0
+    gathered_tokens: int = 0
+    gathered_rows: int = 0
+    waiting: list[Int32Array] = field(default_factory=list)
+    encoded_id: int = 0
+
+    def runs_of(self, first: int, end: int) -> slice:
+        """The runs that hold tokens [first, end) of the grid."""
+        return slice(bisect_right(self.starts, first) - 1, bisect_left(self.starts, end))
+
+    def full_indices(self, first: int, end: int) -> NDArray[np.intp]:
+        """Where tokens [first, end) of the grid are in the full layout; there is at least one."""
+        which = self.runs_of(first, end)
+        ranges = [
+            np.arange(run.offset + max(0, first - start), run.offset + min(run.length, end - start))
+            for run, start in zip(self.runs[which], self.starts[which], strict=True)
+        ]
+        return np.concatenate(ranges)
 
 
 class PrunedPrompt:
@@ -69,10 +103,9 @@ class PrunedPrompt:
         self._most_kept = tuple(num_kept)
         self._bounded = tuple(bounded) or (False,) * len(plan.media)
         self._mask = np.ones(plan.tokens, np.bool_)
-        self._kept: list[Int32Array | None] = [None] * len(plan.media)
-        self._arrived = [0] * len(plan.media)  # tokens of each grid, from the first on, about which `kept` decides
-        self._rows = [0] * len(plan.media)  # of each item, gathered so far
-        self._encoded_ids = [0] * len(plan.media)
+        self._arrived = [
+            _Arrived(item.runs, [*accumulate((run.length for run in item.runs[:-1]), initial=0)]) for item in plan.media
+        ]
         self._next_item = 0
         self._cursor = 0
         self.tokens = plan.tokens - sum(item.grid.tokens for item in plan.media) + sum(self.num_kept)
@@ -109,7 +142,7 @@ class PrunedPrompt:
 
     def missing(self, media_index: int) -> bool:
         """Whether an item, or a part of it, has not arrived."""
-        return self._arrived[media_index] < self.plan.media[media_index].grid.tokens
+        return self._arrived[media_index].tokens < self.plan.media[media_index].grid.tokens
 
     def deliver(
         self, media_index: int, kept: Int32Array | None, encoded_id: int, grid_tokens: int | None = None
@@ -121,27 +154,25 @@ class PrunedPrompt:
             about all.
         Raises PeerContract for an item that does not exist or was delivered before, or if `kept` contradicts the plan.
         """
-        if not 0 <= media_index < len(self._kept) or not self.missing(media_index):
-            raise PeerContract(f"media item {media_index} of {len(self._kept)} does not exist or was delivered twice")
-        item, count, before = self.plan.media[media_index], self.num_kept[media_index], self._kept[media_index]
-        end = item.grid.tokens if grid_tokens is None else grid_tokens
-        if kept is None:
-            kept = np.arange(end, dtype=np.int32)
-        first, begun = self._arrived[media_index], 0 if before is None else before.size
-        if end == item.grid.tokens:
-            check_kept(kept, item.grid, count, 1 if self._bounded[media_index] else None)
-            self.num_kept[media_index] = kept.size
-            self.tokens -= count - kept.size
-        elif kept.size:
-            check_kept(kept, item.grid, min(count, end), least=1)
-        added = kept[begun:]
-        if not first < end <= item.grid.tokens or (added.size and (added[0] < first or added[-1] >= end)):
+        if not 0 <= media_index < len(self._arrived) or not self.missing(media_index):
+            raise PeerContract(f"item {media_index} of {len(self._arrived)} does not exist or was delivered twice")
+        grid, count, item = self.plan.media[media_index].grid, self.num_kept[media_index], self._arrived[media_index]
+        first, end = item.tokens, grid.tokens if grid_tokens is None else grid_tokens
+        added = np.arange(item.rows, end, dtype=np.int32) if kept is None else kept[item.rows :]
+        if end == grid.tokens:
+            least = 0 if item.rows else 1
+            check_kept(added, grid, count - item.rows, least if self._bounded[media_index] else None)
+            self.num_kept[media_index] = item.rows + added.size
+            self.tokens -= count - self.num_kept[media_index]
+        else:
+            check_kept(added, grid, min(count, end) - item.rows, least=0)
+        if not first < end <= grid.tokens or (added.size and (added[0] < first or added[-1] >= end)):
             raise PeerContract(f"a part of media item {media_index} keeps tokens outside of [{first}, {end})")
-        at = full_indices(item)
-        self._mask[at[first:end]] = False
-        self._mask[at[added]] = True
-        self._kept[media_index], self._arrived[media_index] = kept, end
-        self._encoded_ids[media_index] = encoded_id
+        at = item.full_indices(first, end)
+        self._mask[at] = False
+        self._mask[at[added - first]] = True
+        item.waiting.append(added)
+        item.tokens, item.rows, item.encoded_id = end, item.rows + added.size, encoded_id
         self._gather()
 
     @cached_property
@@ -168,7 +199,8 @@ class PrunedPrompt:
             self._next_item += 1
         limit = self.plan.tokens
         if self._next_item < len(media):
-            limit = _place(media[self._next_item], self._arrived[self._next_item])
+            arrived = self._arrived[self._next_item]
+            limit = int(arrived.full_indices(arrived.tokens, arrived.tokens + 1)[0])
         taken = np.flatnonzero(self._mask[self._cursor : limit]) + self._cursor
         end = self.ready + taken.size
         self.ids[self.ready : end] = self.plan.input_ids[taken]
@@ -180,27 +212,21 @@ class PrunedPrompt:
         self._cursor, self.ready = limit, end
 
     def _add_spans(self, index: int, taken: NDArray[np.intp]) -> None:
-        kept = self._kept[index]
-        if kept is None:
+        item = self._arrived[index]
+        if not item.waiting:
             return
-        for run in self.plan.media[index].runs:
+        kept = np.concatenate(item.waiting)
+        for run in item.runs[item.runs_of(item.gathered_tokens, item.tokens)]:
             start, end = np.searchsorted(taken, (run.offset, run.end))
             if end > start:
-                row = self._rows[index]
-                span = Span(self.ready + int(start), int(end - start), index, row)
-                self.identities[0, span.offset : span.end] = self._encoded_ids[index]
-                self.identities[1, span.offset : span.end] = kept[row : row + span.length]
+                span = Span(self.ready + int(start), int(end - start), index, item.gathered_rows)
+                self.identities[0, span.offset : span.end] = item.encoded_id
+                self.identities[1, span.offset : span.end] = kept[: span.length]
                 self.spans.append(span)
-                self._rows[index] += span.length
-
-
-def _place(item: MediaPlan, token: int) -> int:
-    """Where a token of an item's grid is in the full layout."""
-    for run in item.runs:
-        if token < run.length:
-            return run.offset + token
-        token -= run.length
-    raise AssertionError("the grid has more tokens than the item's runs")
+                kept = kept[span.length :]
+                item.gathered_rows += span.length
+        item.gathered_tokens = item.tokens
+        item.waiting.clear()
 
 
 def full_indices(item: MediaPlan) -> NDArray[np.intp]:

@@ -89,7 +89,7 @@ class ServedModel:
             PromptLimit(limit_tokens, context_tokens),
             Grammars(checkpoint.folder, defaults.vocab_size, defaults.eos_ids),
             model.adapters,
-            writes_calls(chat_templates(checkpoint)),
+            writes_calls(chat_templates(checkpoint).for_tools),
             pruning,
             pruning_methods,
             live,

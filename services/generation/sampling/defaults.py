@@ -7,13 +7,13 @@ Source: transformers.GenerationConfig; HONOURED, NEUTRAL and a list in the tests
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.fields import Fields
 
 FILE = "generation_config.json"
 
@@ -21,7 +21,7 @@ HONOURED = frozenset(
     ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "eos_token_id")
 )
 
-# Unsupported fields that change answers, and the values (besides null) with which they change nothing.
+# Unsupported fields that change answers, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -75,21 +75,23 @@ class SamplingDefaults:
 
 def sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     """Raises StartupError, with field and value, for an unsupported field or a value out of range."""
-    given = {name: value for name, value in checkpoint.read_json(FILE).items() if value is not None}
+    given = checkpoint.read_json(FILE)
     for name, neutral in NEUTRAL.items():
         if name in given and given[name] not in neutral:
             raise StartupError(f"{FILE}: {name} = {given[name]!r} changes answers and is not supported")
-    sampled = _value(given, "do_sample", False, lambda value: isinstance(value, bool), "true or false")
-    temperature = _number(given, "temperature", 1.0, lambda value: value >= 0, "at least 0")
+    sampled = given.get("do_sample", False)
+    if not isinstance(sampled, bool):
+        raise given.refusal("do_sample", "true or false")
+    temperature = given.number("temperature", 1.0, lambda value: value >= 0, "at least 0")
     return SamplingDefaults(
         vocab_size=_vocab_size(checkpoint.text_config or checkpoint.config),
         temperature=temperature if sampled else 0.0,
-        top_p=_number(given, "top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
-        top_k=_whole(given, "top_k", 0, least=0) or 0,
-        min_p=_number(given, "min_p", 0.0, lambda value: 0 <= value <= 1, "between 0 and 1"),
-        repetition_penalty=_number(given, "repetition_penalty", 1.0, lambda value: value > 0, "above 0"),
-        max_new_tokens=_whole(given, "max_new_tokens", None, least=1),
-        eos_ids=_eos_ids(given, {**checkpoint.text_config, **checkpoint.config}),
+        top_p=given.number("top_p", 1.0, lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        top_k=given.whole("top_k", 0, least=0),
+        min_p=given.number("min_p", 0.0, lambda value: 0 <= value <= 1, "between 0 and 1"),
+        repetition_penalty=given.number("repetition_penalty", 1.0),
+        max_new_tokens=given.whole("max_new_tokens") if "max_new_tokens" in given else None,
+        eos_ids=_eos_ids(given, checkpoint.config, checkpoint.text_config),
     )
 
 
@@ -100,36 +102,11 @@ def _vocab_size(config: Mapping[str, Any]) -> int:
     return size
 
 
-def _eos_ids(given: dict[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """One id or a list of ids, from generation_config.json or else from config.json."""
-    ids = given.get("eos_token_id", config.get("eos_token_id"))
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(_is_whole(each) and each >= 0 for each in ids):
-        raise StartupError(f"{FILE}: eos_token_id must be token ids, got {ids!r}")
+def _eos_ids(*files: Fields) -> tuple[int, ...]:
+    """One id or a list of ids, from the first of the files' objects that has them."""
+    found = next((each for each in files if "eos_token_id" in each), files[0])
+    ids = found.get("eos_token_id", [])
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise found.refusal("eos_token_id", "token ids")
     return tuple(dict.fromkeys(ids))
-
-
-def _value(given: dict[str, Any], name: str, default: Any, allowed: Callable[[Any], bool], limit: str) -> Any:
-    value = given.get(name, default)
-    if not allowed(value):
-        raise StartupError(f"{FILE}: {name} must be {limit}, got {value!r}")
-    return value
-
-
-def _number(given: dict[str, Any], name: str, default: float, allowed: Callable[[float], bool], limit: str) -> float:
-    def fits(value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value) and allowed(value)
-
-    return float(_value(given, name, default, fits, limit))
-
-
-def _whole(given: dict[str, Any], name: str, default: int | None, least: int) -> int | None:
-    if name not in given:
-        return default
-    value: int = _value(given, name, default, lambda each: _is_whole(each) and each >= least, f"at least {least}")
-    return value
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

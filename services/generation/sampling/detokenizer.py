@@ -84,14 +84,12 @@ class Detokenizer:
         return text + rest
 
     def _shorten_window(self, text: str) -> None:
-        """Drops older tokens. The window's first character may now decode as broken, but was released before.
-
-        Not while tokens without text follow an unfinished character, which would be dropped.
-        """
+        """Drops older tokens. The window's first character may now decode as broken, but was released before."""
         pending = len(text) - self._decoded
         kept = self._window[-WINDOW_TOKENS:]
-        if (decoded := len(self._tokenizer.decode(kept)) - pending) >= 0:
-            self._window, self._decoded = kept, decoded
+        if len(self._tokenizer.decode(kept)) < pending:  # special tokens, without text, follow part of a character
+            kept = [each for each in self._window if self._tokenizer.decode([each])][-WINDOW_TOKENS:]
+        self._window, self._decoded = kept, len(self._tokenizer.decode(kept)) - pending
 
     def _release(self, fresh: str) -> tuple[str, bool]:
         """Returns the part of held and fresh text that no stop string can begin in, and whether one is complete."""

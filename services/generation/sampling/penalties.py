@@ -12,6 +12,7 @@ Sources: CTRL, arXiv 1909.05858, section 4.1 (repetition); OpenAI's API referenc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 
 import numpy as np
 import torch
@@ -39,6 +40,11 @@ class Penalties:
         self._token_ids = np.unique(prompt_ids if repetition != 1 else prompt_ids[:0]).astype(np.int64)
         self._counts = np.zeros(self._token_ids.size, np.float32)
         self._places = {token_id: place for place, token_id in enumerate(self._token_ids.tolist())}
+
+    def copy(self) -> Penalties:
+        other = copy(self)
+        other._token_ids, other._counts, other._places = self._token_ids.copy(), self._counts.copy(), {**self._places}
+        return other
 
     @property
     def token_ids(self) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -92,7 +93,10 @@ class SampledToken:
 
 
 class SamplingState:
-    """The state of one answer's sampling: random generator, tokens that its rules depend on, place in its document."""
+    """The state of one answer's sampling: random numbers, tokens that its rules depend on, place in its document.
+
+    Only `add` changes what is sampled next.
+    """
 
     def __init__(self, params: SamplingParams, prompt_ids: Int32Array) -> None:
         """prompt_ids: int32 [N]. Only the set of tokens matters, so the full or the pruned prompt."""
@@ -113,11 +117,22 @@ class SamplingState:
         )
         self.document = DocumentState(params.grammar) if params.grammar else None
         self._generator = torch.Generator().manual_seed(params.seed)
+        self._numbers: list[float] = []  # drawn so far, one for each token of the answer; its copies share them
+        self._num_tokens = 0
         self._free = all(rule is None for rule in (self.bias, self.penalties, self.banned, self.document))
         self.plain = params.greedy and self._free  # whether the most likely token by the raw logits is chosen
 
+    def copy(self) -> SamplingState:
+        """A state of the same answer that draws the same numbers; what is added to either, the other does not know."""
+        other = copy(self)
+        other.penalties = self.penalties and self.penalties.copy()
+        other.banned = copy(self.banned)
+        other.document = self.document and self.document.copy()
+        return other
+
     def add(self, token_id: int) -> None:
         """Counts a token of the answer."""
+        self._num_tokens += 1
         if self._free:
             return
         if self.penalties:
@@ -128,8 +143,10 @@ class SamplingState:
             self.document.add(token_id)
 
     def draw(self) -> float:
-        """The next number of the answer's generator, uniform in [0, 1)."""
-        return float(torch.rand((), dtype=torch.float64, generator=self._generator))
+        """The number of the answer's generator for its next token, uniform in [0, 1)."""
+        while len(self._numbers) <= self._num_tokens:
+            self._numbers.append(float(torch.rand((), dtype=torch.float64, generator=self._generator)))
+        return self._numbers[self._num_tokens]
 
 
 def sample_and_verify(
@@ -149,7 +166,8 @@ def sample_and_verify(
     its random numbers are those of its own generator, one for each token of the answer.
 
     Rows are sampled position by position over all sequences: penalties and random numbers of a row depend on the tokens
-    accepted before it. Where nothing depends on them, all rows at once.
+    accepted before it. Where nothing depends on them, all rows at once. The states change once all rows are sampled: a
+    try that lacked memory leaves them as they were.
     Source: speculative sampling, arXiv 2302.01318.
     """
     if all(state.plain and not state.params.logprobs for state in states):
@@ -158,12 +176,12 @@ def sample_and_verify(
     first_rows = list(accumulate((1 + len(draft) for draft in drafts), initial=0))
     sampled: list[list[SampledToken]] = [[] for _ in states]
     errors: dict[int, Exception] = {}
-    active, position = list(range(len(states))), 0
+    trials, active, position = [state.copy() for state in states], list(range(len(states))), 0
     while active:
         rows = logits
         if len(active) < len(logits):
             rows = logits[_indices([first_rows[index] + position for index in active], logits)]
-        choice = choose(rows, [states[index] for index in active])
+        choice = choose(rows, [trials[index] for index in active])
         for index, token in zip(active, choice.read(), strict=True):
             sampled[index].append(token)
         errors |= {active[row]: error for row, error in choice.errors.items()}
@@ -175,6 +193,10 @@ def sample_and_verify(
             and index not in errors
         ]
         position += 1
+    for index, state in enumerate(states):
+        if index not in errors:
+            for token in sampled[index]:
+                state.add(token.token_id)
     return [errors.get(index, tokens) for index, tokens in enumerate(sampled)]
 
 
@@ -182,20 +204,6 @@ def _accepted(best: Sequence[int], draft: Sequence[int]) -> list[SampledToken] |
     """The tokens of a sequence up to the first that is not its draft token. best: one more than the draft."""
     right = next((index for index, token in enumerate(draft) if best[index] != token), len(draft))
     return list(map(SampledToken, best[: right + 1]))
-
-
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Samples one token for each row and updates the row's state, to measure the memory that sampling takes.
-
-    Waits for the device; the engine calls `choose`.
-
-    logits: [B, V], any float dtype, one row for each state; not changed.
-    """
-    choice = choose(logits, states)
-    sampled = choice.read()
-    for error in choice.errors.values():
-        raise error
-    return sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +243,13 @@ class SampledBatch:
 
 
 def choose(logits: Tensor, states: Sequence[SamplingState | None]) -> SampledBatch:
-    """Makes the device sample one token for each row, without waiting for it. Draws a number for each random row.
+    """Makes the device sample one token for each row, without waiting for it. A second call does the same again.
 
     logits: [B, V], any float dtype; not changed.
     states: one for each row, with all tokens before this one; None for a row whose answer has ended meanwhile.
     """
     scores = logits.float()
     by_row = {row: state for row, state in enumerate(states) if state}
-    # Before the draws: what may lack memory must not fail after them, or a second try would draw other numbers.
     num_tops = {row: state.params.top_logprobs for row, state in by_row.items() if state.params.logprobs}
     if num_tops:
         at_logprobs = _indices([*num_tops], scores)

@@ -199,24 +199,28 @@ def _parts(value: Any) -> Iterator[tuple[object, Any]]:
 class DocumentState:
     """How far one answer has come in its grammar."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        self._matcher = grammar.matcher.deep_copy()
+    def __init__(self, begun: Grammar | DocumentState) -> None:
+        """begun: the beginning of an answer, or how far one has come."""
+        self.matcher: LLMatcher = begun.matcher.deep_copy()
+
+    def copy(self) -> DocumentState:
+        return DocumentState(self)
 
     def allowed(self) -> NDArray[np.uint8]:
         """Which tokens may come next, a bit each, lowest first: uint8 [at least vocab_size / 8].
 
         Only end tokens once the document is complete.
         """
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
 
     def allowed_of(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after another, it allows."""
-        return int(self._matcher.validate_tokens(list(token_ids)))
+        return int(self.matcher.validate_tokens(list(token_ids)))
 
     def add(self, token_id: int) -> None:
         """Takes a token that is allowed. Raises ValueError for any other."""
-        if not self._matcher.consume_token(token_id):
-            raise ValueError(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
+        if not self.matcher.consume_token(token_id):
+            raise ValueError(f"the grammar does not allow token {token_id}: {self.matcher.get_error()}")
 
 
 def forbid(scores: Tensor, documents: Mapping[int, DocumentState]) -> None:

@@ -25,6 +25,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 # What precedes the arguments where the name comes first, as the templates teach it.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _ID_BYTES = 12
+_PIECE_CHARACTERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class _Place(Enum):
 
 
 class CallReader:
-    """Splits the text of one answer, as it arrives, into text and tool calls.
+    """Splits the text of one answer, as it arrives, into text and tool calls. It reads each character once.
 
     Blanks before a call, between calls and after the last are not text. What begins as a call and is none stays text.
     single: later calls are left out.
@@ -118,93 +119,121 @@ class CallReader:
     def __init__(self, single: bool = False) -> None:
         self.calls = 0
         self._single = single
-        self._place = _Place.TEXT
-        self._unread = ""
-        self._blanks = ""  # before what may be a call
         self._after_call = False  # nothing but blanks since the last call
-        self._object = _ObjectEnd()
+        self._blanks: list[str] = []  # after the text that was shown; not text if a call follows
+        self._enter(_Place.TEXT)
 
     def add(self, text: str) -> tuple[str, list[CallDelta]]:
         """The text and the parts of calls that are certain now."""
-        return self._read(text, last=False)
+        shown: list[str] = []
+        deltas: list[CallDelta] = []
+        # In pieces, because what follows the end of a place is copied.
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[begin : begin + _PIECE_CHARACTERS]
+            while piece:
+                match self._place:
+                    case _Place.TEXT:
+                        piece = self._read_text(piece, shown)
+                    case _Place.HEAD:
+                        piece = self._read_head(piece, shown, deltas)
+                    case _Place.ARGUMENTS:
+                        piece = self._read_arguments(piece, deltas)
+                    case _Place.TAIL:
+                        piece = self._read_tail(piece)
+        return self._certain(shown, deltas)
 
     def end(self) -> tuple[str, list[CallDelta]]:
         """What is left where the answer ends."""
-        return self._read("", last=True)
-
-    def _read(self, text: str, last: bool) -> tuple[str, list[CallDelta]]:
-        self._unread += text
         shown: list[str] = []
         deltas: list[CallDelta] = []
-        before = None
-        while before != (self._place, self._unread):
-            before = (self._place, self._unread)
-            match self._place:
-                case _Place.TEXT:
-                    self._read_text(shown, last)
-                case _Place.HEAD:
-                    self._read_head(shown, deltas, last)
-                case _Place.ARGUMENTS:
-                    self._read_arguments(deltas)
-                case _Place.TAIL:
-                    self._read_tail()
+        if self._place is _Place.HEAD:
+            self._end_call("".join(self._call), "", shown, deltas)
+        elif self._place is _Place.TEXT and (self._mark or not self._after_call):
+            shown += (*self._blanks, self._mark)
+        return self._certain(shown, deltas)
+
+    def _certain(self, shown: Sequence[str], deltas: Sequence[CallDelta]) -> tuple[str, list[CallDelta]]:
         # Clients read one part of a call at a time.
         joined = [_joined(list(parts)) for _, parts in groupby(deltas, lambda delta: delta.index)]
         return "".join(shown), [delta for delta in joined if not (self._single and delta.index)]
 
-    def _read_text(self, shown: list[str], last: bool) -> None:
-        text, begin, rest = self._unread.partition(_BEGIN)
-        if begin:
-            said = text.rstrip()
-            shown.append(said)
-            self._after_call &= not said
-            self._place, self._unread, self._blanks = _Place.HEAD, rest, text[len(said) :]
-            return
-        if last and self._after_call and not text.strip():
-            self._unread = ""
-            return
-        said = text if last else text[: len(text) - _may_begin(text)]
-        shown.append(said)
-        self._after_call &= not said
-        self._unread = text[len(said) :]
+    def _enter(self, place: _Place) -> None:
+        self._place = place
+        self._mark = ""  # the end of the text so far, if the mark that ends this place may begin there
+        self._call: list[str] = []  # a call up to its arguments
+        self._nesting: _Nesting | None = _Nesting()  # of the call, or its arguments; None: they cannot begin any more
 
-    def _read_head(self, shown: list[str], deltas: list[CallDelta], last: bool) -> None:
-        body, end, rest = self._unread.partition(_END)
-        if head := _HEAD.match(body):
-            try:
-                name = json.loads(head[1], strict=False)
-            except ValueError:
-                name = head[1].strip('"')
-            deltas.append(self._new_call(name))
-            self._place, self._unread, self._object = _Place.ARGUMENTS, self._unread[head.end() :], _ObjectEnd()
-            return
-        if not (end or last):
-            return
-        self._place, self._unread = _Place.TEXT, rest
+    # Each of these takes a text that arrived, and returns what follows the end of the place.
+
+    def _read_text(self, text: str, shown: list[str]) -> str:
+        text, begin, rest = (self._mark + text).partition(_BEGIN)
+        self._mark = "" if begin else _start_of(_BEGIN, text)
+        text = text.removesuffix(self._mark)
+        if said := text.rstrip():
+            shown += (*self._blanks, said)
+            self._blanks = []
+            self._after_call = False
+        self._blanks.append(text[len(said) :])
+        if begin:
+            self._enter(_Place.HEAD)
+        return rest
+
+    def _read_head(self, text: str, shown: list[str], deltas: list[CallDelta]) -> str:
+        end = self._end_of_call(text)
+        self._call.append(text[:end])
+        # The arguments are the first object within the call's.
+        if self._nesting and (begun := self._nesting.find(2, text[:end])):
+            self._nesting = None
+            if head := _HEAD.match("".join(self._call[:-1]) + text[:begun]):
+                try:
+                    name = json.loads(head[1], strict=False)
+                except ValueError:
+                    name = head[1].strip('"')
+                deltas.append(self._new_call(name))
+                self._enter(_Place.ARGUMENTS)
+                return text[begun - 1 :]
+        if end is None:
+            return ""
+        self._end_call("".join(self._call).removesuffix(_END), _END, shown, deltas)
+        return text[end:]
+
+    def _read_arguments(self, text: str, deltas: list[CallDelta]) -> str:
+        assert self._nesting
+        end = self._nesting.find(0, text)
+        deltas.append(CallDelta(self.calls - 1, arguments=text[:end]))
+        if end is None:
+            return ""
+        self._enter(_Place.TAIL)
+        return text[end:]
+
+    def _read_tail(self, text: str) -> str:
+        if (end := self._end_of_call(text)) is None:
+            return ""
+        self._enter(_Place.TEXT)
+        return text[end:]
+
+    def _end_of_call(self, text: str) -> int | None:
+        """How many characters of the text there are up to the end of the mark that ends a call; None: it has none."""
+        before, end, _ = (self._mark + text).partition(_END)
+        read = len(self._mark)
+        self._mark = "" if end else _start_of(_END, before)
+        return len(before) + len(end) - read if end else None
+
+    def _end_call(self, body: str, end: str, shown: list[str], deltas: list[CallDelta]) -> None:
+        """Reads a call that does not begin with its name, once it is complete."""
         if (call := _whole_call(body)) is None:
-            shown.append(self._blanks + _BEGIN + body + end)
+            shown += (*self._blanks, _BEGIN, body, end)
+            self._blanks = []
             self._after_call = False
         else:
             name, arguments = call
             deltas.append(replace(self._new_call(name), arguments=arguments))
-
-    def _read_arguments(self, deltas: list[CallDelta]) -> None:
-        end = self._object.find(self._unread)
-        read = len(self._unread) if end is None else end
-        if read:
-            deltas.append(CallDelta(self.calls - 1, arguments=self._unread[:read]))
-        self._unread = self._unread[read:]
-        if end is not None:
-            self._place = _Place.TAIL
-
-    def _read_tail(self) -> None:
-        _, end, rest = self._unread.partition(_END)
-        if end:
-            self._place, self._unread = _Place.TEXT, rest
+        self._enter(_Place.TEXT)
 
     def _new_call(self, name: str) -> CallDelta:
         self.calls += 1
         self._after_call = True
+        self._blanks = []
         return CallDelta(self.calls - 1, f"call_{secrets.token_hex(_ID_BYTES)}", _whole(name))
 
 
@@ -214,16 +243,16 @@ def _joined(parts: Sequence[CallDelta]) -> CallDelta:
     return CallDelta(first.index, first.id, first.name, "".join(part.arguments for part in parts))
 
 
-class _ObjectEnd:
-    """Finds the end of a JSON object that arrives in pieces."""
+class _Nesting:
+    """How deep JSON that arrives in pieces is nested."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
 
-    def find(self, text: str) -> int | None:
-        """How many characters of the next piece belong to the object; None: all of them, and more follow."""
+    def find(self, depth: int, text: str) -> int | None:
+        """How many characters of the next piece lead to a depth, with its bracket; None: all of them do not."""
         for place, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
@@ -232,19 +261,16 @@ class _ObjectEnd:
                 self._in_string = character != '"'
             elif character == '"':
                 self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth:
+            elif character in "{[}]":
+                self._depth += 1 if character in "{[" else -1
+                if self._depth == depth:
                     return place + 1
         return None
 
 
-def _may_begin(text: str) -> int:
-    """How many characters at the end of a text may belong to a call: blanks, and the first characters of its mark."""
-    mark = next((size for size in range(len(_BEGIN) - 1, 0, -1) if text.endswith(_BEGIN[:size])), 0)
-    return mark + len(text[: len(text) - mark]) - len(text[: len(text) - mark].rstrip())
+def _start_of(mark: str, text: str) -> str:
+    """The end of a text in which a mark may begin."""
+    return next((mark[:size] for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), "")
 
 
 def _whole_call(body: str) -> tuple[str, str] | None:

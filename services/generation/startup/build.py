@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.checkpoint import DRAFTS, Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.compute.device import device_of, multiplies_bfloat16
 from framesieve.services.compute.graphs import CudaCapture
@@ -114,7 +114,7 @@ def build(
 def _draft_head(named: Path, checkpoint: Checkpoint, model: LanguageModel) -> DraftHead:
     """checkpoint: of the model."""
     own = str(named) == MTP
-    head = load_mtp(checkpoint, model) if own else load_draft_head(Checkpoint.find(named, "--draft-model"), model)
+    head = load_mtp(checkpoint, model) if own else load_draft_head(Checkpoint.find(named, DRAFTS), model)
     log.info("drafting", head=str(named), layers=head.sizes.layers)
     return head
 

@@ -24,7 +24,7 @@ from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.model.runner import Runner
 from framesieve.services.generation.request.batch import Context, Packed, slots_of
 from framesieve.services.generation.sampling.params import MAX_TOP_LOGPROBS
-from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, sample
+from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 
 # What needs the most memory: a nucleus that is searched for in the whole vocabulary, beside log-probabilities.
 _SAMPLING = SamplingParams(
@@ -156,7 +156,10 @@ def _largest_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) 
     logits = runner.compute(packed, torch.zeros(shape, dtype=model.dtype, device=model.device))
     # `sample_and_verify` copies the rows of one position where there are draft tokens.
     sampled = logits[: sizes.requests].clone() if sizes.sampled > sizes.requests else logits
-    sample(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled])
+    choose(sampled, [SamplingState(_SAMPLING, np.zeros(1, np.int32)) for _ in sampled]).read()
+    del logits, sampled  # the head that drafts reads a step once its tokens are read
+    if runner.drafter:
+        runner.drafter.try_rows(packed)
 
 
 def _largest_decode_step(runner: Runner, blocks: int, block_tokens: int, sizes: Sizes) -> None:

@@ -80,8 +80,9 @@ class ArrivingItem:
         self._end = 0  # the slice after it
         self._rows = 0  # of this part and those before it
         self._taken = 0  # slices of the parts that `finish` has taken, from this encoder or one before it
-        self._kept: list[Int32Array] = []  # of these slices
-        self._embeds: Tensor | None = None  # of these slices, with room for the whole item
+        self._taken_rows = 0  # of these slices
+        self._kept: Int32Array = np.empty(0, np.int32)  # of these slices, with room for the whole item, as `_embeds`
+        self._embeds: Tensor | None = None
         self._digest = b""
         self._repaired_frames = 0
         self._progress = Progress(index, 0, 0)
@@ -90,7 +91,8 @@ class ArrivingItem:
     def resumed(self) -> ArrivingItem:
         """The same item, sent again by another encoder. The slices that were taken stay as they are."""
         again = ArrivingItem(self._index, self._plan, self._shape[1], self._model, self._bound)
-        again._taken, again._kept, again._embeds = self._taken, self._kept, self._embeds
+        again._taken, again._taken_rows = self._taken, self._taken_rows
+        again._kept, again._embeds = self._kept, self._embeds
         return again
 
     @property
@@ -183,17 +185,18 @@ class ArrivingItem:
         if self._end <= self._taken:
             return None
         known = int(np.searchsorted(kept, self._taken * grid.slice_tokens))
-        at = sum(each.size for each in self._kept)
+        at = self._taken_rows
         end = at + kept.size - known
         if end > count or (self._end == grid.t and end < self._least):
             raise PeerContract(f"two encoders keep {end} tokens of item {self._index}, which keeps {count}")
         if self._embeds is None:
             pinned = self._model.device.type == "cuda"
+            self._kept = np.empty(count, np.int32)
             self._embeds = torch.empty((levels, count, width), dtype=self._model.dtype, pin_memory=pinned)
         self._embeds[:, at:end] = embeds[:, known:]
-        self._kept.append(kept[known:])
-        self._taken = self._end
-        tokens, arrived = self._end * grid.slice_tokens, np.concatenate(self._kept)
+        self._kept[at:end] = kept[known:]
+        self._taken, self._taken_rows = self._end, end
+        tokens, arrived = self._end * grid.slice_tokens, self._kept[:end]
         whole = None if arrived.size == tokens else arrived
         if self._end < grid.t:
             return MediaItem(self._index, whole, self._embeds, 0, self._digest, tokens)

@@ -28,7 +28,7 @@ from framesieve.common.contract.requests import check_prompt, detach_files, file
 from framesieve.common.contract.retention import Pruning, num_kept
 from framesieve.common.contract.wire import prunings_of
 from framesieve.common.handover import Receiver
-from framesieve.common.serving.retries import Retries
+from framesieve.common.retries import Retries
 from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.prompt_limit import Limit, advice
@@ -69,7 +69,7 @@ class MediaClient:
         self._receiver = receiver
         self._in_parts = in_parts
         self._preprocessing_retries = Retries("preprocessing")
-        self._encoder_retries = Retries("encoder")
+        self._encoder_retries = Retries("encoder", by_media=True)
         self._encoder_affinity = Affinity()
 
     @asynccontextmanager
@@ -151,12 +151,12 @@ class MediaClient:
     ) -> RetriedCall:
         requests = partial(_encode_requests, prompt, files, pruning, first_slice, adapter, self._in_parts)
         retries = self._encoder_retries
-        return RetriedCall(self._encoder.Encode, requests, "encoder", retries, timeout, metadata, self._receiver)
+        return RetriedCall(self._encoder.Encode, requests, retries, timeout, metadata, self._receiver)
 
     def _preprocess_call(self, prompt: prompt_pb2.Prompt, timeout: float | None, metadata: Metadata) -> RetriedCall:
         requests = partial(_preprocess_requests, prompt)
         retries = self._preprocessing_retries
-        return RetriedCall(self._preprocessing.Preprocess, requests, "preprocessing", retries, timeout, metadata)
+        return RetriedCall(self._preprocessing.Preprocess, requests, retries, timeout, metadata)
 
 
 class MediaSession:

@@ -13,23 +13,29 @@ from typing import Any, Self, TypeAlias
 
 import grpc
 import structlog
+from prometheus_client import Counter
 
+from framesieve.common.affinity import Metadata
 from framesieve.common.channels import end_writing, read_from, write_to
-from framesieve.common.contract.errors import DeadlinePassed, Unavailable
+from framesieve.common.contract.errors import Unavailable
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.received import received_plan
 from framesieve.common.contract.wire import Take
 from framesieve.common.handover import Receiver
-from framesieve.common.serving.retries import Retries
+from framesieve.common.retries import Attempts, Retries
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 Selected: TypeAlias = "asyncio.Future[Sequence[int]]"
+
+RETRIES = Counter("framesieve_upstream_retries_total", "Calls that broke off and were retried", ["stage"])
+for each in ("encoder", "preprocessing"):
+    RETRIES.labels(each)
 
 log = structlog.get_logger()
 
 
 class RetriedCall:
-    """An Encode or Preprocess call that is started again on another replica if it is lost after its first message.
+    """An Encode or Preprocess call that is started again on another replica if it is lost, by the rules of `retries`.
 
     method: of the service's stub. requests: the messages to write, given the future of the selected items and the
     address of a receiver of shared memory, empty without one. receiver: makes one for each attempt.
@@ -41,21 +47,16 @@ class RetriedCall:
         self,
         method: Callable[..., Call],
         requests: Callable[[Selected, bytes], AsyncIterator[Any]],
-        stage: str,
         retries: Retries,
         timeout: float | None = None,
-        metadata: Any = None,
+        metadata: Metadata = (),
         receiver: Callable[[], Receiver | None] = lambda: None,
     ) -> None:
         self._method = method
         self._requests = requests
-        self._stage = stage
         self._retries = retries
-        self._clock = asyncio.get_running_loop().time
-        self._ends_s = None if timeout is None else self._clock() + timeout
-        self._metadata = metadata
+        self._attempts = Attempts(retries, metadata, timeout)
         self._new_receiver = receiver
-        self._attempt = 0
         self._answered = False
         self.fetched_ns: int | None = None
 
@@ -86,7 +87,7 @@ class RetriedCall:
 
     async def read(self) -> Any:
         """The next message; None at the end of the stream. Raises errors of the service."""
-        message = await read_from(self._call, self._stage)
+        message = await read_from(self._call, self._retries.stage)
         self._answered = True
         return message
 
@@ -100,7 +101,7 @@ class RetriedCall:
         await self._restart(lost)
         again = await self.plan()
         if not again.same_as(plan):
-            log.warning("another replica sent a different plan", stage=self._stage)
+            log.warning("another replica sent a different plan", stage=self._retries.stage)
             raise lost
         self.select(missing)
 
@@ -110,11 +111,9 @@ class RetriedCall:
         del self._requests  # may hold inline media
 
     def _start(self) -> None:
-        timeout = None if self._ends_s is None else max(0.0, self._ends_s - self._clock())
-        self._attempt += 1
         self._answered = False
         self._selected: Selected = asyncio.get_running_loop().create_future()
-        self._call = self._method(timeout=timeout, metadata=self._metadata)
+        self._call = self._method(timeout=self._attempts.left_s, metadata=self._attempts.metadata)
         self._receiver = self._new_receiver()
         handover = self._receiver.address if self._receiver else b""
         self._writing = asyncio.create_task(_write_all(self._call, self._requests(self._selected, handover)))
@@ -127,15 +126,10 @@ class RetriedCall:
             self._receiver.close()
 
     async def _restart(self, lost: Unavailable) -> None:
-        """Retries only calls that had answered: gRPC itself has already retried the others."""
-        # While a call is being written to, gRPC may report UNAVAILABLE where the deadline has passed.
-        if self._ends_s is not None and self._clock() >= self._ends_s:
-            raise DeadlinePassed(f"the deadline passed while waiting for {self._stage}") from lost
-        if not self._answered:
-            raise lost
+        await self._attempts.next(lost, self._answered)
+        RETRIES.labels(self._retries.stage).inc()
+        log.warning("retrying", stage=lost.stage, error=str(lost), attempt=self._attempts.number)
         self._cancel()
-        await self._retries.wait(self._attempt + 1, lost)
-        log.warning("retrying", stage=lost.stage, error=str(lost), attempt=self._attempt + 1)
         self._start()
 
 

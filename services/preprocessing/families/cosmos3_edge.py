@@ -22,7 +22,7 @@ _DEFAULTS = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 64 * 64, "longest_edge": 24 * 1024 * 1024},
     max_tokens=0,
-    old_names=False,
+    old_names=(),
     image_size={"shortest_edge": 256 * 256, "longest_edge": 4096 * 4096},
     temporal_patch=1,
 )

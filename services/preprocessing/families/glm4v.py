@@ -30,7 +30,7 @@ _DEFAULTS = VideoDefaults(
     patch_px=14,
     size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000},
     max_tokens=0,
-    old_names=False,
+    old_names=(),
     image_size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
     only={},
 )
@@ -47,14 +47,12 @@ class Glm4V(QwenVL):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Raises StartupError for settings that are not supported or contradict each other."""
         video = checkpoint.processor("video")
-        return cls.read_own(
-            checkpoint, float(video.get("fps") or _FPS), float(video.get("max_duration") or _MAX_LENGTH_S)
-        )
+        return cls.read_own(checkpoint, video.number("fps", _FPS), video.number("max_duration", _MAX_LENGTH_S))
 
     @classmethod
     def read_own(cls, checkpoint: Checkpoint, fps: float, max_length_s: float) -> Self:
         """Reads the settings. fps: frames a second where a request says nothing. Raises as `from_checkpoint`."""
-        temporal = int(checkpoint.config.get("vision_config", {}).get("temporal_patch_size", 2))
+        temporal = checkpoint.config.part("vision_config").whole("temporal_patch_size", 2)
         return cls.read(
             checkpoint,
             _DEFAULTS,

@@ -5,24 +5,24 @@
 
 Positions are one-dimensional. Frames are stretched to the tower's size. The video processor's own size is not read:
 that of InternVL 3.5's published checkpoints is one of which the tower makes too few tokens, and transformers fails. Nor
-does that processor sample frames unless it is asked: here a video has one a second, at most 32, each from the middle of
-its share, as the processor's own sampling has them.
+does that processor sample frames unless it is asked: here a video has `fps` of its file, else one a second, at most 32,
+each from the middle of its share, as the processor's own sampling has them.
 Source: `InternVLProcessor`, `InternVLVideoProcessor` and `GotOcr2ImageProcessor` of transformers 5.24; InternVL 2.5,
 arXiv 2412.05271.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.common.fields import Fields
 from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import check_processors
+from framesieve.services.preprocessing.layouts.processors import SQUARE, check_processors, size_of
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import View, check_aspect
@@ -46,24 +46,25 @@ class InternVL(Family):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> InternVL:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision, names = config.get("vision_config") or {}, checkpoint.read_json("tokenizer_config.json")
-        check_processors(checkpoint)
+        video = checkpoint.processor("video") or image
+        vision, names = config.part("vision_config"), named_tokens(checkpoint)
+        check_processors(checkpoint, num_frames=None)
         side_px, patch_px = _side(vision, "image_size", 448), _side(vision, "patch_size", 14)
-        if set((image.get("size") or {}).values()) != {side_px}:
+        if [*size_of(image, SQUARE).values()] != [side_px, side_px]:
             raise StartupError(f"the image processor's size is {image.get('size')}, vision_config's {side_px}")
         if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
-        context = str(names.get("context_image_token", "<IMG_CONTEXT>"))
+        context = names.get("context_image_token", "<IMG_CONTEXT>")
         return cls(
-            placeholders={Modality.IMAGE: context, Modality.VIDEO: str(names.get("video_token", "<video>"))},
+            placeholders={Modality.IMAGE: context, Modality.VIDEO: names.get("video_token", "<video>")},
             pad=context,
-            token_px=round(patch_px / config.get("downsample_ratio", 0.5)),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
+            token_px=round(patch_px / config.number("downsample_ratio", 0.5)),
+            frame_bounds=FrameBounds(fps=video.number("fps", 1.0), min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
             side_px=side_px,
-            start=str(names.get("start_image_token", "<img>")),
-            end=str(names.get("end_image_token", "</img>")),
-            tiles=(int(image.get("min_patches", _MIN_TILES)), int(image.get("max_patches", _MAX_TILES))),
+            start=names.get("start_image_token", "<img>"),
+            end=names.get("end_image_token", "</img>"),
+            tiles=(image.whole("min_patches", _MIN_TILES), image.whole("max_patches", _MAX_TILES)),
         )
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
@@ -126,10 +127,11 @@ class InternVL(Family):
         return best
 
 
-def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
+def _side(vision: Fields, name: str, default: int) -> int:
     """A side of vision_config. Raises StartupError for two that differ."""
-    value = vision.get(name, default)
-    sides = [value] if isinstance(value, int) else value
-    if len(set(sides)) > 1:
-        raise StartupError(f"vision_config.{name} {sides} is not supported, only squares")
-    return int(sides[0])
+    if not isinstance(vision.get(name), list):
+        return vision.whole(name, default)
+    height, width = vision.numbers(name, 2)
+    if height != width:
+        raise StartupError(f"vision_config.{name} {vision[name]} is not supported, only squares")
+    return int(height)

@@ -23,8 +23,15 @@ from typing import Any
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.common.fields import Fields
 from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import background_of, check_processors
+from framesieve.services.preprocessing.layouts.processors import (
+    SQUARE,
+    background_of,
+    check_processors,
+    placeholder_of,
+    size_of,
+)
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import View, centre_view, check_aspect, shrink_to
@@ -66,31 +73,36 @@ class Llava(Family):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Llava:
         """Raises StartupError for settings that are not supported or contradict each other."""
-        vision, image = checkpoint.config.get("vision_config") or {}, checkpoint.processor("image")
-        tower = vision.get("model_type", CLIP)
+        config, image = checkpoint.config, checkpoint.processor("image")
+        vision = config.part("vision_config")
+        tower = str(vision.get("model_type", CLIP))
         if tower not in _SIZES:
             raise StartupError(f"vision_config.model_type {tower!r} is not supported, only {', '.join(_SIZES)}")
         check_processors(checkpoint)
         merges = checkpoint.model_type == _MERGES
-        selects = checkpoint.config.get("vision_feature_select_strategy", _FULL if merges else _DEFAULT)
-        merge = int(checkpoint.config.get("spatial_merge_size", 2)) if merges else 1
-        size = _size(image, tower)
+        selects = config.get("vision_feature_select_strategy", _FULL if merges else _DEFAULT)
+        merge = config.whole("spatial_merge_size", 2) if merges else 1
+        size = size_of(image, [*_SIZES[tower]][:1]) or Fields(image.file, _SIZES[tower], "size.")
+        crop = size_of(image, SQUARE, "crop_size") or Fields(image.file, dict.fromkeys(SQUARE, _CROP_PX))
         crops = image.get("do_center_crop", tower == CLIP)
-        shortest, stretched = size.get("shortest_edge") if crops else None, _stretched(size)
-        sent = _square(image.get("crop_size")) if crops and (shortest or stretched) else stretched
+        shortest = size.whole("shortest_edge") if crops and "shortest_edge" in size else None
+        stretched = _square(size) if {*SQUARE} <= size.keys() else None
+        sent = _square(crop) if crops and (shortest or stretched) else stretched
         family = cls(
-            placeholders={Modality.IMAGE: _image_token(checkpoint, "[IMG]" if tower == PIXTRAL else "<image>")},
-            token_px=merge * int(vision.get("patch_size", _PATCHES_PX[tower])),
+            placeholders={
+                Modality.IMAGE: placeholder_of(checkpoint, Modality.IMAGE, "[IMG]" if tower == PIXTRAL else None)
+            },
+            token_px=merge * vision.whole("patch_size", _PATCHES_PX[tower]),
             frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=1, temporal_patch=1),
             fixed_tokens=sent is not None,
             sent_px=sent,
             shortest_px=shortest,
             stretched_px=stretched,
-            longest_px=size.get("longest_edge", 0),
+            longest_px=size.whole("longest_edge", 0, least=0),
             background=background_of(image) if _pads_to_squares(image, merges) else None,
             more_tokens=(tower == CLIP) - (selects == _DEFAULT),
         )
-        family._check(tower, int(vision.get("image_size", _IMAGES_PX[tower])), selects)
+        family._check(tower, vision.whole("image_size", _IMAGES_PX[tower]), selects)
         return family
 
     def _check(self, tower: str, image_px: int, selects: str) -> None:
@@ -151,31 +163,11 @@ class Llava(Family):
         return (*row * (grid.h - 1), LinearSpan(grid.w), _END)
 
 
-def _size(image: Mapping[str, Any], tower: str) -> Mapping[str, int]:
-    """The size of an image processor, which older files give as one number."""
-    size = image.get("size") or _SIZES[tower]
-    return {next(iter(_SIZES[tower])): size} if isinstance(size, int) else size
-
-
-def _square(size: Any) -> SizePx:
-    if isinstance(size, Mapping):
-        return int(size["height"]), int(size["width"])
-    side = int(size or _CROP_PX)
-    return side, side
-
-
-def _stretched(size: Mapping[str, int]) -> SizePx | None:
-    return (size["height"], size["width"]) if "height" in size and "width" in size else None
+def _square(size: Fields) -> SizePx:
+    return size.whole("height"), size.whole("width")
 
 
 def _pads_to_squares(image: Mapping[str, Any], merges: bool) -> bool:
     """Files without a type are read by the processor of the model: for LLaVA by `LlavaImageProcessor`."""
     kind = image.get("image_processor_type") or (None if merges else _PADS_TO_SQUARES[0])
     return bool(image.get("do_pad", False)) and kind in _PADS_TO_SQUARES
-
-
-def _image_token(checkpoint: Checkpoint, default: str) -> str:
-    """The token with the config's image_token_index."""
-    index = checkpoint.config.get("image_token_index", checkpoint.config.get("image_token_id"))
-    added = checkpoint.read_json("tokenizer.json").get("added_tokens") or []
-    return next((str(token["content"]) for token in added if token["id"] == index), default)

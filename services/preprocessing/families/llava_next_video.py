@@ -4,8 +4,8 @@
     a video     12 × 12 tokens of each frame
 
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. A video's frame is resized until its
-shorter side fits, and its centre cut out. The processor does not sample frames unless it is asked: here a video has one
-a second, at most 16, which with an answer fit into the context of the published checkpoints.
+shorter side fits, and its centre cut out. The processor does not sample frames unless it is asked: here a video has
+`fps` of its file, else one a second, at most 16, which with an answer fit into the context of published checkpoints.
 Source: `LlavaNextVideoProcessor` and its image and video processors in transformers 5.24.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, SizePx
-from framesieve.services.preprocessing.layouts.processors import check_processors, placeholders_of
+from framesieve.common.contract.plan import Grid, Modality, SizePx
+from framesieve.services.preprocessing.layouts.processors import SQUARE, check_processors, placeholder_of, size_of
 from framesieve.services.preprocessing.layouts.tiles import TiledFamily
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
@@ -36,24 +36,26 @@ class LlavaNextVideo(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaNextVideo:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision = config.get("vision_config") or {}
-        check_processors(checkpoint)
-        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
-            sizes = {(settings.get("size") or {}).get("shortest_edge"), *(settings.get("crop_size") or {}).values()}
-            if sizes != {vision.get("image_size")}:
+        video = checkpoint.processor("video") or image
+        side_px = config.part("vision_config").whole("image_size")
+        check_processors(checkpoint, num_frames=None)
+        for name, settings in (("image", image), ("video", video)):
+            size, crop = size_of(settings, ["shortest_edge"]), size_of(settings, SQUARE, "crop_size")
+            sizes = [size.get("shortest_edge"), *crop.values()]
+            if not crop or any(each != side_px for each in sizes):
                 raise StartupError(
-                    f"the {name} processor's size and crop_size are {sizes}, vision_config's {vision.get('image_size')}"
+                    f"the {name} processor's size and crop_size are {sizes}, vision_config's image_size {side_px}"
                 )
         if (selects := config.get("vision_feature_select_strategy", "default")) != "default":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'default'")
         return cls(
-            placeholders=placeholders_of(checkpoint),
-            token_px=int(field_of(config, "vision_config", "patch_size")),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=16, temporal_patch=1),
+            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
+            token_px=config.part("vision_config").whole("patch_size"),
+            frame_bounds=FrameBounds(fps=video.number("fps", 1.0), min_frames=1, max_frames=16, temporal_patch=1),
             fixed_tokens=True,
             anyres=AnyRes.of(config, None),
-            newline=int(field_of(config, "text_config", "vocab_size")),
-            stride=int(config.get("spatial_pool_stride", 2)),
+            newline=config.part("text_config").whole("vocab_size"),
+            stride=config.whole("spatial_pool_stride", 2),
         )
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:

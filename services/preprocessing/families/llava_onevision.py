@@ -5,8 +5,8 @@
     a video         14 × 14 tokens of each frame, one newline
 
 A newline is a vector that the checkpoint stores. Positions are one-dimensional. Frames are stretched to a square.
-The processor does not sample frames unless it is asked: here a video has one a second, at most 32, which are as many as
-the model was trained with.
+The processor does not sample frames unless it is asked: here a video has `fps` of its file, else one a second, at most
+32, which are as many as the model was trained with.
 Source: `LlavaOnevisionProcessor` and its image processor in transformers 5.24; arXiv 2408.03326.
 """
 
@@ -16,18 +16,21 @@ import math
 from dataclasses import dataclass
 
 from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid
-from framesieve.services.preprocessing.layouts.processors import background_of, check_processors, placeholders_of
+from framesieve.common.contract.plan import FrameShape, Grid, Modality
+from framesieve.services.preprocessing.layouts.processors import (
+    background_of,
+    check_processors,
+    placeholder_of,
+    size_of,
+)
 from framesieve.services.preprocessing.layouts.tiles import TiledFamily
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import View, check_aspect
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
-
-_ANYRES = "anyres_max_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +43,22 @@ class LlavaOnevision(TiledFamily):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> LlavaOnevision:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image = checkpoint.config, checkpoint.processor("image")
-        vision = config.get("vision_config") or {}
-        check_processors(checkpoint)
-        for name, settings in (("image", image), ("video", checkpoint.processor("video") or image)):
-            size = settings.get("size") or {}
-            if {size.get("height"), size.get("width")} != {vision.get("image_size")}:
-                raise StartupError(f"the {name} processor's size is {size}, vision_config's {vision.get('image_size')}")
-        aspect = config.get("vision_aspect_ratio", f"{_ANYRES}9")
-        if not aspect.startswith(_ANYRES):
-            raise StartupError(f"vision_aspect_ratio {aspect!r} is not supported, only {_ANYRES}…")
+        video = checkpoint.processor("video") or image
+        side_px = config.part("vision_config").whole("image_size")
+        check_processors(checkpoint, num_frames=None)
+        for name, settings in (("image", image), ("video", video)):
+            size = size_of(settings, ["shortest_edge"])
+            if [size.get("height"), size.get("width")] != [side_px, side_px]:
+                raise StartupError(f"the {name} processor's size is {size}, vision_config's image_size {side_px}")
         if (selects := config.get("vision_feature_select_strategy", "full")) != "full":
             raise StartupError(f"vision_feature_select_strategy {selects!r} is not supported, only 'full'")
         return cls(
-            placeholders=placeholders_of(checkpoint),
-            token_px=int(field_of(config, "vision_config", "patch_size")),
-            frame_bounds=FrameBounds(fps=1.0, min_frames=1, max_frames=32, temporal_patch=1),
+            placeholders={kind: placeholder_of(checkpoint, kind) for kind in Modality},
+            token_px=config.part("vision_config").whole("patch_size"),
+            frame_bounds=FrameBounds(fps=video.number("fps", 1.0), min_frames=1, max_frames=32, temporal_patch=1),
             fixed_tokens=True,
-            anyres=AnyRes.of(config, int(aspect.removeprefix(_ANYRES))),
-            newline=int(field_of(config, "text_config", "vocab_size")),
+            anyres=AnyRes.of_onevision(config),
+            newline=config.part("text_config").whole("vocab_size"),
             background=background_of(image),
         )
 

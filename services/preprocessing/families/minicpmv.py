@@ -73,8 +73,13 @@ class MiniCPMV(Family):
         """Raises StartupError for a version or settings that are not supported."""
         config, image = checkpoint.config, checkpoint.processor("image")
         version, queries = version_of(config), queries_of(config)
-        slices = {**image, **(config.get("slice_config") or {})}
-        if int(image.get("image_feature_size", queries)) != queries:
+        slices = config.part("slice_config")
+        patch_px, most, scale_px = (
+            (slices if name in slices else image).whole(name, default)
+            for name, default in (("patch_size", 14), ("max_slice_nums", 9), ("scale_resolution", 448))
+        )
+        sliced = slices.get("slice_mode", image.get("slice_mode", config.get("slice_mode", True)))
+        if image.get("image_feature_size", queries) != queries:
             raise StartupError(
                 f"the image processor counts {image['image_feature_size']} tokens, query_num is {queries}"
             )
@@ -90,12 +95,11 @@ class MiniCPMV(Family):
                 ("unk", "<unk>"),
             )
         }
-        takes_videos, patch_px = version != "2.5", int(slices.get("patch_size", 14))
-        most = int(slices.get("max_slice_nums", 9)) if slices.get("slice_mode", config.get("slice_mode", True)) else 1
+        takes_videos = version != "2.5"
         return cls(
             token_px=patch_px,
             queries=queries,
-            slicing=Slicing(int(slices.get("scale_resolution", 448)), most, patch_px),
+            slicing=Slicing(scale_px, most if sliced else 1, patch_px),
             numbers_images=takes_videos and bool(image.get("use_image_id", config.get("use_image_id", True))),
             wraps_slices=not takes_videos,
             frame_bounds=_IN_GROUPS if version == "4.5" else _ONE_BY_ONE,

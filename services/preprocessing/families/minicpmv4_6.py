@@ -17,11 +17,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid, Modality, SizePx
 from framesieve.common.minicpmv import merged_side
@@ -29,6 +28,7 @@ from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
 from framesieve.services.preprocessing.layouts.slicing import Slicing
 from framesieve.services.preprocessing.prompt.canvas import CanvasSpan
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import shrink_to
@@ -66,19 +66,19 @@ class MiniCPMV46(Family):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> MiniCPMV46:
         """Raises StartupError for settings that are not supported or contradict each other."""
         config, image, video = checkpoint.config, checkpoint.processor("image"), checkpoint.processor("video")
-        patch_px = int(field_of(config, "vision_config", "patch_size"))
+        patch_px = config.part("vision_config").whole("patch_size")
         token_px = patch_px * merged_side(config)
         mode = str(config.get("downsample_mode", "16x"))
         check_processors(checkpoint, downsample_mode=mode, patch_size=patch_px, stack_frames=1, do_sample_frames=True)
-        has_canvas, names = checkpoint.model_type == _CANVAS, _names(checkpoint)
-        most = int(image.get("max_slice_nums", 9)) if image.get("slice_mode", True) else 1
+        has_canvas, names = checkpoint.model_type == _CANVAS, _NAMES | named_tokens(checkpoint)
+        most = image.whole("max_slice_nums", 9) if image.get("slice_mode", True) else 1
         return cls(
             placeholders={Modality.IMAGE: names["image_token"], Modality.VIDEO: names["video_token"]},
             token_px=token_px,
-            frame_bounds=FrameBounds(1.0, 1, int(video.get("max_num_frames", 128)), temporal_patch=1),
-            canvas_markers=tuple(int(field_of(config, name)) for name in _MARKERS) if has_canvas else (),
-            pictures=Slicing(int(image.get("scale_resolution", 448)), most, token_px),
-            frames=Slicing(int(video.get("scale_resolution", 448)), 1, token_px),
+            frame_bounds=FrameBounds(1.0, 1, video.whole("max_num_frames", 128), temporal_patch=1),
+            canvas_markers=tuple(config.whole(name, least=0) for name in _MARKERS) if has_canvas else (),
+            pictures=Slicing(image.whole("scale_resolution", 448), most, token_px),
+            frames=Slicing(video.whole("scale_resolution", 448), 1, token_px),
             numbers_images=bool(image.get("use_image_id", True)),
             names=names,
         )
@@ -157,12 +157,3 @@ class MiniCPMV46(Family):
 
     def _marked(self, kind: str, span: LinearSpan | CanvasSpan) -> Iterator[str | LinearSpan | CanvasSpan]:
         yield from (self.names[f"{kind}_start_token"], span, self.names[f"{kind}_end_token"])
-
-
-def _names(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """The control tokens of media, by their names in transformers."""
-    config: Mapping[str, Any] = checkpoint.read_json("tokenizer_config.json")
-    extra = config.get("extra_special_tokens")
-    named = {**(extra if isinstance(extra, dict) else {}), **config}
-    found = {name: named.get(name, default) for name, default in _NAMES.items()}
-    return {name: str(token["content"] if isinstance(token, dict) else token) for name, token in found.items()}

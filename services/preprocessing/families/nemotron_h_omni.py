@@ -15,16 +15,15 @@ Source: `NemotronH_Omni_Reasoning_V3Processor` and its image and video processor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
 from framesieve.common.contract.tensors import DType
 from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
+from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.resize import check_aspect, shrink_to
@@ -60,31 +59,31 @@ class NemotronHOmni(Family):
         """Raises StartupError for settings that are not supported or contradict each other."""
         image = checkpoint.processor("image")
         video = checkpoint.processor("video") or image
-        patch_px, ratio = int(image.get("patch_size", _PATCH_PX)), image.get("downsample_ratio", _DOWNSAMPLE_RATIO)
+        patch_px, ratio = image.whole("patch_size", _PATCH_PX), image.number("downsample_ratio", _DOWNSAMPLE_RATIO)
         check_processors(checkpoint, patch_size=patch_px, downsample_ratio=ratio, num_frames=None)
-        names: Mapping[str, Any] = checkpoint.read_json("tokenizer_config.json")
-        token = str(names.get("image_token", "<image>"))
+        names = named_tokens(checkpoint)
+        token = names.get("image_token", "<image>")
         return cls(
-            placeholders={Modality.IMAGE: token, Modality.VIDEO: str(names.get("video_token", "<video>"))},
+            placeholders={Modality.IMAGE: token, Modality.VIDEO: names.get("video_token", "<video>")},
             pad=token,
             token_px=round(1 / ratio) * patch_px,
             frame_bounds=FrameBounds(
-                fps=float(video.get("fps") or _FPS),
+                fps=video.number("fps", _FPS),
                 min_frames=1,
                 max_frames=_MAX_FRAMES,
-                temporal_patch=int(checkpoint.config.get("video_temporal_patch_size", 2)),
+                temporal_patch=checkpoint.config.whole("video_temporal_patch_size", 2),
             ),
             timed_by_first=True,
             frame_dtype=DType.FLOAT32,
             patch_px=patch_px,
-            start=str(names.get("image_start_token", "<img>")),
-            end=str(names.get("image_end_token", "</img>")),
+            start=names.get("image_start_token", "<img>"),
+            end=names.get("image_end_token", "</img>"),
             image_patches=(
-                int(image.get("min_num_patches", _MIN_PATCHES)),
-                int(image.get("max_num_patches", _MAX_PATCHES)),
+                image.whole("min_num_patches", _MIN_PATCHES),
+                image.whole("max_num_patches", _MAX_PATCHES, least=0),
             ),
-            model_tokens=int(image.get("max_model_len", _MAX_MODEL_LEN)),
-            video_patches=int(video.get("video_target_num_patches", 1024)),
+            model_tokens=image.whole("max_model_len", _MAX_MODEL_LEN),
+            video_patches=video.whole("video_target_num_patches", 1024),
             keeps_shape=bool(video.get("video_maintain_aspect_ratio", True)),
         )
 

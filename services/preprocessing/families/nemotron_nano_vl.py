@@ -14,14 +14,12 @@ tiles and pixels; sampling: `sample_video_frames_to_data_urls` of Megatron-Bridg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint, field_of
+from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import Grid, Modality
 from framesieve.common.contract.tensors import DType
@@ -45,8 +43,8 @@ class NemotronNanoVL(InternVL):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> NemotronNanoVL:
         """Raises StartupError for settings that are not supported."""
         config = checkpoint.config
-        vision: Mapping[str, Any] = config.get("vision_config") or {}
-        stated = {**(vision.get("args") or {}), **vision}
+        vision = config.part("vision_config")
+        stated = {**vision.part("args"), **vision}
         for name in _OF_OTHERS:
             if (value := stated.get(name)) not in (None, 1):
                 raise StartupError(f"vision_config: {name} {value!r} is not supported for {checkpoint.model_type}")
@@ -56,14 +54,14 @@ class NemotronNanoVL(InternVL):
         return cls(
             placeholders={Modality.IMAGE: token, Modality.VIDEO: str(config.get("video_context_token", "<video>"))},
             pad=token,
-            token_px=round(int(config.get("patch_size", 16)) / config.get("downsample_ratio", 0.5)),
+            token_px=round(config.whole("patch_size", 16) / config.number("downsample_ratio", 0.5)),
             frame_bounds=FrameBounds(fps=2.0, min_frames=1, max_frames=128, temporal_patch=1),
             frame_dtype=DType.FLOAT32,
             fixed_tokens=True,
-            side_px=int(field_of(config, "force_image_size")),
+            side_px=config.whole("force_image_size"),
             start=str(config.get("img_start_token", "<img>")),
             end=str(config.get("img_end_token", "</img>")),
-            tiles=(1, int(checkpoint.processor("image").get("max_num_tiles", _MAX_TILES))),
+            tiles=(1, checkpoint.processor("image").whole("max_num_tiles", _MAX_TILES)),
         )
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Qwen25VL(Qwen2VL):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Raises StartupError for settings that are not supported or contradict each other."""
-        per_second = checkpoint.config.get("vision_config", {}).get("tokens_per_second", _TOKENS_PER_SECOND)
+        per_second = checkpoint.config.part("vision_config").number("tokens_per_second", _TOKENS_PER_SECOND)
         return cls.read(checkpoint, DEFAULTS, tokens_per_second=Fraction(str(per_second)))
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:

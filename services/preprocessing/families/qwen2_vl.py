@@ -25,7 +25,7 @@ DEFAULTS = VideoDefaults(
     patch_px=14,
     size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
     max_tokens=128_000,
-    old_names=True,
+    old_names=("image", "video"),
 )
 _LANES = 8
 

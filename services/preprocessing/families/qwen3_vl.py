@@ -27,7 +27,7 @@ DEFAULTS = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     max_tokens=768,
-    old_names=False,
+    old_names=("image",),
 )
 _DEEPSTACK_INDEXES = (8, 16, 24)
 
@@ -39,7 +39,7 @@ class Qwen3VL(QwenVL):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Raises StartupError for settings that are not supported or contradict each other."""
-        indexes = checkpoint.config.get("vision_config", {}).get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
+        indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
         return cls.read(checkpoint, DEFAULTS, embed_levels=len(indexes))
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:

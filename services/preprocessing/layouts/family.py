@@ -16,6 +16,9 @@ from framesieve.services.preprocessing.video.resize import View
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
+# Height and width of a picture that a family which slices pictures slices.
+_SLICED_PX = (1024, 1024)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(ABC):
@@ -86,6 +89,16 @@ class Family(ABC):
         Raises as `image`.
         """
         return None
+
+    @property
+    def markers(self) -> list[str]:
+        """The texts in expansions of media, whose tokens no caller may write."""
+        wish, slices = FrameSampling(), self.frame_bounds.temporal_patch
+        parts = self.image(*_SLICED_PX, wish, 0, 1).expansion
+        if Modality.VIDEO in self.placeholders:
+            grid = self.video_grid(slices, *self.video_size(*_SLICED_PX, slices, wish))
+            parts += self.expansion(grid, TimeBase.of_step(Fraction(1), grid.t, slices))
+        return [part for part in parts if isinstance(part, str)]
 
     @staticmethod
     def fixed_size(size_px: SizePx, wish: FrameSampling) -> SizePx:

@@ -1,7 +1,8 @@
-"""The common parts of Qwen's, GLM's and Cosmos' families: processor settings, sampling bounds, sizes and grids.
+"""The common parts of Qwen's, GLM's, Cosmos' and VideoLLaMA's families: processor settings, sampling bounds, sizes and
+grids.
 
 Each family adds how it samples and sizes videos, and the expansion of its placeholders.
-Source: `Qwen2VLImageProcessor` of transformers 5.24, which all of them use, and the files where it reads settings.
+Source: `Qwen2VLImageProcessor` of transformers 5.24, which Qwen's use, and the files where it reads settings.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Self
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from framesieve.common.fields import Fields
 from framesieve.services.preprocessing.layouts.family import Family
 from framesieve.services.preprocessing.layouts.processors import check_processors
 from framesieve.services.preprocessing.prompt.layout import ImageLayout
@@ -22,7 +24,7 @@ from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameS
 PLACEHOLDERS: Mapping[Modality, str] = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
 # Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.
 _IMAGE_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-_FPS, _MIN_FRAMES, _MAX_FRAMES = 2, 4, 768
+_MIN_FRAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +32,21 @@ class VideoDefaults:
     """Defaults of a family's own classes for settings that the checkpoint leaves out.
 
     patch_px: of the model. size, image_size: of the video and the image processor, in pixels. max_tokens: limit for
-    cap_pixels_per_frame. old_names: whether min_pixels and max_pixels override the size. only: supported values of
-    settings that the family does not read. temporal_patch: frames of a patch.
+    cap_pixels_per_frame; 0: it is not read. old_names: the processors, image or video, whose min_pixels and max_pixels
+    override the size. only: supported values of settings that the family does not read. temporal_patch: frames of a
+    patch. image_merge: patches per side of an image's token; None: as many as of a video's. fps, max_frames: of videos.
     """
 
     patch_px: int
     size: Mapping[str, int]
     max_tokens: int
-    old_names: bool
+    old_names: tuple[str, ...]
     image_size: Mapping[str, int] = field(default_factory=lambda: _IMAGE_SIZE)
     only: Mapping[str, object] = field(default_factory=lambda: {"num_frames": None})
     temporal_patch: int = 2
+    image_merge: int | None = None
+    fps: float = 2.0
+    max_frames: int = 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +66,29 @@ class QwenVL(Family):
 
         Raises StartupError for unsupported or conflicting ones.
         """
-        vision = checkpoint.config.get("vision_config", {})
-        patch, merge = int(vision.get("patch_size", defaults.patch_px)), int(vision.get("spatial_merge_size", 2))
-        temporal = int(vision.get("temporal_patch_size", defaults.temporal_patch))
+        vision = checkpoint.config.part("vision_config")
+        patch, merge = vision.whole("patch_size", defaults.patch_px), vision.whole("spatial_merge_size", 2)
+        image_merge = defaults.image_merge or merge
+        temporal = vision.whole("temporal_patch_size", defaults.temporal_patch)
         image = checkpoint.processor("image")
         video = checkpoint.processor("video") or image
         check_processors(checkpoint, **defaults.only)
-        for name, settings in (("image", image), ("video", video)):
-            for key, value in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
+        for name, settings, merged in (("image", image, image_merge), ("video", video, merge)):
+            for key, value in (("patch_size", patch), ("merge_size", merged), ("temporal_patch_size", temporal)):
                 if settings.get(key, value) != value:
                     raise StartupError(f"the {name} processor's {key} is {settings[key]}, the model's is {value}")
         fields: dict[str, Any] = {
             "placeholders": PLACEHOLDERS,
             "token_px": patch * merge,
-            "image_budget": budget_of(image, patch * merge, defaults.image_size, old_names=True),
-            "video_budget": budget_of(video, patch * merge, defaults.size, defaults.old_names),
-            "max_video_tokens": int(video.get("max_video_tokens") or defaults.max_tokens)
-            if video.get("cap_pixels_per_frame")
+            "image_budget": _budget(image, patch * image_merge, defaults.image_size, "image" in defaults.old_names),
+            "video_budget": _budget(video, patch * merge, defaults.size, "video" in defaults.old_names),
+            "max_video_tokens": video.whole("max_video_tokens", defaults.max_tokens)
+            if defaults.max_tokens and video.get("cap_pixels_per_frame")
             else None,
             "frame_bounds": FrameBounds(
-                fps=float(video.get("fps") or _FPS),
-                min_frames=int(video.get("min_frames") or _MIN_FRAMES),
-                max_frames=int(video.get("max_frames") or _MAX_FRAMES),
+                fps=video.number("fps", defaults.fps),
+                min_frames=video.whole("min_frames", _MIN_FRAMES),
+                max_frames=video.whole("max_frames", defaults.max_frames),
                 temporal_patch=temporal,
             ),
         }
@@ -96,10 +103,10 @@ class QwenVL(Family):
 
     def image(self, height_px: int, width_px: int, wish: FrameSampling, index: int, images: int) -> ImageLayout:
         """One frame, resized."""
-        size = self.image_size(height_px, width_px, wish)
+        size, side = self.image_size(height_px, width_px, wish), self.image_budget.factor_px
         if wish.max_pixels is not None:
-            size = shrink_to(*size, self.token_px, wish.max_pixels)
-        grid = Grid(1, size[0] // self.token_px, size[1] // self.token_px)
+            size = shrink_to(*size, side, wish.max_pixels)
+        grid = Grid(1, size[0] // side, size[1] // side)
         return ImageLayout(FrameShape(1, size), (None,), grid, self.expansion(grid, None))
 
     def video_grid(self, frames: int, height_px: int, width_px: int) -> Grid:
@@ -120,12 +127,14 @@ def at_most(budget: PixelBudget, max_px: int) -> PixelBudget:
     return replace(budget, min_px=min(budget.min_px, max_px), max_px=max_px)
 
 
-def budget_of(settings: Mapping[str, Any], factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
-    """The budget in a processor's settings or in `defaults`. old_names: min_pixels and max_pixels override the size."""
-    size = settings.get("size") or defaults
-    old = settings if old_names else {}
-    return PixelBudget(
-        factor_px=factor_px,
-        min_px=int(old.get("min_pixels") or size["shortest_edge"]),
-        max_px=int(old.get("max_pixels") or size["longest_edge"]),
+def _budget(settings: Fields, factor_px: int, defaults: Mapping[str, int], old_names: bool) -> PixelBudget:
+    """The budget in a processor's settings or in `defaults`. old_names: min_pixels and max_pixels override the size.
+
+    Raises StartupError for a size of other fields.
+    """
+    size = settings.part("size") if "size" in settings else Fields(settings.file, defaults, "size.")
+    least, most = (
+        settings.whole(old) if old_names and old in settings else size.whole(name)
+        for old, name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     )
+    return PixelBudget(factor_px=factor_px, min_px=least, max_px=most)

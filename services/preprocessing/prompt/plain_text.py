@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer without its control tokens: whatever a text spells, it becomes ordinary tokens.
+"""A checkpoint's tokenizer without its control tokens: whatever a text spells, it becomes ordinary and added tokens.
 
 Large texts take turns, because tokenising takes some 300 times the text's size, more than 1 GiB for 4 MiB.
 """
@@ -25,25 +25,30 @@ _CHECK_S = 0.1
 class PlainText:
     """Tokenises plain text.
 
-    path: of the tokenizer. control: the ids of its control tokens. prefix: the ids that it puts before each text, such
-    as Llama's beginning of a sequence; its processor in transformers adds it to a prompt that does not begin with it.
+    path: of the tokenizer. prefix: the ids that it puts before each text, such as Llama's beginning of a sequence; its
+    processor in transformers adds it to a prompt that does not begin with it.
     Raises StartupError if the checkpoint has no tokenizer, or one whose control tokens plain text can spell.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, control: Mapping[str, int]) -> None:
+        """control: the ids of the control tokens."""
         self.path = checkpoint.folder / "tokenizer.json"
         contents = checkpoint.read_json(self.path.name)
         if not contents:
             raise StartupError(f"{self.path} does not exist")
-        self.control = _control_tokens(contents, str(self.path))
-        plain = contents | {"added_tokens": [], "post_processor": None}
-        self._first = Tokenizer.from_str(json.dumps(plain))
-        self._later = Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])}))
+        added = [token | {"special": token["content"] in control} for token in contents.get("added_tokens", [])]
+        for token in added:
+            if token["special"] and any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
+                what = f"the control token {token['content']!r} strips or needs whole words"
+                raise StartupError(f"{self.path}: {what}: not supported")
+        plain = {**contents.written, "added_tokens": added, "post_processor": None}
+        self._first = _without_special(plain)
+        self._later = _without_special(plain | {"pre_tokenizer": _of_later_text(plain["pre_tokenizer"])})
         self._large = threading.Lock()
-        spellable = [token for token, token_id in self.control.items() if token_id in _encoded(token, self._later)]
+        spellable = [token for token, token_id in control.items() if token_id in _encoded(token, self._later)]
         if spellable:
             raise StartupError(f"{self.path}: ordinary text can spell the control tokens {', '.join(spellable)}")
-        self.prefix = _prefix(Tokenizer.from_str(json.dumps(contents)), str(self.path))
+        self.prefix = _prefix(Tokenizer.from_file(str(self.path)), str(self.path))
 
     def ids(self, text: str, *, first: bool, check_cancelled: Callable[[], None]) -> list[int]:
         """The ids of a text. first: nothing comes before it.
@@ -69,6 +74,13 @@ class PlainText:
             yield
         finally:
             self._large.release()
+
+
+def _without_special(contents: Mapping[str, Any]) -> Tokenizer:
+    """A tokenizer that finds no special tokens in a text."""
+    tokenizer = Tokenizer.from_str(json.dumps(contents))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -97,11 +109,3 @@ def _of_later_text(pre_tokenizer: Any) -> Any:
     if pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("prepend_scheme") == "first":
         return pre_tokenizer | {"prepend_scheme": "never"}
     return pre_tokenizer
-
-
-def _control_tokens(contents: Mapping[str, Any], path: str) -> dict[str, int]:
-    added = contents.get("added_tokens") or []
-    for token in added:
-        if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise StartupError(f"{path}: the token {token['content']!r} strips or needs whole words: not supported")
-    return {token["content"]: token["id"] for token in added}

@@ -3,7 +3,7 @@
     rendered, with marks:     ⟨im_start⟩user\\nIs this a <|im_end|>?⟨vision_start⟩⟨video_pad⟩⟨vision_end⟩⟨im_end⟩\\n
     placeholders expanded:    … ⟨vision_start⟩<0.3 seconds>⟨vision_start⟩⟨video_pad⟩⟨vision_end⟩<1.3 seconds>…
     split at marks:           [im_start] [user\\nIs this a <|im_end|>?] [vision_start] [<0.3 seconds>] (grid) …
-    text between marks:       tokenised by a tokenizer without control tokens
+    text between marks:       tokenised by a tokenizer that finds no control tokens in it
 
 Text that the template or a family puts directly beside a caller's text is tokenised together with it, so text gets the
 same ids as in transformers, unless it spells a control token. It knows no model family.
@@ -23,13 +23,12 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Int32Array, Modality
 from framesieve.services.preprocessing.prompt.canvas import CanvasSpan
+from framesieve.services.preprocessing.prompt.control_tokens import control_tokens, named_tokens
 from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
 from framesieve.services.preprocessing.prompt.plain_text import PlainText
 from framesieve.services.preprocessing.prompt.positions import MediaSpan
 from framesieve.services.preprocessing.prompt.template import ChatTemplate, Marks
 from framesieve.services.preprocessing.prompt.turns import Tool, Turn
-
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTokens:
@@ -40,6 +39,7 @@ class ChatTokens:
     joins_parts: the text between the parts of a message, for a template that takes text only; None: it takes parts.
     options: variables of the template besides the messages and the tokenizer's special tokens. video_text: a video's
     placeholder with the control tokens around it that are replaced together with it; None: it is replaced alone.
+    markers: texts of expansions, whose tokens are control tokens.
     Raises StartupError if the checkpoint has no usable tokenizer or template.
     """
 
@@ -51,9 +51,12 @@ class ChatTokens:
         joins_parts: str | None = None,
         options: Mapping[str, object] = {},
         video_text: str | None = None,
+        markers: Sequence[str] = (),
     ) -> None:
-        self._text = PlainText(checkpoint)
-        self._control = self._text.control
+        sources = chat_templates(checkpoint)
+        markers = (*markers, *placeholders.values(), pad or "", video_text or "")
+        self._control = control_tokens(checkpoint, [source.text for source in sources.for_tools], markers)
+        self._text = PlainText(checkpoint, self._control)
         wanted = [pad] if pad else placeholders.values()
         missing = [token for token in wanted if token not in self._control]
         if missing:
@@ -61,8 +64,7 @@ class ChatTokens:
         self._joins_parts = joins_parts
         self._media = {token: modality for modality, token in placeholders.items()}
         self._pad_ids = {token: self._control[pad or token] for token in self._media}
-        config = checkpoint.read_json("tokenizer_config.json")
-        names = {name: _text_of(config[name]) for name in _TOKEN_NAMES if config.get(name)}
+        names = named_tokens(checkpoint)
         self._begin = names.get("bos_token")
         self._options = options
         self._marks = Marks({*self._control, *placeholders.values()})
@@ -74,9 +76,9 @@ class ChatTokens:
                 takes_parts=source.takes_parts and joins_parts is None,
                 where=str(checkpoint.folder),
             )
-            for source in chat_templates(checkpoint)
+            for source in sources.for_tools
         ]
-        self._template = templates[0]
+        self._template = templates[sources.for_tools.index(sources.conversation)]
         self._with_tools = next((each for each in templates if each.shows_tools), None)
         self._placeholders = {modality: self._marks.marked(token) for modality, token in placeholders.items()}
         self._video_text = self._marks.marked(video_text) if video_text else None
@@ -243,7 +245,3 @@ def _check_options(template: ChatTemplate, options: Mapping[str, Any]) -> None:
             known = ", ".join(sorted(template.variables)) or "none"
             text = f"is not a variable of the checkpoint's chat template; it has {known}"
             raise InvalidRequest(text, field=f"prompt.template_options.{name[:200]}")
-
-
-def _text_of(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)

@@ -3,14 +3,19 @@
     slices as they are decoded      0       1       2       3       4
     changes                         new   change  change  change  change
     a threshold alone               sent    sent    sent    sent    sent            each by itself
-    a number of tokens              sent    held    held    held    held ─▶ ranked ─▶ sent
+    a number of tokens              sent    held    held    ·       ·  ─▶ ranked ─▶ sent
+    decoded again                                           ·       4
+
+The changes rank the tokens, so pixels are held only as far as there is room. Of the slices whose pixels are not held,
+those that keep tokens are decoded again.
 
 A token is a square of pixels, so this is for families whose tokens are places. It knows neither files nor gRPC.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic_ns
@@ -60,7 +65,7 @@ class Choice:
     """Chooses the tokens of one video, whose slices come in order.
 
     shares: makes the pixels in memory that can be handed over.
-    first: the first slice whose tokens may be kept. held_bytes: of the slices that it holds at most.
+    first: the first slice whose tokens may be kept. slice_bytes: of a whole slice, at most.
     """
 
     def __init__(self, plan: MediaPlan, pruning: Pruning, shares: bool = False) -> None:
@@ -76,14 +81,21 @@ class Choice:
         self._shares = shares
         self._means: Int32Array | None = None
         self._changes: list[Float32Array] = []
-        self._held: list[Slice] = []
-        frame_bytes = 3 * plan.frames.dtype.itemsize * height * width
-        self.held_bytes = 0 if self._at_once else plan.frames.count * frame_bytes
+        self._repaired = False
+        self._deferred: deque[Slice] = deque()
+        self._kept: list[Int32Array] = []  # of each deferred slice
+        self._again: Sequence[int] = ()
+        self.slice_bytes = 3 * plan.slice_frames * plan.frames.dtype.itemsize * height * width
 
     @property
     def last_means(self) -> Int32Array | None:
         """Of the last slice, as `block_means` returns them; None before it."""
         return self._means if len(self._changes) == self._grid.t else None
+
+    @property
+    def defers(self) -> bool:
+        """Whether the tokens of the next slice are chosen after the last one."""
+        return bool(self._changes) and not self._at_once
 
     def skip(self, means: Int32Array) -> Iterator[Slice]:
         """The slices before the first one whose tokens may be kept, undecoded. means: of the last of them."""
@@ -94,8 +106,13 @@ class Choice:
             self._changes.append(np.empty(0, np.float32))
             yield Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE)
 
-    def add(self, whole: Slice) -> Slice | None:
-        """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will."""
+    def add(self, whole: Slice, holds: bool) -> Slice | None:
+        """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will.
+
+        holds: whether the pixels of a deferred slice may be held until then.
+        """
+        defers = self.defers
+        self._repaired |= whole.repaired_frames > 0
         before, self._means = self._means, block_means(whole.pixels, self._side)
         new = np.full(self._grid.slice_tokens, np.inf, np.float32)
         changes = new if before is None else change(self._means, before)
@@ -103,25 +120,45 @@ class Choice:
         self._changes.append(changes)
         if number < self.first:
             return self._cut(whole, _NONE)
-        if number and not self._at_once:
-            self._held.append(whole)
+        if defers:
+            self._deferred.append(replace(whole, memory=None) if holds else self._cut(whole, _NONE))
             return None
         return self._cut(whole, changed(changes, number, self._threshold))
 
-    def rest(self) -> Iterator[Slice]:
-        """The chosen tokens of the slices that it holds, once it has all slices."""
-        if not self._held:
-            return
+    def choose(self) -> Sequence[int]:
+        """Chooses the tokens of the deferred slices, once all slices were added.
+
+        Returns the numbers of the slices to be decoded again for `rest`: those that keep tokens and whose pixels are
+        not held. All of a video with repaired frames, because what replaces these depends on the frames around them.
+        """
+        if not self._deferred:
+            return ()
         count = self._count
         if self._bounded:
             all_changed = (changed(each, number, self._threshold) for number, each in enumerate(self._changes))
             count = min(count, sum(each.size for each in all_changed))
         kept = keep(np.concatenate(self._changes), self._grid, count, self._threshold)
-        ends = np.searchsorted(kept, self._grid.slice_tokens * np.arange(1, self._grid.t + 1))
-        held, self._held = self._held, []
-        for number, whole in enumerate(held, 1):
-            first = number * self._grid.slice_tokens
-            yield self._cut(whole, kept[ends[number - 1] : ends[number]] - np.int32(first))
+        tokens = self._grid.slice_tokens
+        _, *self._kept = np.split(kept % tokens, np.searchsorted(kept, tokens * np.arange(1, self._grid.t)))
+        deferred = enumerate(zip(self._deferred, self._kept, strict=True), 1)
+        lacking = [number for number, (each, own) in deferred if own.size and not each.pixels.size]
+        self._again = range(self._grid.t) if lacking and self._repaired else lacking
+        return self._again
+
+    def rest(self, again: Slice | None = None) -> Iterator[Slice]:
+        """The chosen tokens of the next deferred slices, up to one whose pixels it lacks.
+
+        again: the next slice that was decoded again, from a video of these alone.
+        """
+        first_frame = again and self._slice_frames * self._again[again.first_frame // self._slice_frames]
+        while self._deferred:
+            whole, kept = self._deferred[0], self._kept[-len(self._deferred)]
+            if kept.size and not whole.pixels.size:
+                if again is None or first_frame != whole.first_frame:
+                    return
+                whole = replace(again, first_frame=first_frame)
+            self._deferred.popleft()
+            yield self._cut(whole, kept)
 
     def _cut(self, whole: Slice, kept: Int32Array) -> Slice:
         pixels = cut(whole.pixels, kept, self._side)

@@ -31,8 +31,10 @@ class DecodeStats:
         self._frames += len(made.pixels)
         self._decode_s += made.decode_s
         self._resize_s += made.resize_s
-        self._resizing_ns = self._resizing_ns or made.decoded_ns
-        self._decoded_ns, self._resized_ns = made.decoded_ns, made.resized_ns
+        # Several workers decode a long video, so that its first slice need not be the first one done.
+        self._resizing_ns = min(self._resizing_ns or made.decoded_ns, made.decoded_ns)
+        self._decoded_ns = max(self._decoded_ns, made.decoded_ns)
+        self._resized_ns = max(self._resized_ns, made.resized_ns)
 
     def report(self, error: BaseException | None) -> None:
         """Records the metrics and spans. error: the exception that ended the item, if any."""

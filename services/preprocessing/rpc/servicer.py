@@ -6,7 +6,7 @@ It owns the order of a stream's messages; `planner` plans, and `workers` read an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from time import monotonic_ns
@@ -37,7 +37,13 @@ from framesieve.services.preprocessing.rpc.watching import Watching
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import ReceivedFile
 from framesieve.services.preprocessing.video.repeats import Repeats, repeats_of
-from framesieve.services.preprocessing.video.slices import PlannedMedia, Slice
+from framesieve.services.preprocessing.video.slices import (
+    PlannedEmbeds,
+    PlannedMedia,
+    PlannedPicture,
+    PlannedVideo,
+    Slice,
+)
 from framesieve.services.preprocessing.workers.job_queue import JobQueue
 from framesieve.services.preprocessing.workers.jobs import slices_job
 from framesieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
@@ -55,8 +61,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
 
     quick: threads that check prompts, and plan short ones without media. slow: threads that plan the others; all of
     them may be waiting for reading workers, or hashing files. known: what was read of media before. held_bytes: limits
-    decoded frames that wait until their tokens are chosen; a larger video waits until no other does, and a caller that
-    reads nothing for 30 s while others wait is refused.
+    decoded slices that wait until their tokens are chosen; what does not fit is decoded again.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     item = planned.plan.media[media_index]
                     pruning = pruning_from(select, pruning_of(select.pruning), item)
                     choice = choice_of(pruning, item, shares=sender is not None)
-                queue = ResponseQueue[PreprocessResponse](self._holding if choice and choice.held_bytes else None)
+                queue = ResponseQueue[PreprocessResponse](None)
                 task = asyncio.create_task(
                     self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender, queue)
                 )
@@ -156,42 +161,55 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         sender: Sender | None,
         queue: ResponseQueue[PreprocessResponse],
     ) -> None:
-        skipped = await in_thread(partial(self._skip, media, choice)) if choice else ()
-        job = slices_job(media, len(skipped))
-        if job is None:
+        if isinstance(media, PlannedEmbeds):
             return
         with recording_decode(media_index) as stats:
-            async with (
-                self._holding.reserved(min(choice.held_bytes, self._holding.size_bytes) if choice else 0),
-                slices_of(self._decoding_queue, job) as slices,
-            ):
-                async for each in _compared(repeats, self._chosen(media, choice, skipped, _counted(slices, stats))):
-                    shared = False
-                    if sender and each.memory:
-                        shared = await queue.read(partial(sender.send, each.memory, each.pixels.nbytes))
+            made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
+            async with aclosing(made) as slices:
+                async for each in _compared(repeats, slices):
+                    shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
 
     async def _chosen(
-        self, media: PlannedMedia, choice: Choice | None, skipped: Sequence[Slice], slices: AsyncIterator[Slice]
-    ) -> AsyncIterator[Slice]:
-        """The slices, or the tokens that `choice` keeps of them. skipped: those before them."""
-        if choice is None:
-            async for each in slices:
-                yield each
-            return
+        self, media: PlannedVideo | PlannedPicture, choice: Choice, stats: DecodeStats
+    ) -> AsyncGenerator[Slice]:
+        """The tokens that are kept of each slice."""
+        assert isinstance(media, PlannedVideo)
+        skipped = await in_thread(partial(self._skip, media, choice))
         for each in skipped:
             yield each
-        async for each in slices:
-            if ready := await in_thread(partial(self._add, media, choice, each)):
-                yield ready
-        rest = choice.rest()
-        while ready := await asyncio.to_thread(next, rest, None):
-            yield ready
+        held_bytes = 0
+        try:
+            async with aclosing(self._decoded(media, stats, len(skipped))) as slices:
+                async for each in slices:
+                    holds = choice.defers and self._holding.try_reserve(choice.slice_bytes)
+                    held_bytes += holds * choice.slice_bytes
+                    if ready := await in_thread(partial(self._add, media, choice, each, holds)):
+                        yield ready
+            numbers = await asyncio.to_thread(choice.choose)
+            async with aclosing(self._decoded(media.only(numbers), stats)) as slices:
+                for count in range(1 + len(numbers)):
+                    rest = choice.rest(await anext(slices) if count else None)
+                    while ready := await asyncio.to_thread(next, rest, None):
+                        yield ready
+        finally:
+            self._holding.release(held_bytes)
 
-    def _add(self, media: PlannedMedia, choice: Choice, whole: Slice) -> Slice | None:
+    async def _decoded(
+        self, media: PlannedVideo | PlannedPicture, stats: DecodeStats, begin: int = 0
+    ) -> AsyncGenerator[Slice]:
+        """The whole slices of an item, from slice `begin` on."""
+        async with slices_of(self._decoding_queue, slices_job(media, begin)) as slices:
+            async for each in slices:
+                stats.add(each)
+                count_frames(each)
+                add_request_stats(frames=len(each.pixels))
+                yield each
+
+    def _add(self, media: PlannedMedia, choice: Choice, whole: Slice, holds: bool) -> Slice | None:
         """As `choice.add`."""
-        ready = choice.add(whole)
+        ready = choice.add(whole, holds)
         if (means := choice.last_means) is not None:
             self._seen.put(media, means)
         return ready
@@ -200,14 +218,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         """The slices that the others are only compared with, if they need not be decoded."""
         means = self._seen.get(media, choice.first - 1) if choice.first else None
         return () if means is None else tuple(choice.skip(means))
-
-
-async def _counted(slices: AsyncIterator[Slice], stats: DecodeStats) -> AsyncIterator[Slice]:
-    async for each in slices:
-        stats.add(each)
-        count_frames(each)
-        add_request_stats(frames=len(each.pixels))
-        yield each
 
 
 async def _compared(repeats: Repeats | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:

@@ -1,7 +1,7 @@
 """How many frames a video's container promises that the file does not hold: a download or a recording was cut off.
 
     MP4, MOV        samples of the index that end beyond the file
-    AVI             the header's number of frames, minus those in the file
+    AVI             frames that fit between the last one and the header's number of them, if a list ends beyond the file
     Matroska, FLV   frames that fit between the last one and the header's duration
 
 Other containers promise nothing. A hostile file can promise anything: the number only decides whether it is refused.
@@ -16,15 +16,19 @@ import av
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
+from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.sampling import FrameTimes
 
 MAX_MISSING = 2**31 - 1
 # Durations in headers are rounded, and may include the tail of the sound.
 _TOLERANCE_S = Fraction(1, 2)
 _MICROSECONDS = 1_000_000
+_MAX_LISTS = 1000
 
 
-def missing_frames(container: InputContainer, stream: VideoStream, times: FrameTimes, last_s: Fraction) -> int:
+def missing_frames(
+    source: Source, container: InputContainer, stream: VideoStream, times: FrameTimes, last_s: Fraction
+) -> int:
     """Frames that are promised and missing, at most MAX_MISSING. All packets of the stream have been read.
 
     times: of the frames that were found. last_s: the end of the last one, in the container's time.
@@ -33,9 +37,12 @@ def missing_frames(container: InputContainer, stream: VideoStream, times: FrameT
         case ["mov", *_]:
             missing = sum(each.pos + each.size > container.size for each in stream.index_entries)
         case ["avi"]:
-            missing = stream.frames - len(stream.index_entries)
+            # The header counts pauses, too: frames that are not stored. They may also end a whole file.
+            promised_s = stream.frames * (stream.time_base or 0) if _is_cut(source, container.size) else Fraction(0)
+            missing = _within(promised_s - last_s, times)
         case ["matroska", *_] | ["flv"]:
-            missing = _within(_promised_s(container, stream, last_s) - last_s, times)
+            gap_s = _promised_s(container, stream, last_s) - last_s
+            missing = _within(gap_s, times) if gap_s > _TOLERANCE_S else 0
         case _:
             missing = 0
     return min(max(0, missing), MAX_MISSING)
@@ -43,7 +50,20 @@ def missing_frames(container: InputContainer, stream: VideoStream, times: FrameT
 
 def _within(gap_s: Fraction, times: FrameTimes) -> int:
     """How many frames fit into a gap."""
-    return int(gap_s * len(times.ticks) / times.length_s) if gap_s > _TOLERANCE_S else 0
+    return round(gap_s * len(times.ticks) / times.length_s)
+
+
+def _is_cut(source: Source, size_bytes: int) -> bool:
+    """Whether one of an AVI's outer lists, of about a gigabyte each, ends beyond the file."""
+    end = 0
+    with source.open() as file:
+        for _ in range(_MAX_LISTS):
+            file.seek(end)
+            header = file.read(8)
+            if header[:4] != b"RIFF":
+                break
+            end += 8 + int.from_bytes(header[4:], "little")
+    return end > size_bytes
 
 
 def _promised_s(container: InputContainer, stream: VideoStream, last_s: Fraction) -> Fraction:

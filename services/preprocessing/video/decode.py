@@ -33,6 +33,7 @@ from framesieve.services.preprocessing.video.orientation import upright
 from framesieve.services.preprocessing.video.packets import (
     MAX_FRAME_PX,
     PacketIndex,
+    decoder_of,
     open_video,
     packets_of,
 )
@@ -170,7 +171,8 @@ class _Frames:
         self._stream.thread_type = "FRAME"
         codec = self._stream.codec_context
         codec.thread_count = _CODEC_THREADS if codec.height * codec.width >= _THREADED_FROM_PX else 1
-        self._decoded = self._decode(self._stream, packets_of(self._container, self._stream))
+        self._codec = decoder_of(self._stream)
+        self._decoded = self._decode(packets_of(self._container, self._stream))
 
     def _seek(self, keyframe: int) -> None:
         """Continues from `keyframe`, or from the start if the container's own index leads past the keyframe.
@@ -185,50 +187,55 @@ class _Frames:
         self._behind = self._ahead = None
         try:
             self._container.seek(keyframe, stream=self._stream)
+            self._codec.flush_buffers()
             packets = packets_of(self._container, self._stream)
             first = next((each for each in packets if each.is_keyframe), None)
         except av.FFmpegError:
             first = None
         if first is not None and first.pts is not None and first.pts <= keyframe:
             self._ahead_key = keyframe
-            self._decoded = self._decode(self._stream, chain((first,), packets))
+            self._decoded = self._decode(chain((first,), packets))
         else:
             self._keyframes = ()
             self._stack.close()
             self._open()
 
-    def _decode(self, stream: VideoStream, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
+    def _decode(self, packets: Iterable[Packet[VideoStream]]) -> Iterator[tuple[int, VideoFrame]]:
         """(shown time or ordinal, frame) of each frame that can be decoded."""
         self._order = 0
         shifts = EpochShifts(self._epochs)
-        second_fields = SecondFields(stream.codec_context)
-        skips = not self._by_order and unreferenced_are_skipped(stream.codec_context)
+        second_fields = SecondFields(self._codec)
+        skips = not self._by_order and unreferenced_are_skipped(self._codec)
         for packet in packets:
             self._progress()
-            before = shifts.shift
             is_second_field = not packet.is_discard and second_fields.holds(packet)
             if not packet.is_discard and shifts.add() and self._skip_to is None:
-                yield from self._frames_of(stream, None, before)
-                stream.codec_context.flush_buffers()
-            shown = None if packet.pts is None else packet.pts + shifts.shift
+                yield from self._frames_of(None)
+                self._codec.flush_buffers()
+            shown = None if packet.pts is None or self._by_order else self._indexed(packet.pts + shifts.shift)
             if shown is not None and packet.is_keyframe:
                 self._read_to = max(self._read_to, shown)
             if self._skip_to is not None:
                 if shown != self._skip_to or not packet.is_keyframe:
                     continue
                 self._skip_to = None
-                stream.codec_context.flush_buffers()
-            if skips and not is_second_field:
-                stream.codec_context.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
-            yield from self._frames_of(stream, packet, shifts.shift)
-        yield from self._frames_of(stream, None, shifts.shift)
+                self._codec.flush_buffers()
+            if not is_second_field:
+                packet.pts = shown  # the frame's, whatever the codec holds back
+                if skips:
+                    self._codec.skip_frame = "DEFAULT" if shown in self._wanted else "NONREF"
+            yield from self._frames_of(packet)
+        yield from self._frames_of(None)
 
-    def _frames_of(
-        self, stream: VideoStream, packet: Packet[VideoStream] | None, shift: int
-    ) -> Iterator[tuple[int, VideoFrame]]:
+    def _indexed(self, shown: int) -> int | None:
+        """A time that the index has; None for any other."""
+        place = bisect.bisect_left(self._keys, shown)
+        return shown if place < len(self._keys) and self._keys[place] == shown else None
+
+    def _frames_of(self, packet: Packet[VideoStream] | None) -> Iterator[tuple[int, VideoFrame]]:
         """What the codec yields for a packet; without one, all that it holds back."""
         try:
-            frames = stream.decode(packet)
+            frames = self._codec.decode(packet)
         except av.FFmpegError as error:
             self._lacked_memory |= isinstance(error, MemoryError)
             return
@@ -236,7 +243,7 @@ class _Frames:
             key = self._order if self._by_order else frame.pts
             self._order += 1
             if key is not None and not frame.is_corrupt:
-                yield (key if self._by_order else key + shift), frame
+                yield key, frame
 
     def _rgb(self, frame: VideoFrame) -> UInt8Array:
         return upright(self._converter.rgb(frame), self._orientation)

@@ -1,10 +1,16 @@
-"""Parts of a video whose clock starts again: joined or cut recordings, captures across a break.
+"""Parts of a video whose clock starts again: joined or cut recordings, captures across a break, wrong time stamps.
 
     stored    0  40  80 |  0  40  80        each part as its recorder timed it
     shown     0  40  80  120 160 200        the parts follow one another
 
 A part, called an epoch, ends where decoding times go back, or leap ahead in a format whose clock may. Reading twice
 finds the same epochs, so packets are counted instead of timed.
+
+    a part begins                                                   it is
+    when the part before the last one was due to go on              the same recording; the last part had wrong stamps
+    with a frame that is no keyframe, and no packet is missing      the same recording, whose clock leapt
+    otherwise                                                       another recording: the decoder begins anew
+
 Source: `-dts_delta_threshold` of ffmpeg.
 """
 
@@ -18,32 +24,44 @@ from av.packet import Packet
 from av.video.stream import VideoStream
 
 # Formats whose clock may leap at any packet (FFmpeg's AVFMT_TS_DISCONT): a leap says nothing about what was recorded.
-LEAPING_FORMATS = ("mpegts", "mpeg")
+_LEAPING_FORMATS = ("mpegts", "mpeg")
 _LEAP_S = 10
 MAX_EPOCHS = 1000
 # Decoding times of some muxers go back by less.
 _JITTER_S = Fraction(1, 10)
+# The format whose packets are counted: missing ones show where recordings were joined. FFmpeg marks the frame before
+# the join, or the one before that.
+_COUNTING_FORMAT = "mpegts"
+_NEAR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """first_packet: its ordinal among the stream's packets. shift: ticks from stored to shown times."""
+    """first_packet: its ordinal among the stream's packets. shift: ticks from stored to shown times. joined: whether
+    another recording begins."""
 
     first_packet: int
     shift: int
+    joined: bool = True
 
 
 @dataclass(slots=True)
 class _Part:
-    """What an epoch stores. begun: it had a keyframe. tail: duration of its last packet in ticks, 0 if unknown."""
+    """What an epoch stores. begun: what follows can be decoded. returns: its clock is that of the part before the part
+    before it. first_dts, last_dts: its first and last decoding time. tail: duration of its last packet in ticks, 0 if
+    unknown."""
 
     first_packet: int
+    joined: bool = True
+    begun: bool = False
+    returns: bool = False
+    first_dts: int = 0
+    last_dts: int | None = None
     pts: array[int] = field(default_factory=lambda: array("q"))
     keyframes: array[int] = field(default_factory=lambda: array("q"))
-    begun: bool = False
     tail: int = 0
 
-    def tail_ticks(self, otherwise: int) -> int:
+    def tail_ticks(self, otherwise: int = 1) -> int:
         """The duration of its last frame: as stored, else the mean one, else the given one. At least 1."""
         if self.tail > 0:
             return self.tail
@@ -51,18 +69,24 @@ class _Part:
             return max(1, otherwise)
         return max(1, round(Fraction(max(self.pts) - min(self.pts), len(self.pts) - 1)))
 
+    def lasts(self, otherwise: int = 1) -> int:
+        """Ticks from its first decoding time to that which is due after it."""
+        return (self.last_dts or 0) - self.first_dts + self.tail_ticks(otherwise)
+
 
 class EpochReader:
     """Collects the presentation times of packets in the order of the file, by epoch."""
 
-    def __init__(self, time_base: Fraction, leaps: bool) -> None:
+    def __init__(self, time_base: Fraction, format_name: str) -> None:
         self.packets = 0  # that begin a frame
-        self.untimed = 0
+        self.dts = array("q")  # of those that have a decoding time
+        self._untimed = 0
         self._read = 0
         self._parts = [_Part(0)]
-        self._last_dts: int | None = None
+        self._damaged = -_NEAR  # the last packet that the container calls damaged
         self._back = round(_JITTER_S / time_base)
-        self._ahead = round(_LEAP_S / time_base) if leaps else None
+        self._ahead = round(_LEAP_S / time_base) if format_name in _LEAPING_FORMATS else None
+        self._counts = format_name == _COUNTING_FORMAT
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -77,40 +101,80 @@ class EpochReader:
         self._parts[-1].begun |= packet.is_keyframe
 
     def add(self, packet: Packet[VideoStream]) -> None:
-        if packet.dts is not None:
-            if self._last_dts is not None and self._breaks(packet.dts - self._last_dts):
-                self._parts.append(_Part(self._read))
-            self._last_dts = packet.dts
+        pts = self._follow(packet)
         self._read += 1
         self.packets += 1
+        if packet.is_corrupt:
+            self._damaged = self._read
+        self._untimed += packet.pts is None
         part = self._parts[-1]
         part.tail = packet.duration or part.tail
-        if packet.pts is None:
-            self.untimed += 1
-            return
-        if packet.is_keyframe:
-            if not part.begun:  # what comes before the first one refers to frames that were cut off
-                part.pts = array("q")
-                part.begun = True
-            part.keyframes.append(packet.pts)
-        part.pts.append(packet.pts)
+        if packet.is_keyframe and not part.begun:  # what comes before the first one refers to frames that were cut off
+            part.pts = array("q")
+            part.begun = True
+        if pts is not None:
+            part.pts.append(pts)
+            if packet.is_keyframe:
+                part.keyframes.append(pts)
+
+    def _follow(self, packet: Packet[VideoStream]) -> int | None:
+        """Begins a part where decoding times break. Returns the presentation time, None if it is wrong or missing."""
+        part, pts, dts = self._parts[-1], packet.pts, packet.dts
+        if dts is None:
+            return pts
+        self.dts.append(dts)
+        breaks = part.last_dts is not None and self._breaks(dts - part.last_dts)
+        if self._ahead is not None and pts is not None and abs(pts - dts) > self._ahead:
+            return pts if breaks else None  # one of the two is wrong
+        if breaks:
+            part = self._next_part(packet.is_keyframe, dts)
+        part.first_dts = dts if part.last_dts is None else part.first_dts
+        part.last_dts = dts
+        return pts
+
+    def _next_part(self, is_keyframe: bool, dts: int) -> _Part:
+        before = self._parts[-1]
+        goes_on = self._counts and not is_keyframe and self._read - self._damaged >= _NEAR
+        made = _Part(self._read, joined=not goes_on)
+        if len(self._parts) > 1:
+            earlier = self._parts[-2]
+            made.returns = abs(dts - earlier.first_dts - earlier.lasts() - before.lasts()) <= self._back
+            if made.returns:
+                made.joined = before.joined = False
+                before.begun |= earlier.begun
+        made.begun = before.begun and not made.joined
+        self._parts.append(made)
+        return made
 
     def _breaks(self, step: int) -> bool:
         return step < -self._back or (self._ahead is not None and step > self._ahead)
 
+    def finish(self) -> None:
+        """All packets were added. Leaves out parts without a keyframe, unless the whole file has none."""
+        if any(part.begun for part in self._parts):
+            for part in self._parts:
+                part.pts = part.pts if part.begun else array("q")
+
     @property
-    def furthest(self) -> int:
-        """The stored time that is furthest from 0."""
-        return max((each for part in self._parts for each in (min(part.pts), max(part.pts))), key=abs)
+    def is_timed(self) -> bool:
+        """Whether the container stores presentation times of all frames."""
+        return not self._untimed and any(part.pts for part in self._parts)
 
     def epochs(self, tail_ticks: int) -> tuple[Epoch, ...]:
         """All epochs, of packets that all have a time. tail_ticks: duration of a frame, where none is stored."""
         found: list[Epoch] = []
-        end = min(self._parts[0].pts)
-        for part in self._parts:
-            shift = end - min(part.pts) if found else 0
-            end = max(part.pts) + shift + part.tail_ticks(tail_ticks)
-            found.append(Epoch(part.first_packet, shift))
+        ends: list[int] = []
+        for number, part in enumerate(self._parts):
+            if part.returns:
+                shift = found[-2].shift
+            elif not part.joined:
+                before = self._parts[number - 1]
+                shift = found[-1].shift + before.first_dts + before.lasts(tail_ticks) - part.first_dts
+            else:
+                shift = max(ends) - min(part.pts) if ends and part.pts else 0
+            if part.pts:
+                ends.append(max(part.pts) + shift + part.tail_ticks(tail_ticks))
+            found.append(Epoch(part.first_packet, shift, part.joined))
         return tuple(found)
 
     def tail(self, otherwise: int) -> int:
@@ -120,11 +184,11 @@ class EpochReader:
     def shown(self, epochs: tuple[Epoch, ...]) -> tuple[array[int], array[int]]:
         """Shown times of frames and of keyframes, both increasing.
 
-        Packets before the first keyframe of their epoch, or with the time of another packet, are left out.
+        Packets before the first keyframe of their recording, or with the time of another packet, are left out.
         """
         parts = tuple(zip(self._parts, epochs, strict=True))
-        frames = array("q", (pts + epoch.shift for part, epoch in parts for pts in sorted(set(part.pts))))
-        keyframes = array("q", (pts + epoch.shift for part, epoch in parts for pts in sorted(part.keyframes)))
+        frames = array("q", sorted({pts + epoch.shift for part, epoch in parts for pts in part.pts}))
+        keyframes = array("q", sorted(pts + epoch.shift for part, epoch in parts for pts in part.keyframes))
         return frames, keyframes
 
 
@@ -137,9 +201,10 @@ class EpochShifts:
         self._rest = list(reversed(epochs))
 
     def add(self) -> bool:
-        """Counts the next packet. Returns whether an epoch begins with it: `shift` is then the new one."""
-        begins = False
+        """Counts the next packet, to which `shift` then applies. Returns whether another recording begins with it."""
+        joined = False
         while self._rest and self._rest[-1].first_packet <= self._packets:
-            self.shift, begins = self._rest.pop().shift, self._packets > 0
+            epoch = self._rest.pop()
+            self.shift, joined = epoch.shift, epoch.joined and self._packets > 0
         self._packets += 1
-        return begins
+        return joined

@@ -75,16 +75,16 @@ def may_be_turned(file: BinaryIO) -> bool:
     head = file.read(_HEAD_BYTES)
     if head.startswith(_MATROSKA):
         return _POSE.search(head.split(_CLUSTER)[0]) is not None
-    movie = _movie(file)
-    for match in re.finditer(b"mvhd|tkhd", movie):
-        start = match.start() + _MATRIX_AT[match[0]][movie[match.end() : match.end() + 1] == b"\1"]
-        if movie[start : start + len(_UNITY)] != _UNITY:
+    boxes = movie(file)
+    for match in re.finditer(b"mvhd|tkhd", boxes):
+        start = match.start() + _MATRIX_AT[match[0]][boxes[match.end() : match.end() + 1] == b"\1"]
+        if boxes[start : start + len(_UNITY)] != _UNITY:
             return True
     return False
 
 
-def _movie(file: BinaryIO) -> bytes:
-    """The `moov` box; empty if there is none."""
+def movie(file: BinaryIO) -> bytes:
+    """The `moov` box of an mp4 or mov file; empty if there is none."""
     offset = 0
     for _ in range(_MAX_BOXES):
         if offset >= _MAX_OFFSET:

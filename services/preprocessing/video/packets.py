@@ -11,23 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import av
 from av.container import InputContainer
 from av.packet import Packet
 from av.stream import Disposition
+from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.completeness import missing_frames
-from framesieve.services.preprocessing.video.epochs import LEAPING_FORMATS, MAX_EPOCHS, Epoch, EpochReader
+from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch, EpochReader
 from framesieve.services.preprocessing.video.fields import SecondFields
 from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
 from framesieve.services.preprocessing.video.sampling import FrameTimes
 from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
+from framesieve.services.preprocessing.video.unread_formats import unread_format
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22
@@ -37,6 +38,9 @@ MAX_PTS = 2**62
 # A playlist inside a file must not open other files or hosts. The source itself is read without any protocol.
 OPEN_OPTIONS = {"protocol_whitelist": "none"}
 _FALLBACK_RATE = Fraction(25)
+# What is not shown by itself: a picture, thumbnails, the layers of another stream.
+_PARTS_OF_FILMS = Disposition.still_image | Disposition.timed_thumbnails | Disposition.dependent
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _NO_TIME_BASE = Fraction(1, 1000)
 # The orientation is taken from a frame within this many first packets.
 _FIRST_PACKETS = 64
@@ -51,7 +55,7 @@ class PacketIndex:
 
     times: the same times, relative to the first frame.
     missing_frames: how many more the container promises, see `completeness`.
-    dropped_frames: how many have the same time as another one, and are not shown.
+    dropped_frames: how many are not shown: without a keyframe before them, with the time of another, or a wrong one.
     epochs: where the clock starts again, see `epochs`; all times are shown ones.
     pts, keyframes: int64 arrays; tuples would take ten times the memory for a long video.
     pts: None where the container stores no usable ones: frames are then identified by their order.
@@ -72,11 +76,10 @@ class PacketIndex:
 
 @contextmanager
 def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Opens the container and its first video stream that is not a cover image. Raises MediaRejected without one."""
+    """Opens the container and its `video_stream`. Raises MediaRejected for a file that is not read."""
     with source.open() as file:
-        if unread := unread_format(file.read(HEAD_BYTES)):
+        if unread := unread_format(file):
             raise MediaRejected(f"is {unread}", field=source.name)
-        file.seek(0)
         try:
             container = av.open(file, mode="r", options=OPEN_OPTIONS)
         except MemoryError:
@@ -93,13 +96,35 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def video_stream(container: InputContainer, name: str) -> VideoStream:
-    """The first video stream that is not a cover image. Raises MediaRejected without one."""
+    """The video stream that is shown; never a cover. Raises MediaRejected without one.
+
+    One whose codec is read comes before others, a film before a picture, the container's default before others, then
+    the one with the most pixels a frame, then the first. So ffmpeg chooses, but for a picture that is larger.
+    """
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
     if not streams:
         sound = ", only audio" if container.streams.audio else ""
         raise MediaRejected(f"has no video stream{sound}", field=name)
+    return max(streams, key=_preference)
+
+
+def _preference(stream: VideoStream) -> tuple[bool, bool, bool, int]:
+    codec = stream.codec_context
     # An animated AVIF has its first frame as a stream of its own, before the others.
-    return max(streams, key=lambda stream: stream.frames > 1)
+    is_film = stream.frames != 1 and not stream.disposition & _PARTS_OF_FILMS
+    is_default = bool(stream.disposition & Disposition.default)
+    return codec is not None, is_film, is_default, codec.height * codec.width if codec else 0
+
+
+def decoder_of(stream: VideoStream) -> VideoCodecContext:
+    """The decoder of a stream. Those of FFmpeg itself for VP8 and VP9 leave transparency out."""
+    codec = stream.codec_context
+    if stream.metadata.get("alpha_mode") != "1" or codec.name not in _ALPHA_DECODERS:
+        return codec
+    made = av.CodecContext.create(_ALPHA_DECODERS[codec.name], "r")
+    assert isinstance(made, VideoCodecContext)
+    made.extradata, made.thread_count = codec.extradata, codec.thread_count
+    return made
 
 
 def _reads_one_picture(demuxer: str) -> bool:
@@ -129,7 +154,7 @@ def read_packets(source: Source) -> PacketIndex:
     with open_video(source) as (container, stream):
         height, width = _frame_size(source, stream)
         time_base = stream.time_base or _NO_TIME_BASE
-        reader = EpochReader(time_base, leaps=container.format.name in LEAPING_FORMATS)
+        reader = EpochReader(time_base, container.format.name)
         second_fields = SecondFields(stream.codec_context)
         for packet in packets_of(container, stream):
             if packet.is_discard:
@@ -140,15 +165,15 @@ def read_packets(source: Source) -> PacketIndex:
                 continue
             if reader.packets == MAX_PACKETS:
                 raise MediaRejected(f"has more than {MAX_PACKETS} frames", field=source.name)
+            if abs(packet.pts or 0) >= MAX_PTS:
+                text = f"has a frame at {packet.pts} ticks, all must be within ±{MAX_PTS}"
+                raise MediaRejected(text, field=source.name)
             reader.add(packet)
         if not reader.packets:
             raise MediaRejected("holds no frames", field=source.name)
-        rates = tuple(
-            rate for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate) if rate and rate > 0
-        )
-        index = _index(source, container, stream, reader, rates)
+        index = _index(source, container, stream, reader, time_base)
         last_s = index.times.length_s if index.pts is None else index.pts[0] * time_base + index.times.length_s
-        missing = missing_frames(container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
+        missing = missing_frames(source, container, stream, index.times, last_s) if len(index.epochs) == 1 else 0
     if index.times.length_s > MAX_LENGTH_S:
         text = f"claims to last {float(index.times.length_s):.0f} s, at most {MAX_LENGTH_S} are allowed"
         raise MediaRejected(text, field=source.name)
@@ -159,24 +184,44 @@ def read_packets(source: Source) -> PacketIndex:
 
 
 def _index(
-    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, rates: tuple[Fraction, ...]
+    source: Source, container: InputContainer, stream: VideoStream, reader: EpochReader, time_base: Fraction
 ) -> PacketIndex:
     """The index without what is not known from packets."""
-    # AVI stores no presentation times, and those that FFmpeg makes up are out of order where there are B-frames.
-    if reader.untimed or container.format.name == "avi" or stream.time_base is None:
-        rate = (*rates, _FALLBACK_RATE)[0]
-        return PacketIndex(FrameTimes(range(reader.packets), 1, 1 / rate, (rate,)), None, array("q"))
-    if abs(reader.furthest) >= MAX_PTS:
-        text = f"has a frame at {reader.furthest} ticks, all must be within ±{MAX_PTS}"
-        raise MediaRejected(text, field=source.name)
+    reader.finish()
+    held = stream.codec_context.reorder_depth
+    # AVI and ASF store decoding times. The presentation times that FFmpeg makes of them are wrong at a pause.
+    by_order = not reader.is_timed or container.format.name == "avi" or (container.format.name == "asf" and held)
+    average, guessed = stream.average_rate, stream.guessed_rate
+    # The average of a raw stream is what FFmpeg assumes, whatever its codec declares.
+    declared = (guessed, average, stream.base_rate) if by_order else (average, guessed, stream.base_rate)
+    rates = tuple(rate for rate in declared if rate and rate > 0)
+    tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * time_base)))
+    if by_order:
+        times = _times_in_order(reader, held, tail, time_base, rates or (_FALLBACK_RATE,))
+        return PacketIndex(times, None, array("q"))
     if len(reader) > MAX_EPOCHS:
         raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
-    tail = max(1, round(1 / ((*rates, _FALLBACK_RATE)[0] * stream.time_base)))
     epochs = reader.epochs(tail)
     shown, keyframes = reader.shown(epochs)
-    times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), stream.time_base, rates)
+    times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), time_base, rates)
     dropped = reader.packets - len(shown)
     return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
+
+
+def _times_in_order(
+    reader: EpochReader, held: int, step: int, time_base: Fraction, rates: tuple[Fraction, ...]
+) -> FrameTimes:
+    """Times of frames that only their order identifies: by decoding times if all packets have one, else by rate.
+
+    decoding times    0  1  2  3  9 10          a decoder that holds two frames shows the first one with the third
+    shown                   2  3  9 10 11 12
+    """
+    dts, frames = reader.dts, reader.packets
+    within = chain((-MAX_PTS,), dts, (MAX_PTS,))
+    if len(dts) < frames or any(before >= after for before, after in pairwise(within)):
+        return FrameTimes(array("q", range(frames)), 1, 1 / rates[0], rates[:1])
+    shown = (dts + array("q", (dts[-1] + step * number for number in range(1, held + 1))))[held:]
+    return FrameTimes(array("q", (each - shown[0] for each in shown)), step, time_base, rates)
 
 
 def _orientation(source: Source) -> int:

@@ -22,7 +22,7 @@ from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, check_
 from framesieve.services.preprocessing.video.resize import UInt8Array
 from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, TICKS_PER_S
 from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.video.unread_formats import HEAD_BYTES, unread_format
+from framesieve.services.preprocessing.video.unread_formats import unread_format
 
 # Formats whose readers run no other program and reach no other file.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -156,8 +156,7 @@ def read_picture(source: Source) -> Picture:
             text = f"has far more pixels than the {MAX_FRAME_PX} that are allowed"
             raise MediaRejected(text, field=source.name) from error
         except _UNREADABLE as error:
-            file.seek(0)
-            unread = unread_format(file.read(HEAD_BYTES))
+            unread = unread_format(file)
             text = f"is {unread}" if unread else "cannot be read as an image"
             raise MediaRejected(text, field=source.name) from error
     check_frame_size(source.name, height, width)

@@ -5,9 +5,10 @@ It combines decoding and resizing and measures both. `workers` decides where and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from time import monotonic_ns
 
 import numpy as np
@@ -93,6 +94,11 @@ class PlannedVideo:
         """The shape of slice `number`."""
         frames = min(self.slice_frames, len(self.places) - number // len(self.views) * self.slice_frames)
         return (frames, *(self.tile_px or self.size_px if number % len(self.views) else self.size_px), 3)
+
+    def only(self, numbers: Sequence[int]) -> PlannedVideo:
+        """The video of these slices alone, in increasing order; for videos of one view."""
+        step = self.slice_frames
+        return replace(self, places=tuple(chain.from_iterable(self.places[n * step :][:step] for n in numbers)))
 
     def slices(self, progress: Callable[[], None] = lambda: None) -> Generator[Slice, None, None]:
         """Yields slices in order. progress and exceptions: as in `decode_frames` and `decode_pictures`."""

@@ -28,9 +28,16 @@ from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
 from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.video.orientation import UPRIGHT, may_be_turned, orientation_of, upright
-from framesieve.services.preprocessing.video.packets import OPEN_OPTIONS, check_frame_size, reason_of, video_stream
+from framesieve.services.preprocessing.video.packets import (
+    OPEN_OPTIONS,
+    check_frame_size,
+    decoder_of,
+    reason_of,
+    video_stream,
+)
 from framesieve.services.preprocessing.video.resize import UInt8Array
 from framesieve.services.preprocessing.video.rgb import RgbConverter
+from framesieve.services.preprocessing.video.unread_formats import unread_format
 
 # Formats without times: JPEGs one after the other, as cameras send them by HTTP, and raw streams. Their frames have the
 # times at which they come.
@@ -153,11 +160,13 @@ def _opened(file: _File, form: Form, name: str) -> InputContainer:
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError) as error:
+        if unread := unread_format(io.BytesIO(file.head)):
+            raise MediaRejected(f"is {unread}", field=name) from error
         raise MediaRejected(f"cannot be read as a video: {reason_of(error)}", field=name, remedy=_REMEDY) from error
 
 
 def _decoded(container: InputContainer, stream: VideoStream, name: str) -> Iterator[VideoFrame]:
-    packets = container.demux(stream)
+    packets, codec = container.demux(stream), decoder_of(stream)
     began = False
     while True:
         try:
@@ -171,7 +180,7 @@ def _decoded(container: InputContainer, stream: VideoStream, name: str) -> Itera
         if packet is None:
             return
         try:
-            frames = stream.decode(packet)
+            frames = codec.decode(packet)
         except MemoryError:
             raise
         except av.FFmpegError:

@@ -22,12 +22,12 @@ _MAX_RATES = 3
 
 
 def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
-    """A packet index as fields and int64 [pts | keyframes]. The receiver derives the frame times from these."""
+    """A packet index as fields and int64 [pts, or times by order | keyframes]. The receiver derives frame times."""
     times = index.times
-    pts = index.pts or ()
+    shown = times.ticks if index.pts is None else index.pts
     facts = {
         "frames": len(times.ticks),
-        "stored_pts": len(pts),
+        "by_order": int(index.pts is None),
         "tail_ticks": times.tail_ticks,
         "time_base": _pairs(times.time_base),
         "rates": _pairs(*times.rates[:_MAX_RATES]),
@@ -36,25 +36,25 @@ def index_facts(index: PacketIndex) -> tuple[dict[str, Any], NDArray[np.int64]]:
         "orientation": index.orientation,
         "missing_frames": index.missing_frames,
         "dropped_frames": index.dropped_frames,
-        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift)],
+        "epochs": [part for each in index.epochs for part in (each.first_packet, each.shift, int(each.joined))],
     }
-    return facts, np.concatenate([np.asarray(each, np.int64) for each in (pts, index.keyframes)])
+    return facts, np.concatenate([np.asarray(each, np.int64) for each in (shown, index.keyframes)])
 
 
 def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     """The inverse of `index_facts`. Raises PeerContract for an index that `read_packets` cannot have made."""
     frames = facts.integer("frames", 1, MAX_PACKETS)
-    stored = facts.integer("stored_pts", 0, frames)
-    pts, keyframes = numbers[:stored], numbers[stored:]
+    by_order = facts.integer("by_order", 0, 1)
+    pts, keyframes = numbers[:frames], numbers[frames:]
     within = -MAX_PTS < numbers.min(initial=0) <= numbers.max(initial=0) < MAX_PTS
     in_order = bool((pts[1:] > pts[:-1]).all() and (keyframes[1:] >= keyframes[:-1]).all())
-    if stored not in (0, frames) or keyframes.size > MAX_PACKETS or not (within and in_order):
+    if pts.size < frames or keyframes.size > MAX_PACKETS or not (within and in_order):
         raise PeerContract("a worker's index is out of order or out of range")
     time_base = _fractions(facts, "time_base", 1)
     if len(time_base) != 1:
         raise PeerContract("a worker's index has no time base")
     times = FrameTimes(
-        ticks=array("q", (pts - pts[0]).tobytes()) if stored else range(frames),
+        ticks=array("q", (pts - pts[0]).tobytes()),
         tail_ticks=facts.integer("tail_ticks", 1, MAX_INT),
         time_base=time_base[0],
         rates=_fractions(facts, "rates", _MAX_RATES),
@@ -64,7 +64,7 @@ def index_of(facts: Facts, numbers: NDArray[np.int64]) -> PacketIndex:
     height, width = frame_size_of(facts)
     return PacketIndex(
         times=times,
-        pts=array("q", pts.tobytes()) if stored else None,
+        pts=None if by_order else array("q", pts.tobytes()),
         keyframes=array("q", keyframes.tobytes()),
         height_px=height,
         width_px=width,
@@ -93,10 +93,11 @@ def picture_index_of(facts: Facts, ends: tuple[int, ...]) -> PictureIndex:
 
 
 def _epochs(facts: Facts) -> tuple[Epoch, ...]:
-    parts = facts.integers("epochs", 2 * MAX_EPOCHS, -MAX_INT, MAX_INT)
-    if len(parts) % 2 or not parts:
-        raise PeerContract("a worker's epochs must be pairs of integers")
-    return tuple(Epoch(*parts[at : at + 2]) for at in range(0, len(parts), 2))
+    parts = facts.integers("epochs", 3 * MAX_EPOCHS, -MAX_INT, MAX_INT)
+    if len(parts) % 3 or not parts:
+        raise PeerContract("a worker's epochs must be triples of integers")
+    epochs = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return tuple(Epoch(first_packet, shift, bool(joined)) for first_packet, shift, joined in epochs)
 
 
 def frame_size_of(facts: Facts) -> tuple[int, int]:

@@ -22,13 +22,7 @@ from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex
 from framesieve.services.preprocessing.video.resize import UInt8Array, View
-from framesieve.services.preprocessing.video.slices import (
-    PlannedEmbeds,
-    PlannedMedia,
-    PlannedPicture,
-    PlannedVideo,
-    Slice,
-)
+from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
 from framesieve.services.preprocessing.workers.indexes import (
     frame_size_of,
     index_facts,
@@ -259,18 +253,9 @@ def _view(squared: Sequence[int] | None, **places: int) -> View:
     return View(**places, squared=None if squared is None else tuple(squared))  # type: ignore[arg-type]
 
 
-def slices_job(media: PlannedMedia, begin: int = 0) -> Job[Slice] | None:
-    """The job that makes the frames of an item; None for embeddings, which have no frames.
-
-    begin: the first slice to make, above 0 for a video of pictures alone.
-    """
-    match media:
-        case PlannedVideo():
-            return VideoSlices(media, begin)
-        case PlannedPicture():
-            return PictureSlices(media)
-        case PlannedEmbeds():
-            return None
+def slices_job(media: PlannedVideo | PlannedPicture, begin: int = 0) -> Job[Slice]:
+    """The job that makes the frames of an item. begin: the first slice, above 0 for a video of pictures alone."""
+    return VideoSlices(media, begin) if isinstance(media, PlannedVideo) else PictureSlices(media)
 
 
 def _slice(

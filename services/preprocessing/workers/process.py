@@ -22,7 +22,9 @@ from framesieve.services.preprocessing.workers.protocol import Facts, Kind, Mess
 _START = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop()); importlib.import_module(sys.argv[4]).main()"
 )
-_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH",)
+# A numeric library that the machine's variables set otherwise computes other bits than the service.
+_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "OPENBLAS_", "OMP_", "MKL_")
+_OWN_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 _START_S = 60.0
 _EXIT_S = 1.0
 
@@ -64,7 +66,7 @@ class WorkerProcess:
         """
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(theirs.fileno()), json.dumps(asdict(limits)), str(os.getpid()), entry)
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_ENVIRONMENT)}
         path = json.dumps([os.path.abspath(each) for each in sys.path])  # noqa: PTH100  Path resolves links
         try:
             with theirs:
@@ -74,7 +76,7 @@ class WorkerProcess:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    env={"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **environment},
+                    env=kept | _OWN_ENVIRONMENT,
                     start_new_session=True,
                 )
             handle = os.pidfd_open(process.pid)

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable
+from framesieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.rpc.events import Inbox
 from framesieve.services.generation.rpc.live.conversation import Conversation, SegmentFailed, check_upstream
-from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
+from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames, Slice, Waiting
 from framesieve.services.generation.rpc.live.options import Ask, Options
 from framesieve.services.generation.rpc.live.raw_frame import picture_of
 from framesieve.services.generation.rpc.live.responses import LiveResponses
@@ -90,7 +90,7 @@ class LiveCall:
                     try:
                         self._see(picture_of(request.frame), request.frame.time_s)
                     except InvalidRequest as error:
-                        await self._responses.refuse_frames(1, error)
+                        await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
                 case "clip":
                     self._kind = kind
                     await streams.add(request.clip)
@@ -116,7 +116,7 @@ class LiveCall:
 
     def _see(self, picture: bytes, time_s: float) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
-        if piece := self._frames.add(picture, time_s):
+        if piece := self._frames.add(picture, time_s, self._responses.usage.frames - 1):
             self._waiting.add(piece)
             self._came.set()
 
@@ -151,7 +151,8 @@ class LiveCall:
             changed = await self._conversation.add(piece)
         except InvalidRequest as error:
             if isinstance(piece, Slice):
-                await self._responses.refuse_frames(piece.used, error)
+                number = _wrong_frame(piece, error)
+                await self._responses.refuse_frames(piece.used, error, number)
             else:
                 await self._responses.finish_without_answer(piece.id, error)
         except (Unavailable, Overloaded) as error:
@@ -171,3 +172,12 @@ class LiveCall:
         for ask in self._triggers.pulled(time_s, changed, tuple(self._asked), room):
             self._asked.append(ask)
             self._waiting.ask_now(ask)
+
+
+def _wrong_frame(piece: Slice, error: InvalidRequest) -> int:
+    """The number of the frame for which a slice is refused. Puts LiveFrame's name of its picture into the error."""
+    match steps_of(error.field or ""):
+        case *_, "pictures", int(place):  # of a prompt whose pictures are those of whole slices
+            error.field = "frame.picture"
+            return (piece.first if place % SLICE_FRAMES == 0 else piece.last).number
+    return piece.last.number

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from framesieve.common.contract.errors import InvalidRequest
@@ -30,11 +30,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """picture: the file. time_s: since the session's first frame, to the microsecond. given_s: as the caller said."""
+    """picture: the file. time_s: since the session's first frame, to the microsecond. given_s: as the caller said.
+    number: of frames that came before it."""
 
     picture: bytes
     time_s: float
     given_s: float
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Frames:
         self._interval = -1
         self._lone: Frame | None = None
 
-    def add(self, picture: bytes, time_s: float) -> Slice | None:
+    def add(self, picture: bytes, time_s: float, number: int = 0) -> Slice | None:
         """The slice that a frame completes. Raises InvalidRequest for its time, and for no or too large a picture."""
         if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
@@ -84,7 +86,7 @@ class Frames:
         if interval <= self._interval:
             return None
         self._interval = interval
-        frame = Frame(picture, since, time_s)
+        frame = Frame(picture, since, time_s, number)
         if self._lone is None:
             self._lone = frame
             return None
@@ -96,7 +98,7 @@ class Frames:
         lone, self._lone = self._lone, None
         if lone is None:
             return None
-        return Slice(lone, Frame(lone.picture, lone.time_s + 1 / _TICKS_PER_S, lone.given_s), used=1)
+        return Slice(lone, replace(lone, time_s=lone.time_s + 1 / _TICKS_PER_S), used=1)
 
 
 class Waiting(Generic[T]):

@@ -28,7 +28,7 @@ def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pi
     The slice is shown again, because the size of frames may depend on their number.
     """
     again = [
-        Frame(frame.picture, piece.last.time_s + number * _LATER_S, frame.given_s)
+        replace(frame, time_s=piece.last.time_s + number * _LATER_S)
         for number, frame in enumerate((piece.first, piece.last), 1)
     ]
     return _prompt(_answered() if before is None else before, _video([piece.first, piece.last, *again], max_pixels))

@@ -37,11 +37,17 @@ class LiveResponses:
         for reason, frames in told.items():
             await self.queue.put(LiveResponse(dropped=generation_pb2.LiveDropped(frames=frames, reason=reason)))
 
-    async def refuse_frames(self, frames: int, error: InvalidRequest) -> None:
-        """Says that frames were refused. The session goes on."""
+    async def refuse_frames(self, frames: int, error: InvalidRequest, number: int) -> None:
+        """Says that frames were refused, because of the one of this number. The session goes on."""
         self.usage.dropped_frames += frames
-        refused = generation_pb2.DROP_REASON_REFUSED
-        await self.put(dropped=generation_pb2.LiveDropped(frames=frames, reason=refused, error=status_message(error)))
+        told = generation_pb2.LiveDropped(
+            frames=frames,
+            reason=generation_pb2.DROP_REASON_REFUSED,
+            error=status_message(error),
+            frame=number,
+            error_field=error.field,
+        )
+        await self.put(dropped=told)
 
     async def finish(self, ask_id: str, finished: generation_pb2.Finished) -> None:
         """Ends a question."""

@@ -1,0 +1,84 @@
+"""A JSON object in a file of a checkpoint, whose errors name the file and the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from framesieve.common.contract.errors import StartupError
+
+
+class Fields(dict[str, Any]):
+    """The fields of an object, without those that are null: a field that is null is absent, at any depth.
+
+    file: the file's name. path: of the object in the file, with a dot after it; "" of the whole. written: the object
+    with its nulls, for transformers' classes, to some of which null means something else than absence: one scale for
+    a matrix is `weight_block_size` null, absent it is blocks of 128.
+    Raises StartupError where a field is read as `fields[name]` that is absent.
+    """
+
+    def __init__(self, file: str, written: Mapping[str, Any], path: str = "") -> None:
+        self.file, self.path, self.written = file, path, written
+        super().__init__({name: self._read(name, value) for name, value in written.items() if value is not None})
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise StartupError(f"{self.file} lacks {self.path}{name}")
+
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`. Raises StartupError for another value, and without it and a default."""
+        value = self[name] if default is None else self.get(name, default)
+        if not _is_number(value) or value != int(value) or value < least:
+            raise self.refusal(name, f"a whole number of at least {least}")
+        return int(value)
+
+    def number(
+        self,
+        name: str,
+        default: float | None = None,
+        allowed: Callable[[float], bool] = lambda value: value > 0,
+        limit: str = "above 0",
+    ) -> float:
+        """A finite number. limit: says which are allowed. Raises StartupError as `whole`."""
+        value = self[name] if default is None else self.get(name, default)
+        if not _is_number(value) or not allowed(value):
+            raise self.refusal(name, f"a number {limit}")
+        return float(value)
+
+    def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> tuple[float, ...]:
+        """A list of `count` numbers, which one number stands for, too. Raises StartupError as `whole`."""
+        values = self[name] if default is None else self.get(name, default)
+        values = [values] * count if _is_number(values) else values
+        if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_number, values)):
+            raise self.refusal(name, f"{count} numbers")
+        return tuple(values)
+
+    def part(self, name: str) -> Fields:
+        """An object, empty where it is absent. Raises StartupError for another value."""
+        value = self.get(name, Fields(self.file, {}, f"{self.path}{name}."))
+        if not isinstance(value, Fields):
+            raise self.refusal(name, "an object")
+        return value
+
+    def refusal(self, name: str, limit: str) -> StartupError:
+        """The error for a field that has another value than it may have."""
+        return StartupError(f"{self.file}: {self.path}{name} must be {limit}, got {self.get(name)!r}")
+
+    def _read(self, name: str, value: Any) -> Any:
+        return Fields(self.file, value, f"{self.path}{name}.") if isinstance(value, dict) else value
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Makes a StartupError, which begins with `where`, of an error with which transformers refuses a value."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StartupError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
