@@ -16,7 +16,7 @@ from torch import Tensor
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.services.compute.graphs import Captured
 from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower import attention, vision_model
+from framesieve.services.encoder.tower import vision_model
 from framesieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
 
@@ -62,10 +62,7 @@ def stale(buffer: Tensor) -> float:
 
 def load_packed(checkpoint: Path) -> Tower:
     """A tower with variable-length attention, as on CUDA."""
-    with (
-        patch.object(attention, "find_attention", return_value=attend_by_formula),
-        patch.object(vision_model, "find_attention", return_value=attend_by_formula),
-    ):
+    with patch.object(vision_model, "find_attention", return_value=attend_by_formula):
         return load_tower(Checkpoint(checkpoint), "float32", CPU)
 
 

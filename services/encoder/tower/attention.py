@@ -85,19 +85,6 @@ def find_attention(
     return attend
 
 
-def packed_attention(
-    config: Any, wanted: Wanted, device: torch.device, dtype: torch.dtype, resampling: Resampling | None = None
-) -> Attend:
-    """The function that attends to all sequences of a tower, which layers of transformers' `config` then call.
-
-    Raises as `find_attention`.
-    """
-    heads = config.num_attention_heads
-    attend = find_attention(wanted, device, dtype, heads, config.hidden_size // heads, resampling)
-    config._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    return attend or attend_by_length
-
-
 def unsuitable(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why the variable-length kernel does not support such a tower; None if it does."""
     if device != "cuda":

@@ -30,7 +30,6 @@ from framesieve.services.encoder.tower.attention import (
     Wanted,
     attend_by_length,
     find_attention,
-    packed_attention,
 )
 from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
 from framesieve.services.encoder.tower.parallel.division import Share, divide
@@ -138,8 +137,10 @@ def load_model(
     weights = read_weights(stored, dtype, device, patch_embed)
     complete(weights)
     fill(model, weights, dtype)
-    attend = packed_attention(vision, options.attention, device, dtype, resampling)
-    return LoadedModel(model, weights, patch_embed, dtype, device, attend)
+    heads = vision.num_attention_heads
+    attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, resampling)
+    vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
+    return LoadedModel(model, weights, patch_embed, dtype, device, attend or attend_by_length)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
