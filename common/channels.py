@@ -63,7 +63,6 @@ BACKOFF_S = 0.1
 # 0.1: a burst of 200 retries, then one per ten calls. The waits add up to 0.3 s ± 20 %, so callers learn of a failure
 # within a second.
 _SERVICE_CONFIG: dict[str, Any] = {
-    "healthCheckConfig": {"serviceName": ""},
     "methodConfig": [
         {
             "name": [{}],
@@ -129,9 +128,9 @@ _BY_STATUS: dict[grpc.StatusCode, type[FramesieveError]] = {
 
 
 def open_channel(
-    address: str, credentials: Credentials = NO_CREDENTIALS, *, by_media: bool = False
+    address: str, credentials: Credentials = NO_CREDENTIALS, *, by_media: bool = False, health: str = ""
 ) -> grpc.aio.Channel:
-    """A channel that balances calls over all replicas at the address whose health is SERVING.
+    """A channel that balances calls over all replicas at the address whose health is SERVING, under the name `health`.
 
     address: host:port, where the name may have several addresses; unix:/path; several of either, separated by commas;
         or another gRPC target (dns:///name:port).
@@ -143,7 +142,7 @@ def open_channel(
     Raises StartupError for an address of another form, and where a token would cross a network in plain text.
     """
     tls = credentials.for_channel(address)
-    options = (*_OPTIONS, ("grpc.service_config", _service_config(by_media)))
+    options = (*_OPTIONS, ("grpc.service_config", _service_config(by_media, health)))
     if tls is None:
         return grpc.aio.insecure_channel(_target(address), options)
     return grpc.aio.secure_channel(_target(address), tls, options)
@@ -167,14 +166,15 @@ class Reach:
         return all(self._reached.values())
 
 
-def _service_config(by_media: bool) -> str:
+def _service_config(by_media: bool, health: str) -> str:
     policies, methods = [_ROTATING], _SERVICE_CONFIG["methodConfig"]
     if by_media:
         os.environ[_RING_BY_HEADER] = "true"  # gRPC reads it with the configuration, and ignores the header without it
         policies.insert(0, _BY_MEDIA)
         methods = [*methods, _RETRIED_BY_CALLERS]
     # The first policy that gRPC knows.
-    return json.dumps({**_SERVICE_CONFIG, "loadBalancingConfig": policies, "methodConfig": methods})
+    config = {**_SERVICE_CONFIG, "loadBalancingConfig": policies, "methodConfig": methods}
+    return json.dumps(config | {"healthCheckConfig": {"serviceName": health}})
 
 
 def _target(address: str) -> str:

@@ -5,7 +5,7 @@
     key/2    b answers
 
 Where a channel is not `by_media`, gRPC retries calls by itself until their first response (`channels`), with the same
-attempts, waits and budget.
+waits and budget.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from framesieve.common.contract.errors import DeadlinePassed, Unavailable
 COST = 10
 BURST = 200 * COST
 
-# Of one call. All of them find the same one of two replicas in one of 32,768 cases.
-_KEYS = 16
+# Of one call, tried without a wait. All of them find the same one of two replicas in one of 128 cases.
+_KEYS = 8
 
 
 class Retries:
@@ -66,7 +66,8 @@ class Attempts:
     async def next(self, lost: Unavailable, answered: bool) -> None:
         """Waits until the next attempt. Raises DeadlinePassed, and `lost` if there is none.
 
-        answered: whether the current attempt had a response. One that had none may be final, or gRPC has retried it.
+        answered: whether the current attempt had a response. Without one, the call is tried again only where its
+        channel is `by_media` (on others gRPC has done that) and the refusal is not final.
         """
         if self.left_s == 0:  # while a call is being written to, gRPC may report UNAVAILABLE in this case
             raise DeadlinePassed(f"the deadline passed while waiting for {self._retries.stage}") from lost

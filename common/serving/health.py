@@ -22,8 +22,8 @@ from framesieve.common.security.quotas import client_of
 
 NAME = "grpc.health.v1.Health"
 READY = "ready"
-"""The name of a service that is SERVING and reaches those that it calls. Probes ask for it that are to tell whether a
-request can be answered; channels and the supervisors of processes do not: a restart of this service would not help."""
+"""The name of a service that is SERVING and reaches the services that it calls. It tells whether a request can be
+answered. Supervisors of processes do not ask for it: a restart of this service would not help."""
 
 # A request is a service's name. gRPC keeps its bytes until the call ends.
 MAX_REQUEST_BYTES = 256

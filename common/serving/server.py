@@ -161,15 +161,21 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
 
 
 async def _report_health(health: Health, well: Callable[[], bool], reaches: Callable[[], bool]) -> None:
-    """Polls `well` and `reaches`, updates health and the metric, and logs each change of the former."""
+    """Polls `well` and `reaches`, updates health and the metric, and logs each change."""
     before: bool | None = None
+    was_ready = True
     while True:
         if (now := well()) != before:
             if before is not None:
                 log.log(logging.INFO if now else logging.ERROR, "healthy" if now else "unhealthy")
             SERVING.set(now)
             before = now
-        health.set_serving(now, reaches())
+        if (ready := reaches()) != was_ready:
+            log.info(
+                "ready" if ready else "not ready: a service that this one calls cannot be reached, or is not ready"
+            )
+            was_ready = ready
+        health.set_serving(now, ready)
         await asyncio.sleep(_HEALTH_S)
 
 

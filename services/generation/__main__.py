@@ -23,6 +23,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.handover import receiver_of
 from framesieve.common.process import ExitStatus, leave_cores_to_others
 from framesieve.common.serving.guards import check_ports, upstream_credentials
+from framesieve.common.serving.health import READY
 from framesieve.common.serving.server import StepWatch, run, serve
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import begin, begin_method, served_names
@@ -114,7 +115,7 @@ async def main() -> ExitStatus:
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials, by_media=True) as encoder,
-            open_channel(settings.encoder, credentials) as watched_encoder,
+            open_channel(settings.encoder, credentials, health=READY) as ready_encoder,
         ):
             # On cores that both share, prefill takes from the tower what it gains, and is interrupted more often.
             in_parts = model.device.type != "cpu" or not is_local(settings.encoder)
@@ -130,7 +131,7 @@ async def main() -> ExitStatus:
             servicer = GenerationServicer(engine, media, served, credentials)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
-            reach = Reach(preprocessing, watched_encoder)
+            reach = Reach(preprocessing, ready_encoder)
             status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step, reaches=reach)
     if workers and model.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)

@@ -108,10 +108,13 @@ async def test_stream_yields_typed_events_and_ask_joins_them(tmp_path: Path) -> 
     assert answer.timings.tokens_per_second(completion_tokens=2) == 1 / 0.5
 
 
-async def test_a_replica_that_refuses_every_question_is_not_the_only_one_that_is_asked(tmp_path: Path) -> None:
+async def test_a_replica_that_refuses_every_question_is_not_the_only_one_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # replicas are chosen by their addresses, which are the same in every run
     refuses, answers = FakeGeneration([]), FakeGeneration(ONE)
     refuses.error = errors.Unavailable("the engine of generation has ended", "generation")
-    addresses = [f"unix:{tmp_path}/{name}" for name in "ab"]
+    addresses = [f"unix:{name}" for name in "ab"]
     async with (
         serving(addresses[0], refuses),
         serving(addresses[1], answers),

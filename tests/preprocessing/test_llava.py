@@ -246,7 +246,7 @@ def test_settings_that_are_malformed_or_contradict_the_tower_are_refused(
         ("llava", {"size": 56, "crop_size": [56, 56]}),
         ("internvl", {"size": 56}),
         ("internvl", {"size": [56, 56]}),
-        ("internvl", {"max_patches": None, "crop_size": None, "rescale_factor": None}),
+        ("internvl", {"min_patches": None, "crop_size": None, "rescale_factor": None}),
     ],
 )
 def test_sizes_of_older_files_and_nulls_are_read_as_by_transformers(

@@ -31,7 +31,7 @@ def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
     """The request with its body decompressed, which raises TooLarge beyond its limit, UnsupportedEncoding, and
     InvalidRequest where it is not compressed as it says. `charge` is told the size of each piece."""
     _check_announced(request, limit_bytes)
-    pieces, received_bytes = _decompressed(request), 0
+    pieces, received_bytes = _decompressed(request, limit_bytes), 0
 
     async def receive() -> Message:
         nonlocal received_bytes
@@ -47,8 +47,9 @@ def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
     return Request(request.scope, receive)
 
 
-async def _decompressed(request: Request) -> AsyncIterator[bytes]:
-    """The body in pieces; those of a compressed one have at most _PIECE_BYTES."""
+async def _decompressed(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+    """The body in pieces; those of a compressed one have at most _PIECE_BYTES, and it has at most `limit_bytes` itself:
+    it may hold nothing for ever."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
         async for piece in request.stream():
@@ -59,6 +60,9 @@ async def _decompressed(request: Request) -> AsyncIterator[bytes]:
     inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
         async for compressed in request.stream():
+            limit_bytes -= len(compressed)
+            if limit_bytes < 0:
+                raise TooLarge("the compressed body has more bytes than a body may have")
             while compressed:
                 if inflater.eof:  # gzip allows another file here, each of which could be of no bytes
                     raise zlib.error("more follows its end")

@@ -1,17 +1,18 @@
 """Whose pages may call the gateway, by the headers `Origin` (whose page asks) and `Host` (the name that it asked for).
 
 A page can have its own name resolved to the gateway's address (DNS rebinding): then both headers name the page's site.
-Browsers send `Origin` with all that changes something; other clients send none. Starlette's TrustedHostMiddleware has
-no pattern for loopback addresses, and does not look at `Origin`.
+Browsers send `Origin` with all that changes something, as do programs that show pages of their own (`app://…`).
+Starlette's TrustedHostMiddleware has no pattern for loopback addresses, and does not look at `Origin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from framesieve.common.address import is_local, is_unix
+from framesieve.common.contract.errors import StartupError
 from framesieve.services.gateway.http.errors import ForbiddenOrigin
 
 
@@ -19,13 +20,19 @@ class Origins:
     """allowed: --cors-origins: whose pages may call the gateway beside its own, and by whose hosts; * for all.
 
     listen: --listen. On loopback the gateway has the names of loopback alone, and those of `allowed`. Elsewhere it also
-    answers to every address, and to every name if `allowed` gives none.
+    answers to every address, and to every name if neither `allowed` nor `listen` gives one.
+    Raises StartupError for what is not an origin.
     """
 
     def __init__(self, allowed: Sequence[str], listen: str) -> None:
+        for origin in {*allowed} - {"*", "null"}:
+            if not _host_of(origin) or urlsplit(origin).path:
+                raise StartupError(f"--cors-origins {origin} is not an origin, such as https://app.example.org")
         self._allowed = frozenset(allowed)
-        self._names = {_host_of(origin) for origin in allowed} - {""}
         self._listens_on = _host_of(f"//{listen}")
+        self._names = {_host_of(origin) for origin in allowed} - {""}
+        if self._listens_on and not _address_of(self._listens_on):
+            self._names.add(self._listens_on)
         self._on_loopback = is_local(listen) and not is_unix(listen)
 
     def check(self, headers: Mapping[str, str]) -> None:
@@ -42,11 +49,16 @@ class Origins:
     def _has_name(self, name: str) -> bool:
         if name == self._listens_on or name in self._names or name == "localhost" or name.endswith(".localhost"):
             return True
-        try:
-            address = ip_address(name)
-        except ValueError:
-            return not self._on_loopback and not self._names
-        return address.is_loopback or not self._on_loopback
+        if address := _address_of(name):
+            return address.is_loopback or not self._on_loopback
+        return not self._on_loopback and not self._names
+
+
+def _address_of(name: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(name)
+    except ValueError:
+        return None
 
 
 def _host_of(url: str) -> str:

@@ -18,7 +18,14 @@ from queue import SimpleQueue
 import structlog
 import torch
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract, PromptTooLong, Unavailable
+from framesieve.common.contract.errors import (
+    FramesieveError,
+    InvalidRequest,
+    Overloaded,
+    PeerContract,
+    PromptTooLong,
+    Unavailable,
+)
 from framesieve.services.generation.engine.payoff import Payoff
 from framesieve.services.generation.engine.scheduler import Scheduler
 from framesieve.services.generation.engine.speculation import HeadDrafts
@@ -238,6 +245,8 @@ class Engine:
             try:
                 command()
             except Exception as error:
+                if not isinstance(error, FramesieveError):
+                    log.exception("command failed")
                 done.set_exception(error)
             else:
                 done.set_result(None)
