@@ -171,21 +171,22 @@ def live(
                                 was_due = await _play(session, source, fps, speed) >= (every_s or 0)
                             else:
                                 await _ended(session.events())
-                                was_due = printer.answers > 0
+                                was_due = printer.asked
                             if at_end or (every_s and not was_due):
                                 await session.answer(question, transient=transient, **drawn)
+                                printer.answered = True
                             typing.cancel()
                             await session.close()
-                            if every_s and not printer.answers:
+                            if (every_s or printer.asked) and not printer.answered:
                                 raise Unavailable("the question could not be answered", "generation")
                     except ExceptionGroup as failures:
                         raise failures.exceptions[0] from None
 
     with reported_errors(server, as_json=as_json):
-        if url is None:
-            Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
-        else:
+        if url is not None:
             check_scheme(url, _SCHEMES)
+        elif not Path(source).is_fifo():  # whose writer would end
+            Path(source).open("rb").close()  # a file that cannot be read is reported before anything is called
         with in_flags():
             asyncio.run(watch())
 
@@ -267,6 +268,7 @@ class _Printer:
         self._seen_s = 0.0
         self._answering = False  # an answer's line has begun
         self.answers = 0
+        self.asked = self.answered = False  # the question of the command
         self._usage: LiveUsage | None = None
 
     def __enter__(self) -> _Printer:
@@ -290,6 +292,9 @@ class _Printer:
 
     async def follow(self, events: AsyncIterator[LiveEvent]) -> None:
         async for event in events:
+            if isinstance(event, LiveDelta | LiveFinished | LiveRefused) and event.ask_id.startswith("trigger-"):
+                self.asked = True
+                self.answered |= isinstance(event, LiveFinished)
             match event:
                 case LiveSlice():
                     self._usage, self._seen_s = event.usage, event.last_time_s

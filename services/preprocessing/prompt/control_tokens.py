@@ -4,10 +4,12 @@
     known by its id            to config.json or generation_config.json:  "eos_token_id", "vision_start_token_id"
     written around media       by the family:                             <img>, </image>
     written by chat templates  around turns:                              <|im_start|>
+    of the form of one         templates may compose it:                  <|user|>
 
 All other added tokens are text that callers may write, as in transformers: <loc_1>, and such tags of chat templates as
-<think> and </think>. A model writes these in its answers, which callers send back.
-Source: `_get_control_tokens` and `_set_model_specific_special_tokens` of transformers 5.24.
+<think> and </think>, but for those of roles. A model writes these in its answers, which callers send back.
+Source: `_get_control_tokens` of transformers 5.24 looks for the tokens in templates, too, but also takes tags;
+`_set_model_specific_special_tokens`, for the names.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens", "chat_control_tok
 _DICTS = ("extra_special_tokens", "model_specific_special_tokens")
 _NAMES_OF_IDS = re.compile(r".*_token_(id|index)")
 _TAG = re.compile(r"</?(\w+)>")
+_ROLES = ("assistant", "developer", "model", "system", "tool", "user")
+_OF_A_TEMPLATE = re.compile(r"<[|｜].*[|｜]>")
 
 
 def named_tokens(checkpoint: Checkpoint) -> dict[str, str]:
@@ -47,7 +51,7 @@ def control_tokens(checkpoint: Checkpoint, templates: Iterable[str], markers: It
         *(each["content"] for each in described if each.get("special")),
         *named_tokens(checkpoint).values(),
         *(_text(token) for tokens in listed for token in tokens),
-        *(token for token, each in added.items() if each["id"] in ids),
+        *(token for token, each in added.items() if each["id"] in ids or _OF_A_TEMPLATE.fullmatch(token)),
         *(token for text in markers for token in marks.spelt(text)),
         *(token for text in templates for token in marks.spelt(text) if not (token.isspace() or _is_tag(token, added))),
     }
@@ -69,9 +73,9 @@ def _ids(config: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _is_tag(token: str, added: Mapping[str, Any]) -> bool:
-    """Whether it is one of <name> and </name>, which both are tokens."""
+    """Whether it is one of <name> and </name>, which both are tokens, and name no role."""
     found = _TAG.fullmatch(token)
-    return found is not None and {f"<{found[1]}>", f"</{found[1]}>"} <= added.keys()
+    return found is not None and found[1] not in _ROLES and {f"<{found[1]}>", f"</{found[1]}>"} <= added.keys()
 
 
 def _text(token: Any) -> str:

@@ -6,6 +6,7 @@ It owns the order of a stream's messages; `planner` plans, and `workers` read an
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
@@ -179,12 +180,13 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         skipped = await in_thread(partial(self._skip, media, choice))
         for each in skipped:
             yield each
-        held_bytes = 0
+        held = deque[bool]()  # of each slice that `choice` deferred
         try:
             async with aclosing(self._decoded(media, stats, len(skipped))) as slices:
                 async for each in slices:
                     holds = choice.defers and self._holding.try_reserve(choice.slice_bytes)
-                    held_bytes += holds * choice.slice_bytes
+                    if choice.defers:
+                        held.append(holds)
                     if ready := await in_thread(partial(self._add, media, choice, each, holds)):
                         yield ready
             numbers = await asyncio.to_thread(choice.choose)
@@ -193,8 +195,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     rest = choice.rest(await anext(slices) if count else None)
                     while ready := await asyncio.to_thread(next, rest, None):
                         yield ready
+                        self._holding.release(held.popleft() * choice.slice_bytes)
         finally:
-            self._holding.release(held_bytes)
+            self._holding.release(sum(held) * choice.slice_bytes)
 
     async def _decoded(
         self, media: PlannedVideo | PlannedPicture, stats: DecodeStats, begin: int = 0
