@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import av
@@ -90,7 +91,7 @@ def test_frames_look_as_a_player_shows_them(play: Run, services: FakeServices) -
 
 
 def test_a_camera_and_a_pipe_are_read_as_they_come(
-    framesieve: Run, services: FakeServices, address: str, monkeypatch: pytest.MonkeyPatch
+    framesieve: Run, services: FakeServices, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     opened, film = av.open, ts(30)
 
@@ -98,12 +99,11 @@ def test_a_camera_and_a_pipe_are_read_as_they_come(
         assert (device, mode, options) == ("/dev/null", "r", {"format": "v4l2"})
         return opened(io.BytesIO(film), "r")
 
-    source, sink = os.pipe()
-    os.write(sink, film)
-    os.close(sink)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    Thread(target=pipe.write_bytes, args=(film,), daemon=True).start()
     asked = ("?", "--every-s", "0", "--server", address)
-    assert framesieve("live", f"/dev/fd/{source}", *asked, "--speed", "1000").exit_code == 0
-    os.close(source)
+    assert framesieve("live", str(pipe), *asked, "--speed", "1000").exit_code == 0
     monkeypatch.setattr(av, "open", camera)
     assert framesieve("live", "/dev/null", *asked, "--speed", "0.001").exit_code == 0  # a camera is not waited for
     found = [(time_s, number_of(pixels)) for time_s, pixels in shown(services)]
