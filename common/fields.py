@@ -21,11 +21,8 @@ class Fields(dict[str, Any]):
 
     def __init__(self, file: str, written: Mapping[str, Any], path: str = "") -> None:
         self.file, self.path, self.written = file, path, written
-        given = {name: value for name, value in written.items() if value is not None}
-        inner = {
-            name: Fields(file, value, f"{path}{name}.") for name, value in given.items() if isinstance(value, dict)
-        }
-        super().__init__(given | inner)
+        super().__init__({name: value for name, value in written.items() if value is not None})
+        self |= {name: Fields(file, value, f"{path}{name}.") for name, value in self.items() if isinstance(value, dict)}
 
     def __missing__(self, name: str) -> NoReturn:
         raise StartupError(f"{self.file} lacks {self.path}{name}")

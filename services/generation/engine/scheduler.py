@@ -188,8 +188,7 @@ class Scheduler:
         self._drop(chunk.request.next_states)
 
     def mark_computed(self, chunk: Chunk, accepted: int = 0) -> None:
-        """Records that the device computes a chunk, or that so many of its draft tokens are part of the answer, to which
-        they were added.
+        """Records that the device computes a chunk, or that so many of its draft tokens were added to the answer.
 
         With recurrent states, only tokens after which the chunk wrote the state count: others are computed again.
         """
