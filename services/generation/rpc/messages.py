@@ -101,10 +101,6 @@ def method_message(name: str) -> generation_pb2.PruningMethod:
     return generation_pb2.PruningMethod(name=name, before_tower=before_tower, suggested_threshold=threshold)
 
 
-def accepted_response(request_id: str, usage: generation_pb2.Usage) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id=request_id, usage=usage))
-
-
 def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(
         progress=encoder_pb2.MediaProgress(
@@ -146,16 +142,13 @@ def delta_response(
 def finished_response(
     reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock, choice_index: int
 ) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(
-            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings_message(clock)
-        )
-    )
-
-
-def timings_message(clock: StageClock) -> generation_pb2.Timings:
-    return generation_pb2.Timings(
+    timings = generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
         generate_s=clock.generate_ns * _NS,
         **{f"{stage.name.lower()}_s": duration_ns * _NS for stage, duration_ns in clock.stages_ns().items()},
+    )
+    return generation_pb2.GenerateResponse(
+        finished=generation_pb2.Finished(
+            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings
+        )
     )
