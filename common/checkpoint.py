@@ -298,9 +298,8 @@ def _downloaded(repository: str, option: str) -> Path:
         raise StartupError(
             f"{option} {repository} is neither a folder nor a Hugging Face repository that this user may read"
         ) from error
-    except (
-        Exception
-    ) as error:  # connections, proxies, full disks, offline mode: each library below has errors of its own
+    except Exception as error:
+        # Connections, proxies, full disks, offline mode: each library below has errors of its own.
         reason = str(error).strip().partition("\n")[0]
         raise StartupError(
             f"{option} {repository} is not a folder, and could not be downloaded from Hugging Face: {reason}"

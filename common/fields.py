@@ -20,7 +20,8 @@ class Fields(dict[str, Any]):
 
     def __init__(self, file: str, written: Mapping[str, Any], path: str = "") -> None:
         self.file, self.path, self.written = file, path, written
-        super().__init__({name: self._read(name, value) for name, value in written.items() if value is not None})
+        super().__init__({name: value for name, value in written.items() if value is not None})
+        self |= {name: Fields(file, value, f"{path}{name}.") for name, value in self.items() if isinstance(value, dict)}
 
     def __missing__(self, name: str) -> NoReturn:
         raise StartupError(f"{self.file} lacks {self.path}{name}")
@@ -63,9 +64,6 @@ class Fields(dict[str, Any]):
     def refusal(self, name: str, limit: str) -> StartupError:
         """The error for a field that has another value than it may have."""
         return StartupError(f"{self.file}: {self.path}{name} must be {limit}, got {self.get(name)!r}")
-
-    def _read(self, name: str, value: Any) -> Any:
-        return Fields(self.file, value, f"{self.path}{name}.") if isinstance(value, dict) else value
 
 
 @contextmanager

@@ -178,7 +178,8 @@ class Planner:
             make = partial(self._pictures, source, readers.pictures(source, ends), request)
         else:
             make = partial(self._file, source, readers.packets(source), request.sampling)
-        return _named(request, make)
+        with within(request.name):  # errors name the item, or a field of it
+            return make()
 
     def _source(self, request: MediaRequest, files: ExitStack, check_cancelled: Callable[[], None]) -> Source:
         match request.location:
@@ -350,12 +351,6 @@ def _with_modalities(turns: Sequence[Turn], modalities: Sequence[Modality]) -> t
         replace(turn, parts=tuple(next(known) if isinstance(part, Modality) else part for part in turn.parts))
         for turn in turns
     )
-
-
-def _named(request: MediaRequest, make: Callable[[], _Item]) -> _Item:
-    """The item. Its errors name it, or a field of it."""
-    with within(request.name):
-        return make()
 
 
 def _check_side(size_px: SizePx, source_px: SizePx) -> None:

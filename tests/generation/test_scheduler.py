@@ -51,7 +51,7 @@ class Desk:
     def step(self) -> list[Chunk]:
         chunks = self.scheduler.schedule()
         for chunk in chunks:
-            self.scheduler.mark_launched(chunk)
+            self.scheduler.mark_computed(chunk)
             if chunk.samples:
                 chunk.request.output_ids.append(1)
                 if len(chunk.request.output_ids) == chunk.request.sampling.max_new_tokens:

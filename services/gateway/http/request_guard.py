@@ -147,9 +147,10 @@ class RequestGuard:
         passed_on = ((AUTHORIZATION_KEY, token),) if token and self._passes_tokens_on else ()
         with self._quotas.request(client) as charge:
             metadata = (*passed_on_trace(), *passed_on)
+            owner = hashlib.sha256((token or "").encode()).hexdigest()
             scope["app"] = self  # the router raises HTTPException instead of answering in plain text
             scope[_CALL] = Call(
-                bound_request_id(), method, _owner(token), _counted(charge, method), metadata, outcome, self.drain
+                bound_request_id(), method, owner, _counted(charge, method), metadata, outcome, self.drain
             )
             async with self.drain.limited() as limit:
                 response.on_begin = partial(self.drain.lift, limit)
@@ -196,10 +197,6 @@ def _key_of(subprotocols: Sequence[str]) -> dict[str, str]:
     header could hold is ignored."""
     keys = [unquote(each.removeprefix(_SUBPROTOCOL_KEY)) for each in subprotocols if each.startswith(_SUBPROTOCOL_KEY)]
     return {AUTHORIZATION_KEY: f"Bearer {keys[0]}"} if keys and TOKEN.fullmatch(keys[0]) else {}
-
-
-def _owner(token: str | None) -> str:
-    return hashlib.sha256((token or "").encode()).hexdigest()
 
 
 def _counted(charge: Charge, method: str) -> Charge:

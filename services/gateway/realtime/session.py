@@ -58,7 +58,6 @@ from framesieve.v1.generation_pb2 import (
     LiveFinished,
     LiveFrame,
     LiveOpen,
-    LiveResponse,
 )
 
 Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
@@ -239,7 +238,10 @@ class Session:
                 case "finished":
                     await self._finish(response.finished)
                 case _:
-                    await self._pass_on(response)
+                    if response.dropped.reason == DROP_REASON_REFUSED:
+                        await self._send(self._refused(response.dropped))
+                    if event := own_event(self.names, response):
+                        await self._send(event)
         raise Unavailable("generation ended the session", "generation")
 
     async def _finish(self, finished: LiveFinished) -> None:
@@ -249,12 +251,6 @@ class Session:
         if error := _error_of(finished):
             await self._send(error_event(self.names, error, answer.event_id))
         await self._send_all(answer.finished(finished, error))
-
-    async def _pass_on(self, response: LiveResponse) -> None:
-        if response.dropped.reason == DROP_REASON_REFUSED:
-            await self._send(self._refused(response.dropped))
-        if event := own_event(self.names, response):
-            await self._send(event)
 
     def _refused(self, dropped: LiveDropped) -> ServerEvent:
         """The error about a frame that was refused."""

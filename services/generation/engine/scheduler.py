@@ -183,20 +183,16 @@ class Scheduler:
             chunk.request.next_states = [*(each for each in saves if each[0] < chunk.end), (chunk.end, last)]
             self._drop([each for each in saves if each[0] >= chunk.end])
 
-    def mark_launched(self, chunk: Chunk) -> None:
-        """Records that the device computes a chunk. Draft tokens count once they are accepted."""
-        self._mark_computed(chunk, chunk.known_end)
-
-    def mark_accepted(self, chunk: Chunk, accepted: int) -> None:
-        """Records that so many draft tokens of a chunk are part of the answer, to which they were added."""
-        self._mark_computed(chunk, chunk.known_end + accepted)
-
     def mark_rejected(self, chunk: Chunk) -> None:
         """Records that the rest of a chunk's draft tokens are not part of the answer."""
         self._drop(chunk.request.next_states)
 
-    def _mark_computed(self, chunk: Chunk, tokens: int) -> None:
-        """With recurrent states, only tokens after which the chunk wrote the state count: others are computed again."""
+    def mark_computed(self, chunk: Chunk, accepted: int = 0) -> None:
+        """Records that the device computes a chunk, or that so many of its draft tokens were added to the answer.
+
+        With recurrent states, only tokens after which the chunk wrote the state count: others are computed again.
+        """
+        tokens = chunk.known_end + accepted
         if self.states is None or self._take_states(chunk, tokens):
             chunk.request.num_computed_tokens = tokens
             if not chunk.request.session:

@@ -191,7 +191,7 @@ class Stepper:
             for chunk in chunks:
                 if chunk.request.status is Status.DONE:  # the step before has ended it
                     continue
-                self._scheduler.mark_launched(chunk)
+                self._scheduler.mark_computed(chunk)
                 if chunk.samples:
                     chunk.request.num_unread += 1
                     if chunk.request.siblings:
@@ -234,7 +234,7 @@ class Stepper:
             self._payoff.count_drafts(request, len(sampled) - 1)
         for accepted, token in enumerate(sampled):
             if accepted:  # the token before this one was a draft token
-                self._scheduler.mark_accepted(chunk, accepted)
+                self._scheduler.mark_computed(chunk, accepted)
                 request.accepted_draft_tokens += 1
             delta, reason = request.append(token)
             self._send(request, delta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Int32Array, Modality, PromptPlan
@@ -30,26 +31,15 @@ _NS = 1e-9
 def sampling_request(request: generation_pb2.GenerateRequest) -> SamplingRequest:
     """Raises InvalidRequest for a value outside its range."""
     message = request.sampling
-    optional = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
-    given = {name: getattr(message, name) for name in optional if message.HasField(name)}
     # Before copying what may be millions.
     check_counts(len(message.stop), len(message.stop_token_ids), len(message.logit_bias), len(message.bad_words))
     check_tools(request.prompt)
-    return SamplingRequest(
-        **given,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs,
-        top_logprobs=message.top_logprobs,
-        min_new_tokens=message.min_new_tokens,
-        logit_bias=dict(message.logit_bias),
-        bad_words=tuple(message.bad_words),
-        json_schema=_json_schema(message),
-        tool_use=_tool_use(request),
-    )
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    given |= {name: tuple(getattr(message, name)) for name in ("stop", "stop_token_ids", "bad_words")}
+    given["logit_bias"] = dict(message.logit_bias)
+    if given.pop("json_object", False):
+        given["json_schema"] = ANY_OBJECT
+    return SamplingRequest(**given, tool_use=_tool_use(request))
 
 
 def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
@@ -74,15 +64,6 @@ def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
             limit = f"at most {MAX_SCHEMA_CHARACTERS} characters"
             raise InvalidRequest(field=f"prompt.tools[{index}].parameters", limit=limit, value=size)
     return ToolUse(callable_tools, required, choice.single_call)
-
-
-def _json_schema(message: generation_pb2.Sampling) -> str | None:
-    match message.WhichOneof("structured_output"):
-        case "json_schema":
-            return message.json_schema
-        case "json_object" if message.json_object:
-            return ANY_OBJECT
-    return None
 
 
 def usage_message(plan: PromptPlan, prunings: Sequence[Pruning], num_kept: Sequence[int]) -> generation_pb2.Usage:
@@ -118,10 +99,6 @@ def method_message(name: str) -> generation_pb2.PruningMethod:
     before_tower = name in BEFORE_TOWER
     threshold = AUTO_THRESHOLD if before_tower else None
     return generation_pb2.PruningMethod(name=name, before_tower=before_tower, suggested_threshold=threshold)
-
-
-def accepted_response(request_id: str, usage: generation_pb2.Usage) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted(request_id=request_id, usage=usage))
 
 
 def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
@@ -165,16 +142,13 @@ def delta_response(
 def finished_response(
     reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock, choice_index: int
 ) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(
-            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings_message(clock)
-        )
-    )
-
-
-def timings_message(clock: StageClock) -> generation_pb2.Timings:
-    return generation_pb2.Timings(
+    timings = generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
         generate_s=clock.generate_ns * _NS,
         **{f"{stage.name.lower()}_s": duration_ns * _NS for stage, duration_ns in clock.stages_ns().items()},
+    )
+    return generation_pb2.GenerateResponse(
+        finished=generation_pb2.Finished(
+            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings
+        )
     )

@@ -27,7 +27,6 @@ from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
 from framesieve.services.generation.rpc.live.call import LiveCall
 from framesieve.services.generation.rpc.messages import (
-    accepted_response,
     method_message,
     note_item,
     sampling_request,
@@ -38,9 +37,7 @@ from framesieve.services.generation.rpc.responses import Responses
 from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.sampling.banned import spellings
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
-from framesieve.services.generation.sampling.params import SamplingRequest
 from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import Grammar
 from framesieve.services.generation.sampling.tool_calls import CallReader, ToolUse
 from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from framesieve.services.generation.upstream.media import MediaClient, MediaSession
@@ -84,7 +81,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         wanted = sampling_request(request)
         self._check_tools(request.prompt, wanted.tool_use)
         adapter = model.adapters.find(request.adapter) if request.HasField("adapter") else None
-        grammar = await self._grammar(wanted) if wanted.is_constrained else None
+        grammar = None
+        if wanted.is_constrained:
+            grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
         bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
@@ -115,7 +114,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 clock.skip(Stage.TRANSFER)
             receiving = asyncio.create_task(self._receive_media(session, clock, question, usage, events))
             try:
-                yield accepted_response(request_id, usage)
+                accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
+                yield GenerateResponse(accepted=accepted)
                 responses = Responses(
                     question, len(answers), usage, clock, model.tokenizer, _readers(wanted.tool_use, len(answers))
                 )
@@ -156,9 +156,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         elif not self._model.reads_calls:
             why = "the checkpoint's chat template teaches no form of tool calls that is read here (Hermes)"
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
-
-    async def _grammar(self, wanted: SamplingRequest) -> Grammar:
-        return await asyncio.to_thread(self._model.grammars.compile, wanted.json_schema, wanted.tool_use)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
         """For the engine, which must find stop strings in the text."""

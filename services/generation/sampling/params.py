@@ -27,6 +27,8 @@ MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 SEEDS = 2**63
+# Fields of a request that are the checkpoint's own where they are unset.
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,10 @@ class SamplingRequest:
         if (least := self.min_new_tokens) > max_new_tokens:
             field, limit = "sampling.min_new_tokens", f"at most {max_new_tokens}"
             raise InvalidRequest(field=field, limit=limit, value=least, remedy="raise `sampling.max_new_tokens`")
-        repetition_penalty = self.repetition_penalty
+        wanted = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in _DEFAULTED}
         first = SamplingParams(
+            **wanted,
             max_new_tokens=max_new_tokens,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
-            repetition_penalty=defaults.repetition_penalty if repetition_penalty is None else repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             seed=secrets.randbits(63) if self.seed is None else self.seed,

@@ -17,7 +17,6 @@ from framesieve.services.preprocessing.families.nemotron_h_omni import NemotronH
 from framesieve.services.preprocessing.families.nemotron_nano_vl import NemotronNanoVL
 from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
 from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
-from framesieve.services.preprocessing.families.qwen3_5 import Qwen35
 from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
 from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
 from framesieve.services.preprocessing.layouts.family import Family
@@ -39,8 +38,8 @@ FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "nemotron_h_omni": NemotronHOmni.from_checkpoint,
     "qwen2_vl": Qwen2VL.from_checkpoint,
     "qwen2_5_vl": Qwen25VL.from_checkpoint,
-    "qwen3_5": Qwen35.from_checkpoint,
-    "qwen3_5_moe": Qwen35.from_checkpoint,
+    "qwen3_5": Qwen3VL.from_checkpoint,
+    "qwen3_5_moe": Qwen3VL.from_checkpoint,
     "qwen3_vl": Qwen3VL.from_checkpoint,
     "qwen3_vl_moe": Qwen3VL.from_checkpoint,
     "video_llama_3": VideoLlama3.from_checkpoint,

@@ -129,8 +129,6 @@ class NemotronHOmni(Family):
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each tubelet the times of its frames and its tokens; of an image its tokens."""
-        if base is None:
-            return (self.start, LinearSpan(grid.slice_tokens), self.end)
         return timed_slices(grid, base, self.frame_bounds.temporal_patch, self.start, self.end)
 
     def _picture_patches(self, height_px: int, width_px: int, least: int, most: int) -> tuple[int, int]:
@@ -160,16 +158,19 @@ class NemotronHOmni(Family):
         return rows, columns
 
 
-def timed_slices(grid: Grid, base: TimeBase, each: int, start: str, end: str) -> Expansion:
-    """The slices of a video, each after the times of its frames. each: frames of a slice, whose last may have fewer.
+def timed_slices(grid: Grid, base: TimeBase | None, each: int, start: str, end: str) -> Expansion:
+    """The slices of a video, each after the times of its frames; of an image its tokens. each: frames of a slice, whose
+    last may have fewer.
 
     start, end: the tokens around those of a slice.
     """
+    one = LinearSpan(grid.slice_tokens)
+    if base is None:
+        return (start, one, end)
     labels = [
         f"{'frame' if number % each else 'Frame'} {number + 1} sampled at {time_s:.2f} seconds"
         for number, time_s in enumerate(_times(base, each))
     ]
-    one = LinearSpan(grid.slice_tokens)
     return tuple(
         part
         for first in range(0, len(labels), each)

@@ -26,7 +26,6 @@ from framesieve.common.contract.tensors import DType
 from framesieve.services.preprocessing.families.internvl import InternVL
 from framesieve.services.preprocessing.families.nemotron_h_omni import timed_slices
 from framesieve.services.preprocessing.prompt.layout import Expansion
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
 from framesieve.services.preprocessing.video.sampling import FrameBounds
 from framesieve.services.preprocessing.video.timing import TimeBase
 
@@ -72,6 +71,4 @@ class NemotronNanoVL(InternVL):
 
     def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
         """For each frame its time and its tokens; of an image its tokens."""
-        if base is None:
-            return (self.start, LinearSpan(grid.tokens), self.end)
         return timed_slices(grid, base, 1, self.start, self.end)

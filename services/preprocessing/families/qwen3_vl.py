@@ -1,9 +1,10 @@
-"""Qwen3-VL, dense and mixture of experts: each slice of a video is a grid of its own, after its timestamp.
+"""Qwen3-VL, 3.5, 3.6 and 3.8, dense and mixture of experts: each slice of a video is a grid, after its timestamp.
 
 A video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat template's
 own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions dropped them.
-All frames of a video share one pixel budget.
-Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.24; Qwen3-VL, arXiv 2511.21631.
+All frames of a video share one pixel budget. Qwen3.5 and later models have no deepstack.
+Source: `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` of transformers 5.24, which gives them to Qwen3.5, too, and whose
+`Qwen3_5Model.get_rope_index` is Qwen3-VL's; Qwen3-VL, arXiv 2511.21631.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from framesieve.services.preprocessing.video.resize import smart_resize
 from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from framesieve.services.preprocessing.video.timing import TimeBase
 
-DEFAULTS = VideoDefaults(
+_DEFAULTS = VideoDefaults(
     patch_px=16,
     size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
     max_tokens=768,
     old_names=("image",),
 )
 _DEEPSTACK_INDEXES = (8, 16, 24)
+_WITHOUT_DEEPSTACK = ("qwen3_5", "qwen3_5_moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,8 @@ class Qwen3VL(QwenVL):
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """Raises StartupError for settings that are not supported or contradict each other."""
         indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
-        return cls.read(checkpoint, DEFAULTS, embed_levels=len(indexes))
+        levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(indexes)
+        return cls.read(checkpoint, _DEFAULTS, embed_levels=levels)
 
     def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
         """Evenly spaced indices from the first frame to the last. Their number may be odd."""

@@ -65,7 +65,7 @@ def positions_of(spans: Sequence[TextSpan | MediaSpan]) -> Int32Array:
     parts: list[Int32Array] = []
     start = 0
     for span in spans:
-        part = _grid(span) if isinstance(span, GridSpan) else _line(span.tokens)
+        part = _grid(span) if isinstance(span, GridSpan) else np.broadcast_to(np.arange(span.tokens), (3, span.tokens))
         if not part.size:
             continue
         last = start + int(part.max())
@@ -74,10 +74,6 @@ def positions_of(spans: Sequence[TextSpan | MediaSpan]) -> Int32Array:
         parts.append((part + start).astype(np.int32))
         start = last + 1
     return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int32)
-
-
-def _line(tokens: int) -> Int64Array:
-    return np.broadcast_to(np.arange(tokens), (3, tokens))
 
 
 def _grid(span: GridSpan) -> Int64Array:

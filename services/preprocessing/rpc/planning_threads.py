@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from time import monotonic_ns
-from types import TracebackType
 from typing import Self, TypeVar
 
 T = TypeVar("T")
@@ -24,9 +23,7 @@ class PlanningThreads:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Not in the event loop's thread: a running function may wait for the loop.
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 

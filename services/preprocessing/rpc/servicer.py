@@ -167,7 +167,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         with recording_decode(media_index) as stats:
             made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
             async with aclosing(made) as slices:
-                async for each in _compared(repeats, slices):
+                async for each in slices:
+                    if repeats:
+                        each = await asyncio.to_thread(repeats.of, each)
                     shared = bool(sender and each.memory and await sender.send(each.memory, each.pixels.nbytes))
                     for response in frames_responses(media_index, each, shared):
                         await queue.put(response)
@@ -221,12 +223,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         """The slices that the others are only compared with, if they need not be decoded."""
         means = self._seen.get(media, choice.first - 1) if choice.first else None
         return () if means is None else tuple(choice.skip(means))
-
-
-async def _compared(repeats: Repeats | None, slices: AsyncIterator[Slice]) -> AsyncIterator[Slice]:
-    """The slices; those of a video with their digests, or with the slice that they repeat."""
-    async for each in slices:
-        yield await asyncio.to_thread(repeats.of, each) if repeats else each
 
 
 async def _receive(

@@ -15,7 +15,6 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -175,9 +174,15 @@ def path_source(
     if not path or "\0" in path:
         raise MediaRejected(field=field, limit="a path below --media-root", value=path)
     with resource_errors_as_overloaded(field):
-        resolved = media_root.resolve()
-        digest = partial(digest_of, known=known or digests(), check_cancelled=check_cancelled)
-        return _file_source(name, field, path, resolved, max_bytes, digest)
+        descriptor = _opened(field, path, media_root.resolve())
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise MediaRejected(f"{path!r} is not a regular file", field=field)
+            check_file_size(name, descriptor, max_bytes)
+            return Source(name, digest_of(descriptor, known or digests(), check_cancelled), descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
 
 def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
@@ -188,10 +193,8 @@ def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
         raise MediaRejected(text, field=name, value=size_bytes, limit=max_bytes)
 
 
-def _file_source(
-    name: str, field: str, path: str, root: Path, max_bytes: float, digest: Callable[[int], bytes]
-) -> Source:
-    """field: which names the path, for error texts."""
+def _opened(field: str, path: str, root: Path) -> int:
+    """The descriptor of a file below the root. field: which names the path, for error texts."""
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
@@ -200,14 +203,6 @@ def _file_source(
         raise MediaForbidden(f"{path!r} lies outside --media-root", field=field)
     try:
         # O_NONBLOCK: opening a pipe would block the thread.
-        descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise MediaRejected(f"{path!r} cannot be read: {error.strerror}", field=field) from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise MediaRejected(f"{path!r} is not a regular file", field=field)
-        check_file_size(name, descriptor, max_bytes)
-        return Source(name, digest(descriptor), descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise

@@ -123,7 +123,8 @@ class EpochReader:
         if dts is None:
             return pts
         self.dts.append(dts)
-        breaks = part.last_dts is not None and self._breaks(dts - part.last_dts)
+        step = 0 if part.last_dts is None else dts - part.last_dts
+        breaks = step < -self._back or (self._ahead is not None and step > self._ahead)
         if self._ahead is not None and pts is not None and abs(pts - dts) > self._ahead:
             return pts if breaks else None  # one of the two is wrong
         if breaks:
@@ -145,9 +146,6 @@ class EpochReader:
         made.begun = before.begun and not made.joined
         self._parts.append(made)
         return made
-
-    def _breaks(self, step: int) -> bool:
-        return step < -self._back or (self._ahead is not None and step > self._ahead)
 
     def finish(self) -> None:
         """All packets were added. Leaves out parts without a keyframe, unless the whole file has none."""

@@ -15,7 +15,6 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -139,12 +138,10 @@ class JobQueue:
         self._open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._open = False
         await self._making.cancel()
-        await self.workers.__aexit__(kind, error, trace)
+        await self.workers.__aexit__()
 
     @property
     def jobs(self) -> int:
@@ -158,30 +155,27 @@ class JobQueue:
 
     async def call(self, job: Job[T]) -> T:
         """Runs a job of one piece and returns the piece. Raises as `stream` does."""
-        async with self._running(job, piece_bytes=0) as pieces:
+        async with self.stream(job, piece_bytes=0) as pieces:
             return await anext(pieces)
 
     @asynccontextmanager
-    async def stream(self, job: Job[T], gives_way: bool = False) -> AsyncIterator[AsyncGenerator[T, None]]:
+    async def stream(
+        self, job: Job[T], gives_way: bool = False, piece_bytes: int | None = None
+    ) -> AsyncIterator[AsyncGenerator[T, None]]:
         """The job's pieces in order, made as far ahead of the reader as the in-flight budget allows.
 
         A piece counts as read when the next one is asked for. Leaving the block stops the job.
-        gives_way: whether it gives its worker to another job that waits for one.
+        gives_way: whether it gives its worker to another job that waits for one. piece_bytes: of the in-flight budget
+        for each piece; None: those of the job.
         Raises MediaRejected if the media exceed the limits or crash their worker, Overloaded where the machine is out
         of descriptors or memory, Unavailable if the service is stopping, PeerContract if the worker breaks the
         protocol.
         """
-        async with self._running(job, job.piece_bytes, gives_way) as pieces:
-            yield pieces
-
-    @asynccontextmanager
-    async def _running(
-        self, job: Job[T], piece_bytes: int, gives_way: bool = False
-    ) -> AsyncIterator[AsyncGenerator[T, None]]:
         if not self._open:
             raise _stopping()
         work_s = self._limits.work_s(job.frames)
-        run = _Run(job, gives_way, self.inflight.share(piece_bytes), work_s, round(work_s / PROGRESS_S) + job.pieces)
+        share = self.inflight.share(job.piece_bytes if piece_bytes is None else piece_bytes)
+        run = _Run(job, gives_way, share, work_s, round(work_s / PROGRESS_S) + job.pieces)
         task = self._making.start(self._make(run))
         # A callback rather than `finally` in the task: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda made: run.made.put_nowait(_stopping()) if made.cancelled() else None)

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from time import monotonic_ns
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -61,23 +60,21 @@ class WorkerPool:
         self.busy = 0  # workers that are lent
         self.confined_by = frozenset(map(str, Mechanism))  # what confines every worker
         self._waiting: dict[object, int] = {}  # monotonic start of each wait, the oldest first
-        self._pressing: set[object] = set()  # those waits for which others give their worker up
+        self.pressing: set[object] = set()  # those waits for which others give their worker up
         self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
         try:
             await asyncio.gather(*(self._background.start(self._start()) for _ in range(self.size)))
         except BaseException as error:
-            await self.__aexit__(None, None, None)
+            await self.__aexit__()
             if isinstance(error, WorkerFault | PeerContract | OSError):
                 hint = f"`python -c 'import {self._entry}'` may say why"
                 raise StartupError(f"decoding workers do not start: {error}; {hint}") from error
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._background.cancel()
         for worker in tuple(self._workers):
             await self._end(worker)
@@ -96,11 +93,6 @@ class WorkerPool:
     def waiting(self) -> int:
         """Jobs that wait for a worker."""
         return len(self._waiting)
-
-    @property
-    def pressing(self) -> int:
-        """Jobs that wait for a worker and do not give way to others."""
-        return len(self._pressing)
 
     @property
     def oldest_ns(self) -> int | None:
@@ -136,14 +128,14 @@ class WorkerPool:
         place = object()
         self._waiting[place] = monotonic_ns()
         if not gives_way:
-            self._pressing.add(place)
+            self.pressing.add(place)
         on_waiting()
         try:
             while not (worker := await self._idle.get()).alive:
                 self._background.start(self._replace(worker, Fault.CRASHED))
         finally:
             del self._waiting[place]
-            self._pressing.discard(place)
+            self.pressing.discard(place)
         return worker
 
     async def _settle(self, worker: WorkerProcess) -> None:

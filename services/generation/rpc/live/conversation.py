@@ -209,7 +209,7 @@ class Conversation:
             await self._append_slice(piece, cut, whole=False, again=again)
             return
         self._still = piece
-        await self._make_room(piece, 0)
+        await self._evict(0, self._window.oldest_beside(piece))
         await self._tell_slice(piece, cut, again)
 
     async def _append_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
@@ -217,7 +217,7 @@ class Conversation:
         if not session.held:
             self._opening = segment.ids.size - cut.kept.size
         self._check_fits(cut.grid.tokens)
-        await self._make_room(piece, segment.ids.size)
+        await self._evict(segment.ids.size, self._window.oldest_beside(piece))
         number = session.count
         if segment.ids.size:
             if segment.runs or self._wanted.live.recurrent or len(self._texts) == MAX_TEXTS:
@@ -241,10 +241,6 @@ class Conversation:
                 limit=window_tokens,
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
-
-    async def _make_room(self, piece: Slice, rows: int) -> None:
-        """Evicts what is too old beside a slice, and what has no room beside its rows."""
-        await self._evict(rows, self._window.oldest_beside(piece))
 
     async def _tell_slice(self, piece: Slice, cut: SliceSegment, again: bool) -> None:
         if again:

@@ -74,7 +74,12 @@ class Options:
         """Raises InvalidRequest."""
         if model.live is None:
             raise InvalidRequest(NOT_LIVE)
-        _check_messages(message.messages)
+        for index, each in enumerate(message.messages):
+            _check_text(each.parts, f"open.messages[{index}].parts")
+        if message.messages and message.messages[-1].role not in (prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_ASSISTANT):
+            raise InvalidRequest(
+                "must not end with a turn of the user, which begins with the first frame", field="open.messages"
+            )
         fps = message.fps if message.HasField("fps") else FPS
         if not 0 < fps <= MAX_FPS:
             raise InvalidRequest(field="open.fps", limit=f"above 0 and at most {MAX_FPS:g}", value=fps)
@@ -133,15 +138,6 @@ def _check_triggers(messages: Sequence[generation_pb2.LiveTrigger], pruning: Pru
             if pruning.method != PIXEL_CHANGE:
                 text = f"needs the pruning {PIXEL_CHANGE}, which compares pixels"
                 raise InvalidRequest(text, field=f"{name}.on_change", value=pruning.method)
-
-
-def _check_messages(messages: Sequence[prompt_pb2.Message]) -> None:
-    for index, message in enumerate(messages):
-        _check_text(message.parts, f"open.messages[{index}].parts")
-    if messages and messages[-1].role not in (prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_ASSISTANT):
-        raise InvalidRequest(
-            "must not end with a turn of the user, which begins with the first frame", field="open.messages"
-        )
 
 
 def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:
