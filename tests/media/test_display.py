@@ -165,6 +165,20 @@ ALPHA_FORMATS = {
 }  # fmt: skip
 
 
+def copy_of(film: bytes, container: str) -> bytes:
+    """The packets of a video in another container."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(film), "r") as original, av.open(file, "w", format=container) as output:
+        video = original.streams.video[0]
+        stream = output.add_stream_from_template(video)
+        stream.metadata.update(video.metadata)
+        for packet in original.demux(video):
+            if packet.size:
+                packet.stream = stream
+                output.mux(packet)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("container", "codec"),
     [
@@ -175,6 +189,7 @@ ALPHA_FORMATS = {
         ("mov", "prores_ks"),
         ("webm", "libvpx"),
         ("webm", "libvpx-vp9"),
+        ("matroska", "libvpx-vp9"),
     ],
 )
 def test_transparent_pixels_lie_on_white(container: str, codec: str) -> None:
@@ -183,7 +198,9 @@ def test_transparent_pixels_lie_on_white(container: str, codec: str) -> None:
     pixels[..., 0], pixels[..., 3] = 200, alpha
     frame = av.VideoFrame.from_ndarray(pixels, format="rgba").reformat(format=ALPHA_FORMATS[codec])
     of_vpx = {"auto-alt-ref": "0", "g": "4"} if "vpx" in codec else {}  # its encoder refuses both at once
-    source = bytes_source("video", encoded([frame] * 10, container, codec, nothing, **of_vpx))
+    copied = container == "matroska" and codec == "libvpx-vp9"  # FFmpeg then writes the name of the tag in upper case
+    film = encoded([frame] * 10, "webm" if copied else container, codec, nothing, **of_vpx)
+    source = bytes_source("video", copy_of(film, container) if copied else film)
     within = {"prores_ks": 12, "libvpx": 2, "libvpx-vp9": 2}.get(codec, 1)
     for made in decode_frames(source, read_packets(source), [0, 9]):
         row = made.pixels[ROWS // 2].astype(float)

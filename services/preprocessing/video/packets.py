@@ -118,8 +118,8 @@ def _preference(stream: VideoStream) -> tuple[bool, bool, bool, int]:
 
 def decoder_of(stream: VideoStream) -> VideoCodecContext:
     """The decoder of a stream. Those of FFmpeg itself for VP8 and VP9 leave transparency out."""
-    codec = stream.codec_context
-    if stream.metadata.get("alpha_mode") != "1" or codec.name not in _ALPHA_DECODERS:
+    codec, tags = stream.codec_context, {name.lower(): value for name, value in stream.metadata.items()}
+    if tags.get("alpha_mode") != "1" or codec.name not in _ALPHA_DECODERS:
         return codec
     made = av.CodecContext.create(_ALPHA_DECODERS[codec.name], "r")
     assert isinstance(made, VideoCodecContext)
