@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import Reach, open_channel
+from framesieve.common.channels import open_channel
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.handover import receiver_of
 from framesieve.common.process import ExitStatus
@@ -72,8 +72,7 @@ async def _serve(
             )
             register = partial(add_EncoderServiceServicer_to_server, servicer)
             step = StepWatch.of(lambda: batcher.forward_began_ns, settings.step_timeout_s, tower.device.type)
-            reach = Reach(channel)
-            return await serve(SERVICE, settings, register, lambda: batcher.alive, failed, step=step, reaches=reach)
+            return await serve(SERVICE, settings, register, lambda: batcher.alive, failed, step=step)
     finally:
         if towers.rank_failure.cause is None:
             batcher.close()

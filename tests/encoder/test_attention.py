@@ -16,7 +16,7 @@ from torch import Tensor
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
 from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower import attention
+from framesieve.services.encoder.tower import attention, vision_model
 from framesieve.services.encoder.tower.attention import (
     Attend,
     Resampling,
@@ -126,7 +126,7 @@ def test_a_kernel_that_is_wrong_in_a_resampler_only_is_used_in_towers_without_on
 
 def test_a_resamplers_kernel_is_tried_with_its_own_queries_and_heads(tmp_path: Path) -> None:
     minicpm.write(tmp_path, 1)
-    with patch.object(attention, "find_attention", return_value=None) as found:
+    with patch.object(vision_model, "find_attention", return_value=None) as found:
         load_tower(Checkpoint(tmp_path), "float32", CPU)
     assert found.call_args.args[-1] == Resampling(minicpm.QUERIES["2.6"], minicpm.WIDTH // 128, 128)
 
