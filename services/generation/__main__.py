@@ -115,6 +115,8 @@ async def main() -> ExitStatus:
         async with (
             open_channel(settings.preprocessing, credentials) as preprocessing,
             open_channel(settings.encoder, credentials, by_media=True) as encoder,
+            # Connections of their own: a call that meets one in back-off, from before its service listened, would fail.
+            open_channel(settings.preprocessing, credentials, health=READY) as ready_preprocessing,
             open_channel(settings.encoder, credentials, health=READY) as ready_encoder,
         ):
             # On cores that both share, prefill takes from the tower what it gains, and is interrupted more often.
@@ -131,7 +133,7 @@ async def main() -> ExitStatus:
             servicer = GenerationServicer(engine, media, served, credentials)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
-            reach = Reach(preprocessing, ready_encoder)
+            reach = Reach(ready_preprocessing, ready_encoder)
             status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step, reaches=reach)
     if workers and model.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)
