@@ -10,11 +10,11 @@ from framesieve.common.contract.errors import StartupError
 
 
 class Fields(dict[str, Any]):
-    """The fields of an object, without those that are null: a field that is null is absent, at any depth.
+    """The fields of a JSON object. Fields that are null are left out, at any depth.
 
     file: the file's name. path: of the object in the file, with a dot after it; "" of the whole. written: the object
-    with its nulls, for transformers' classes, to some of which null means something else than absence: one scale for
-    a matrix is `weight_block_size` null, absent it is blocks of 128.
+    with its nulls, for transformers' classes. Some of these tell null from absence: `weight_block_size` null means one
+    scale for a matrix, and without the field blocks of 128.
     Raises StartupError where a field is read as `fields[name]` that is absent.
     """
 
@@ -47,7 +47,7 @@ class Fields(dict[str, Any]):
         return float(value)
 
     def numbers(self, name: str, count: int, default: Sequence[float] | None = None) -> tuple[float, ...]:
-        """A list of `count` numbers, which one number stands for, too. Raises StartupError as `whole`."""
+        """A list of `count` numbers; a single number is read as `count` equal ones. Raises StartupError as `whole`."""
         values = self[name] if default is None else self.get(name, default)
         values = [values] * count if _is_number(values) else values
         if not isinstance(values, list | tuple) or len(values) != count or not all(map(_is_number, values)):

@@ -1,4 +1,4 @@
-"""Groups of flags: a parameter of a command that is a dataclass stands for one flag a field."""
+"""Groups of flags: a command may have a parameter whose type is a dataclass, each field of which is a flag."""
 
 from __future__ import annotations
 
