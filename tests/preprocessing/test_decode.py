@@ -351,6 +351,8 @@ NONE, DEFAULT = Disposition(0), Disposition.default
     ("container", "frames", "dispositions", "shows_film"),
     [
         ("matroska", 1, (NONE, DEFAULT), True),  # a cover, as a track
+        ("matroska", 1, (DEFAULT, DEFAULT), True),
+        ("matroska", 1, (NONE, NONE), True),
         ("matroska", 5, (NONE, DEFAULT), True),
         ("mp4", 5, (NONE, DEFAULT), True),
         ("mp4", 1, (DEFAULT, DEFAULT), True),

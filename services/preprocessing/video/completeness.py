@@ -68,7 +68,7 @@ def _is_cut(source: Source, size_bytes: int) -> bool:
 
 def _promised_s(container: InputContainer, stream: VideoStream, last_s: Fraction) -> Fraction:
     """When the stream should end. A container's duration counts only if none of its other streams lasts that long."""
-    own_s = _parsed_s(stream.metadata.get("DURATION", ""))
+    own_s = tagged_duration_s(stream)
     if own_s is not None:
         return own_s
     promised_s = Fraction(container.duration or 0, _MICROSECONDS)
@@ -77,9 +77,9 @@ def _promised_s(container: InputContainer, stream: VideoStream, last_s: Fraction
     return promised_s
 
 
-def _parsed_s(text: str) -> Fraction | None:
-    """Seconds of "00:01:02.500000000"; None for other text."""
-    parts = text.split(":")
+def tagged_duration_s(stream: VideoStream) -> Fraction | None:
+    """Seconds of Matroska's tag of a stream, such as "00:01:02.500000000"; None without one."""
+    parts = stream.metadata.get("DURATION", "").split(":")
     if len(parts) != 3 or not all(part.replace(".", "", 1).isdecimal() for part in parts):
         return None
     hours, minutes, seconds = map(Fraction, parts)

@@ -22,7 +22,7 @@ from av.video.stream import VideoStream
 
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.completeness import missing_frames
+from framesieve.services.preprocessing.video.completeness import missing_frames, tagged_duration_s
 from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch, EpochReader
 from framesieve.services.preprocessing.video.fields import SecondFields
 from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
@@ -99,7 +99,7 @@ def video_stream(container: InputContainer, name: str) -> VideoStream:
     """The video stream that is shown; never a cover. Raises MediaRejected without one.
 
     One whose codec is read comes before others, a film before a picture, the container's default before others, then
-    the one with the most pixels a frame, then the first. So ffmpeg chooses, but for a picture that is larger.
+    the one with the most pixels a frame, then the first. ffmpeg does so, too, but prefers a larger picture to a film.
     """
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
     if not streams:
@@ -110,8 +110,11 @@ def video_stream(container: InputContainer, name: str) -> VideoStream:
 
 def _preference(stream: VideoStream) -> tuple[bool, bool, bool, int]:
     codec = stream.codec_context
-    # An animated AVIF has its first frame as a stream of its own, before the others.
-    is_film = stream.frames != 1 and not stream.disposition & _PARTS_OF_FILMS
+    # An animated AVIF has its first frame as a stream of its own, before the others. Matroska counts no frames, but has
+    # a tag with the duration of each stream.
+    lasts_s, rate = tagged_duration_s(stream), stream.guessed_rate
+    is_one_frame = stream.frames == 1 or (lasts_s is not None and rate is not None and lasts_s * rate <= 1)
+    is_film = not is_one_frame and not stream.disposition & _PARTS_OF_FILMS
     is_default = bool(stream.disposition & Disposition.default)
     return codec is not None, is_film, is_default, codec.height * codec.width if codec else 0
 
@@ -202,8 +205,11 @@ def _index(
     if len(reader) > MAX_EPOCHS:
         raise MediaRejected(f"has a clock that starts again more than {MAX_EPOCHS} times", field=source.name)
     epochs = reader.epochs(tail)
-    shown, keyframes = reader.shown(epochs)
-    times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), time_base, rates)
+    try:
+        shown, keyframes = reader.shown(epochs)
+        times = FrameTimes(array("q", (each - shown[0] for each in shown)), reader.tail(tail), time_base, rates)
+    except OverflowError as error:  # each time is in its range, their sum is not
+        raise MediaRejected("claims to last more ticks than a clock has", field=source.name) from error
     dropped = reader.packets - len(shown)
     return PacketIndex(times, shown, keyframes, epochs=epochs, dropped_frames=dropped)
 
