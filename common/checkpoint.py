@@ -178,7 +178,7 @@ class Checkpoint:
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """The files that the index names or, without an index, model.safetensors; of draft weights all in the folder."""
+        """The files that the index names or, without an index, model.safetensors. Of drafts all in the folder."""
         if self.option == DRAFTS:
             return tuple(sorted(self.folder.glob("*.safetensors")))
         return tuple(path for name in self._indexed or [_WEIGHTS] if (path := self.folder / name).is_file())
