@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerFast
 
 from demo.checkpoint import CHAT_TEMPLATE, TINY, make_tokenizer
-from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import InvalidRequest, StartupError
 from framesieve.common.contract.plan import Modality
@@ -481,53 +478,6 @@ def test_tokens_have_the_names_of_transformers(tmp_path: Path, held: dict[str, A
     (folder / "tokenizer_config.json").write_text(json.dumps(held))
     expected = PreTrainedTokenizerFast.from_pretrained(folder).special_tokens_map
     assert named_tokens(Checkpoint(folder)) == expected
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # transformers leaves files open
-@pytest.mark.parametrize("places", range(2**5))
-def test_templates_are_found_where_transformers_finds_them(places: int, sources: tuple[Path, Path]) -> None:
-    """Every choice of the places, each with a template of its own, by transformers' own reading of the files."""
-    folder, empty = sources
-    shutil.rmtree(folder)
-    shutil.copytree(empty, folder)
-    named = [{"name": name, "template": f"{{{{ tools }}}}list {name}"} for name in ("default", "tool_use")]
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "additional_chat_templates").mkdir()
-    files = {
-        "tokenizer_config.json": json.dumps(config | {"chat_template": named}),
-        "additional_chat_templates/tool_use.jinja": "{{ tools }}additional",
-        "chat_template.jinja": "jinja",
-        "chat_template.json": json.dumps({"chat_template": "json"}),
-        "processor_config.json": json.dumps({"chat_template": "processor"}),
-    }
-    for place, (name, text) in enumerate(files.items()):
-        if places & 1 << place:
-            (folder / name).write_text(text)
-    try:
-        processor, _ = ProcessorMixin.get_processor_dict(folder)
-        theirs = SimpleNamespace(chat_template=processor.get("chat_template"))
-        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-        if theirs.chat_template is None:
-            expected = tokenizer.get_chat_template()
-        else:
-            expected = ProcessorMixin._resolve_chat_template(theirs, None)  # type: ignore[arg-type]
-    except ValueError:
-        with pytest.raises(StartupError, match=str(folder)):
-            chat_templates(Checkpoint(folder))
-        return
-    found = chat_templates(Checkpoint(folder))
-    assert found.conversation.text == expected
-    shown = [each.text for each in found.for_tools if "tools" in each.text]
-    with_tools = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
-    assert shown[:1] == ([with_tools] if "tools" in with_tools else [])
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder, and one without templates to fill it from."""
-    folder = written(tmp_path_factory.mktemp("places") / "empty", "")
-    (folder / "chat_template.jinja").unlink()
-    return Path(shutil.copytree(folder, folder.with_name("filled"))), folder
 
 
 def test_tools_are_shown_by_a_template_of_their_own(tmp_path: Path) -> None:
