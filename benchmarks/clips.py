@@ -32,14 +32,23 @@ _CODECS: Mapping[Codec, tuple[str, str, Mapping[str, str]]] = {
 
 
 def clip(
-    frames: int, height_px: int, width_px: int, keyframe_every: int = 1, fps: int = RATE, codec: Codec = "libx264"
+    frames: int,
+    height_px: int,
+    width_px: int,
+    keyframe_every: int = 1,
+    fps: int = RATE,
+    codec: Codec = "libx264",
+    bit_rate: int | None = None,
 ) -> bytes:
-    """An mp4 file of H.264 with B-frames and a keyframe at every `keyframe_every` frames only, or Motion JPEG."""
+    """An mp4 file of H.264 with B-frames and a keyframe at every `keyframe_every` frames only, or Motion JPEG.
+
+    bit_rate: bits a second, on average; None: those of constant quality.
+    """
     suffix, pix_fmt, options = _CODECS[codec]
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         with av.open(file.name, "w", options={"movflags": "faststart"} if suffix == ".mp4" else {}) as container:
             stream = container.add_stream(codec, rate=fps)
-            stream.height, stream.width, stream.pix_fmt = height_px, width_px, pix_fmt
+            stream.height, stream.width, stream.pix_fmt, stream.bit_rate = height_px, width_px, pix_fmt, bit_rate
             stream.options = {**options, "g": str(keyframe_every), "keyint_min": str(keyframe_every)}
             for picture in pictures(frames, height_px, width_px):
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
@@ -47,20 +56,25 @@ def clip(
         return Path(file.name).read_bytes()
 
 
+def write_repeated(path: Path, data: bytes, times: int, fps: int) -> None:
+    """Writes the packets of an mp4 file over and over, into one file."""
+    with av.open(io.BytesIO(data), "r") as original, av.open(str(path), "w") as output:
+        video = original.streams.video[0]
+        stream = output.add_stream_from_template(video)
+        packets = [packet for packet in original.demux(video) if packet.size]
+        stored = [(packet.pts or 0, packet.dts or 0) for packet in packets]
+        ticks = int(Fraction(len(packets), fps) / packets[0].time_base)
+        for later in range(0, times * ticks, ticks):
+            for packet, (pts, dts) in zip(packets, stored, strict=True):
+                packet.pts, packet.dts = pts + later, dts + later
+                packet.stream = stream
+                output.mux(packet)
+
+
 def repeated(data: bytes, times: int, fps: int) -> bytes:
     """The packets of an mp4 file over and over, in one file."""
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
-        with av.open(io.BytesIO(data), "r") as original, av.open(file.name, "w") as output:
-            video = original.streams.video[0]
-            stream = output.add_stream_from_template(video)
-            packets = [packet for packet in original.demux(video) if packet.size]
-            stored = [(packet.pts or 0, packet.dts or 0) for packet in packets]
-            ticks = int(Fraction(len(packets), fps) / packets[0].time_base)
-            for later in range(0, times * ticks, ticks):
-                for packet, (pts, dts) in zip(packets, stored, strict=True):
-                    packet.pts, packet.dts = pts + later, dts + later
-                    packet.stream = stream
-                    output.mux(packet)
+        write_repeated(Path(file.name), data, times, fps)
         return Path(file.name).read_bytes()
 
 
