@@ -21,7 +21,7 @@ from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.page import PAGE_ROUTES
 from framesieve.services.gateway.questions import Questions
 from framesieve.services.gateway.realtime.endpoint import Realtime
-from framesieve.services.gateway.responses import endpoint as responses
+from framesieve.services.gateway.responses.endpoint import Responses
 
 
 def routes(
@@ -38,9 +38,11 @@ def routes(
         well = await is_well()
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
 
+    answers = Responses(questions)
     found: list[BaseRoute] = [
         Route("/v1/chat/completions", partial(questions.answer, translated=chat.translated), methods=["POST"]),
-        Route("/v1/responses", partial(questions.answer, translated=responses.translated), methods=["POST"]),
+        Route("/v1/responses", answers.endpoint, methods=["POST"]),
+        Route("/v1/responses/{response_id}", answers.response_endpoint, methods=["GET", "DELETE"]),
         WebSocketRoute("/v1/realtime", realtime.endpoint),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),

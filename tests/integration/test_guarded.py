@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def test_the_gateway_serves_tls_and_passes_tokens_on(guarded: Guarded, tmp_path:
         assert client.post("/v1/chat/completions", json=asked).status_code == 401
 
 
-async def test_tokens_and_seconds_are_counted_by_the_name_of_the_callers_token(guarded: Guarded, tmp_path: Path) -> None:
+async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Guarded, tmp_path: Path) -> None:
     """By each service for its own callers: alice's token is the gateway's, which counts those of carol."""
     carol, metrics_port = "carol-0123456789-token", guarded.stack.metrics_ports["generation"]
     (tmp_path / "tokens").write_text(f"carol {carol}\n")
@@ -157,10 +158,9 @@ async def test_tokens_and_seconds_are_counted_by_the_name_of_the_callers_token(g
 
     def used(text: str, name: str) -> list[float]:
         """Prompt tokens, tokens of answers, seconds."""
-        tokens = [
-            metric_in(text, "framesieve_client_tokens_total", client=name, kind=kind) for kind in ("prompt", "completion")
-        ]
-        return [*tokens, metric_in(text, "framesieve_client_seconds_total", client=name)]
+        count = partial(metric_in, text, client=name)
+        tokens = [count("framesieve_client_tokens_total", kind=kind) for kind in ("prompt", "completion")]
+        return [*tokens, count("framesieve_client_seconds_total")]
 
     def grown(text: str, before: str, name: str) -> list[float]:
         return [now - then for now, then in zip(used(text, name), used(before, name), strict=True)]

@@ -46,6 +46,12 @@ class NotFound(InvalidRequest):
     reason = "NOT_FOUND"
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """A response that is to be continued and is not stored. Clients know OpenAI's code, and send the items instead."""
+
+    reason = "previous_response_not_found"
+
+
 class WrongMethod(InvalidRequest):
     """A path that exists, with another method."""
 
