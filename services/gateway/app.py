@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from framesieve.services.gateway import openapi
 from framesieve.services.gateway.chat import endpoint as chat
 from framesieve.services.gateway.files import Files
 from framesieve.services.gateway.kept import Kept
@@ -49,11 +50,11 @@ def routes(
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
         Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
-        *PAGE_ROUTES,
         Route("/health", health),
         Route("/metrics", _metrics),
     ]
-    return Router(found, default=_nowhere)
+    found.append(Route("/openapi.json", openapi.endpoint_of(found)))
+    return Router([*found, *PAGE_ROUTES], default=_nowhere)
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:

@@ -90,6 +90,12 @@ _STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
     (DeadlinePassed, 504, "timeout_error"),
 )
 
+STATUS_TEXTS = {
+    status: " ".join(kind.__doc__ or "" for kind, each, _ in _STATUSES if each == status)
+    for status in sorted({status for _, status, _ in _STATUSES})
+} | {_INTERNAL[0]: "A bug, or a service that broke the contract. The error has the id of the request."}
+"""What each status of an error means."""
+
 
 def status_of(error: FramesieveError) -> int:
     """The HTTP status."""
