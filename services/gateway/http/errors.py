@@ -41,7 +41,7 @@ _REMEDIES = {IN_PYTHON: "send larger files as an https URL, or upload them to /v
 
 
 class NotFound(InvalidRequest):
-    """A model, file or path that does not exist."""
+    """A model, file, response or path that does not exist."""
 
     reason = "NOT_FOUND"
 

@@ -13,7 +13,7 @@ from framesieve.services.gateway.responses.request import Item, ItemReference, R
 from framesieve.services.gateway.responses.store import ResponseStore, Stored
 
 _KEPT = {"input", "pruning", "mm_processor_kwargs", "media_io_kwargs"}
-_WHY = "it was not stored (`store: false`), it has expired, or another replica of the gateway has it"
+_WHY = "it was not stored (store: false), it has expired, or another replica of the gateway has it"
 
 
 class _Answered(BaseModel):

@@ -4,8 +4,8 @@
       ▲
     resp_2   asked, answered      asked: the request's own input. answered: the response object
 
-A conversation is a chain of them.
-It belongs to the event loop; other threads may read. One whose first response is gone cannot be continued.
+A conversation is a chain of them; one whose first response is gone cannot be continued. The store belongs to the event
+loop; other threads may read.
 """
 
 from __future__ import annotations
