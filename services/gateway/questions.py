@@ -56,7 +56,8 @@ class Question:
     """A body, translated. options: without the request's id and adapter, which are added.
 
     writer: makes the writer of its answer from the request's id and the model's name. logged: for the gateway's log.
-    name_of: the field of the body, by that of the gRPC request.
+    name_of: the field of the body, by that of the gRPC request. stored_bytes: of earlier messages that are not in the
+    body.
     """
 
     model: str | None
@@ -66,6 +67,7 @@ class Question:
     writer: Callable[[str, str], AnswerWriter]
     logged: Mapping[str, object] = field(default_factory=dict)
     name_of: Callable[[str], str] = str
+    stored_bytes: int = 0
 
 
 class Questions:
@@ -84,6 +86,7 @@ class Questions:
         uploads = partial(self._files.server_path, owner=call.owner)
         question = await asyncio.to_thread(translated, body, uploads)
         del body
+        call.charge_stored(question.stored_bytes)
         structlog.contextvars.bind_contextvars(**{name: value for name, value in question.logged.items() if value})
         model = await unless_left(request, self._models.find(question.model, call.metadata))
         writer = question.writer(call.request_id, model.name)

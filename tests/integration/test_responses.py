@@ -21,6 +21,9 @@ from pydantic import BaseModel, TypeAdapter
 from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.client.answer import Timings, Usage
 from framesieve.client.prompt import Options
+from framesieve.services.gateway.http.errors import TooLarge
+from framesieve.services.gateway.responses.earlier import continued
+from framesieve.services.gateway.responses.request import parse
 from framesieve.services.gateway.responses.response import ResponseWriter
 from framesieve.services.gateway.responses.store import RESPONSE_BYTES, STORED_S, ResponseStore, Stored
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
@@ -274,6 +277,10 @@ def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
 CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
 
 
+CALLING_MAX_BYTES = 50_000
+"""Of one client of `calling`."""
+
+
 class Played(generation_pb2_grpc.GenerationServiceServicer):
     """Generation that answers with text and two calls, is cut off inside the second, or fails inside the first."""
 
@@ -322,7 +329,10 @@ def played() -> Played:
 def calling(played: Played, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("scripted")
     register = partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, played)
-    with served(register) as address, gateway(address, folder) as started:
+    with (
+        served(register) as address,
+        gateway(address, folder, "--max-bytes-per-client", str(CALLING_MAX_BYTES)) as started,
+    ):
         yield started
 
 
@@ -442,6 +452,40 @@ def test_a_conversation_goes_on_as_if_all_its_items_were_sent(calling: Gateway, 
         client.responses.delete(first.id)
         with pytest.raises(openai.BadRequestError):
             ask(input="?", previous_response_id=second.id)
+
+
+def test_a_conversation_that_is_continued_counts_in_the_callers_budget(calling: Gateway) -> None:
+    half = "x" * (CALLING_MAX_BYTES // 2)
+    with calling.http() as http:
+        first = http.post("/v1/responses", json={"input": half}).raise_for_status().json()
+        then = {"previous_response_id": first["id"], "input": "Why?"}
+        second = http.post("/v1/responses", json=then).raise_for_status().json()
+        refused = http.post("/v1/responses", json={"previous_response_id": second["id"], "input": half})
+    assert refused.status_code == 400
+    assert f"--max-bytes-per-client is {CALLING_MAX_BYTES}" in refused.json()["error"]["message"]
+
+
+def test_what_a_request_brings_from_the_store_is_bounded() -> None:
+    """However often it names it."""
+    item = {"type": "message", "id": "msg_1_0", "role": "assistant", "content": "x" * 1000}
+    answered = json.dumps({"output": [item]}).encode()
+    reference = {"type": "item_reference", "id": "msg_1_0"}
+
+    def bring(limit_bytes: int, **body: Any) -> int:
+        return continued(parse(json.dumps({"input": "?"} | body).encode()), store, "alice", limit_bytes).stored_bytes
+
+    store = ResponseStore()
+    run(kept(store, "resp_1", Stored("alice", None, b'{"input": "Hi"}', answered)))
+    assert bring(4000, input=[reference] * 3) == 3 * len(answered)
+    with pytest.raises(TooLarge, match=r"^input\[3\] needs .* at most 4000 are allowed; send files by URL"):
+        bring(4000, input=[reference] * 4)
+    assert bring(4000, previous_response_id="resp_1") > len(answered)
+    with pytest.raises(TooLarge, match=r"^previous_response_id needs"):
+        bring(2000, previous_response_id="resp_1")
+
+
+async def kept(store: ResponseStore, response_id: str, response: Stored) -> None:
+    assert store.keep(response_id, response)
 
 
 def stored(size_bytes: int = 0, previous: str | None = None) -> Stored:

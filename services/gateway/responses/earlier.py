@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from framesieve.services.gateway.http.errors import NotFound, PreviousResponseNotFound
+from framesieve.services.gateway.http.errors import NotFound, PreviousResponseNotFound, TooLarge
 from framesieve.services.gateway.http.fields import parsed
 from framesieve.services.gateway.responses.request import Item, ItemReference, ResponsesRequest
 from framesieve.services.gateway.responses.store import ResponseStore, Stored
@@ -46,38 +46,60 @@ def asked_of(request: ResponsesRequest) -> bytes:
     return to_json(kept)
 
 
-def earlier_of(request: ResponsesRequest, store: ResponseStore, owner: str) -> list[Earlier]:
-    """The conversation that a request continues. Raises PreviousResponseNotFound."""
-    if request.previous_response_id is None:
-        return []
-    found = store.conversation(request.previous_response_id, owner)
-    if found is None:
-        text = f"{request.previous_response_id[:80]!r} is no response that can be continued: {_WHY}"
-        remedy = "send the items of the conversation in `input`"
-        raise PreviousResponseNotFound(text, field="previous_response_id", remedy=remedy)
-    return [Earlier(each_id, parsed(ResponsesRequest, each.asked), _output_of(each)) for each_id, each in found]
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A request with what it says of earlier responses: the conversation before it, and items in place of references.
+
+    stored_bytes: of all that came from the store.
+    """
+
+    request: ResponsesRequest
+    earlier: list[Earlier]
+    stored_bytes: int
 
 
-def with_items(request: ResponsesRequest, store: ResponseStore, owner: str) -> ResponsesRequest:
-    """The request with the items that it refers to in their places. Raises NotFound."""
-    if isinstance(request.input, str):
-        return request
-    items = [
-        _item(item, f"input[{number}].id", store, owner) if isinstance(item, ItemReference) else item
-        for number, item in enumerate(request.input)
-    ]
-    return request.model_copy(update={"input": items})
+def continued(request: ResponsesRequest, store: ResponseStore, owner: str, limit_bytes: int) -> Continued:
+    """limit_bytes: of what comes from the store, however often.
+
+    Raises PreviousResponseNotFound, NotFound for an item, and TooLarge.
+    """
+    earlier: list[Earlier] = []
+    stored_bytes = 0
+
+    def count(size_bytes: int, name: str) -> None:
+        nonlocal stored_bytes
+        stored_bytes += size_bytes
+        if stored_bytes > limit_bytes:
+            text = f"needs {stored_bytes} bytes or more of stored responses, at most {limit_bytes} are allowed"
+            raise TooLarge(text, field=name, remedy="send files by URL, or upload them to /v1/files")
+
+    if request.previous_response_id is not None:
+        name = "previous_response_id"
+        found = store.conversation(request.previous_response_id, owner)
+        if found is None:
+            text = f"{request.previous_response_id[:80]!r} is no response that can be continued: {_WHY}"
+            remedy = "send the items of the conversation in `input`"
+            raise PreviousResponseNotFound(text, field=name, remedy=remedy)
+        for each_id, each in found:
+            count(each.size_bytes, name)
+            earlier.append(Earlier(each_id, parsed(ResponsesRequest, each.asked), _output_of(each)))
+    if isinstance(request.input, list):
+        items = list(request.input)
+        for number, item in enumerate(items):
+            if isinstance(item, ItemReference):
+                stored = store.find(f"resp_{item.id.partition('_')[2].partition('_')[0]}", owner)  # msg_RESPONSE_NUMBER
+                count(len(stored.answered) if stored else 0, f"input[{number}]")
+                items[number] = _item(item.id, stored, f"input[{number}].id")
+        request = request.model_copy(update={"input": items})
+    return Continued(request, earlier, stored_bytes)
 
 
-def _item(reference: ItemReference, name: str, store: ResponseStore, owner: str) -> Item:
-    _, _, rest = reference.id.partition("_")  # msg_RESPONSE_NUMBER
-    stored = store.find(f"resp_{rest.partition('_')[0]}", owner)
+def _item(item_id: str, stored: Stored | None, name: str) -> Item:
     for item in _output_of(stored) if stored else ():
-        if getattr(item, "id", None) == reference.id:
+        if getattr(item, "id", None) == item_id:
             return item
-    text = f"{reference.id[:80]!r} is no item of a response that is stored: {_WHY}"
-    remedy = "send the item itself, as clients do with `store: false`"
-    raise NotFound(text, field=name, remedy=remedy)
+    text = f"{item_id[:80]!r} is no item of a response that is stored: {_WHY}"
+    raise NotFound(text, field=name, remedy="send the item itself, as clients do with store: false")
 
 
 def _output_of(stored: Stored) -> list[Item]:

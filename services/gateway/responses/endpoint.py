@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from framesieve.services.gateway.files import Uploads
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.questions import Question, Questions
-from framesieve.services.gateway.responses.earlier import asked_of, earlier_of, response_of, with_items
+from framesieve.services.gateway.responses.earlier import asked_of, continued, response_of
 from framesieve.services.gateway.responses.options import options_of
 from framesieve.services.gateway.responses.request import parse
 from framesieve.services.gateway.responses.response import ResponseWriter, repeated
@@ -42,8 +42,8 @@ class Responses:
 
     def _translated(self, body: bytearray, uploads: Uploads, owner: str) -> Question:
         """The question in a body. Raises InvalidRequest."""
-        request = with_items(parse(body), self._store, owner)
-        turns = turns_of(request, earlier_of(request, self._store, owner), uploads)
+        found = continued(parse(body), self._store, owner, self._questions.max_body_bytes)
+        request, turns = found.request, turns_of(found.request, found.earlier, uploads)
         keep = None
         if request.store is not False and len(body) <= RESPONSE_BYTES:
             keep = partial(self._keep, owner, request.previous_response_id, asked_of(request))
@@ -56,6 +56,7 @@ class Responses:
             writer=lambda _, model: ResponseWriter(fields, model, keep),
             logged={"user": request.user, "metadata": request.metadata},
             name_of=naming_of(turns),
+            stored_bytes=found.stored_bytes,
         )
 
     def _keep(self, owner: str, previous: str | None, asked: bytes, told: dict[str, Any]) -> bool:
