@@ -416,6 +416,8 @@ def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client)
     body = {"input": [{"role": "user", "content": content}], "temperature": 0, "max_output_tokens": 8}
     answer = http.post("/v1/responses", json=body).json()
     assert answer["output"][0]["content"][0]["text"] == first["choices"][0]["message"]["content"]
+    content[0]["type"] = "input_video"
+    assert http.post("/v1/responses", json=body).json()["output"][0]["content"] == answer["output"][0]["content"]
     stranger = http.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
     assert stranger.status_code == 404
     large = http.post("/v1/files", files={"file": ("big.mp4", bytes(2 * UPLOAD_MAX_BYTES))})

@@ -43,9 +43,15 @@ _REMEDIES = {IN_PYTHON: LARGER_BODIES}
 
 
 class NotFound(InvalidRequest):
-    """A model, file or path that does not exist."""
+    """A model, file, response or path that does not exist."""
 
     reason = "NOT_FOUND"
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """A response that is to be continued and is not stored. Clients know OpenAI's code, and send the items instead."""
+
+    reason = "previous_response_not_found"
 
 
 class WrongMethod(InvalidRequest):
@@ -85,6 +91,12 @@ _STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
     (Unavailable, 503, "service_unavailable_error"),
     (DeadlinePassed, 504, "timeout_error"),
 )
+
+STATUS_TEXTS = {
+    status: " ".join(kind.__doc__ or "" for kind, each, _ in _STATUSES if each == status)
+    for status in sorted({status for _, status, _ in _STATUSES})
+} | {_INTERNAL[0]: "A bug, or a service that broke the contract. The error has the id of the request."}
+"""What each status of an error means."""
 
 
 def status_of(error: FramesieveError) -> int:
