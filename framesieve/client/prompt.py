@@ -119,7 +119,8 @@ class Pruning:
     """How videos are pruned, as a request says it. None: not said.
 
     What a video does not say is taken from its request, and what that does not say from the service's settings. A
-    threshold is taken over only where neither a rate nor a method is said.
+    threshold is taken over only where neither a rate nor a method is said. By default nothing is dropped, and a rate
+    without a method means "pixel_change" where the model takes it, else "evs" (`FramesieveClient.models` tells it).
 
     rate: the fraction of a video's tokens to drop, 0 ≤ rate < 1; with a threshold the least.
     method: "evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change" or "none". seed: for "random".
@@ -282,6 +283,8 @@ class Options(Sampling, total=False):
         else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
     template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
+    cache_salt: separates caches: only requests of the same salt find what was computed for this one. At most 256
+        printable characters. Default: the caches that requests without a salt share.
     n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
     """
@@ -295,6 +298,7 @@ class Options(Sampling, total=False):
     parallel_tool_calls: bool | None
     template_options: Mapping[str, Any] | None
     adapter: str | None
+    cache_salt: str | None
     n: int | None
     request_id: str | None
     timeout_s: float | None

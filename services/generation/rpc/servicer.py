@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.wire import completed, pruning_message
+from framesieve.common.contract.wire import pruning_message
 from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
@@ -88,9 +88,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
-        pruning = completed(request.pruning, pruning_message(model.pruning))
+        pruning = model.completed(request.pruning)
         of_media = adapter if adapter and adapter.in_tower else None
         opening = self._media.open(request.prompt, pruning, clock, of_media, **call)
+        salt = request.prompt.cache_salt
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
@@ -99,9 +100,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             prompt, listener = model.pruned(plan, num_kept, session.bounded), events.listener
-            question = Request(
-                request_id, prompt, session.media_keys, first, self._detokenizer(first), listener(0), adapter
-            )
+            detokenizer = self._detokenizer(first)
+            question = Request(request_id, prompt, session.media_keys, first, detokenizer, listener(0), adapter, salt)
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
             answers = (question, *question.siblings)
