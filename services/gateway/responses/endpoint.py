@@ -42,7 +42,7 @@ class Responses:
 
     def _translated(self, body: bytearray, uploads: Uploads, owner: str) -> Question:
         """The question in a body. Raises InvalidRequest."""
-        found = continued(parse(body), self._store, owner, self._questions.max_body_bytes)
+        found = continued(parse(body), self._store, owner, self._questions.body_limit.size_bytes)
         request, turns = found.request, turns_of(found.request, found.earlier, uploads)
         keep = None
         if request.store is not False and len(body) <= RESPONSE_BYTES:
