@@ -48,7 +48,9 @@ def clip(
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         with av.open(file.name, "w", options={"movflags": "faststart"} if suffix == ".mp4" else {}) as container:
             stream = container.add_stream(codec, rate=fps)
-            stream.height, stream.width, stream.pix_fmt, stream.bit_rate = height_px, width_px, pix_fmt, bit_rate
+            stream.height, stream.width, stream.pix_fmt = height_px, width_px, pix_fmt
+            if bit_rate is not None:
+                stream.bit_rate = bit_rate
             stream.options = {**options, "g": str(keyframe_every), "keyint_min": str(keyframe_every)}
             for picture in pictures(frames, height_px, width_px):
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
