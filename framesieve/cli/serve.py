@@ -146,7 +146,7 @@ def default_pruning(generation: str) -> str:
     try:
         model, *_ = asyncio.run(models())
     except FramesieveError as error:
-        return f"How videos are pruned by default is not known here ({error}): GET /v1/models tells it."
+        return f"How videos are pruned by default is not known here ({error}): ListModels (GET /v1/models) tells it."
     pruning = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
     if [each.name for each in model.pruning_methods] == [NONE]:
         return "Videos are not pruned: this model takes no pruning."
