@@ -19,15 +19,15 @@ from demo.scenes import random_scene
 from framesieve.bench.clips import stamped
 from framesieve.client.prompt import Image, Options, PartLike, Video
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
-from framesieve.common.contract.retention import AUTO_THRESHOLD, PIXEL_CHANGE
+from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS, PIXEL_CHANGE
 
 CLIPS = 6
 FIRST_SEED = 12_300_000
 TEXTS = ("What moves?", "What happens?", "How many objects are there?")
 PRUNINGS: dict[str, Options] = {
     "0": {"pruning_rate": 0.0},
-    "0.5": {"pruning_rate": 0.5},
-    "0.75": {"pruning_rate": 0.75},
+    "0.5": {"pruning_rate": 0.5, "pruning_method": EVS},
+    "0.75": {"pruning_rate": 0.75, "pruning_method": EVS},
     "0.75, before the tower": {"pruning_rate": 0.75, "pruning_method": PIXEL_CHANGE},
     "a threshold": {"pruning_threshold": AUTO_THRESHOLD},
 }
