@@ -39,6 +39,7 @@ MAX_FRAME_SIDE_PX = 2**15
 # Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends.
 FRAME_DTYPES = (DType.UINT8, DType.FLOAT32)
 DIGEST_BYTES = 32
+_SALT_DOMAIN = b"framesieve salted v1"
 
 
 class Modality(Enum):
@@ -310,3 +311,8 @@ def tagged_digest(domain: bytes, parts: Sequence[Bytes]) -> bytes:
         digest.update(struct.pack("<q", len(part)))
         digest.update(part)
     return digest.digest()
+
+
+def salted(digest: bytes, salt: str) -> bytes:
+    """What a digest is called in caches by prompts with this salt, 32 bytes; the digest itself for an empty one."""
+    return tagged_digest(_SALT_DOMAIN, (salt.encode(), digest)) if salt else digest

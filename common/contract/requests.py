@@ -30,12 +30,17 @@ MAX_TEXT_BYTES = 4 * 2**20
 # The frames of one video that are pictures.
 MAX_PICTURES = 768
 MAX_TOOLS = 512
+MAX_SALT_CHARACTERS = 256
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def check_prompt(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
-    """Raises InvalidRequest for a prompt with too many parts, media, bytes of inline media or bytes of text."""
+    """Raises InvalidRequest for a prompt with too many parts, media, bytes of inline media or bytes of text, and for a
+    cache salt that is too long or not printable."""
     _check_parts(prompt)
+    if len(prompt.cache_salt) > MAX_SALT_CHARACTERS or not prompt.cache_salt.isprintable():
+        limit = f"at most {MAX_SALT_CHARACTERS} printable characters"
+        raise InvalidRequest(field="prompt.cache_salt", limit=limit)
     named = [(name, item) for name, _, item in named_media(prompt)]
     media = [item for _, item in named]
     _check("media", len(media), MAX_MEDIA)
@@ -123,7 +128,9 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
             field = f"{name}.frames.sizes_bytes"
             raise InvalidRequest("announces files that would follow", field=field, remedy="send `frames.pictures`")
     files = []
-    without = prompt_pb2.Prompt(tools=prompt.tools, template_options=prompt.template_options)
+    without = prompt_pb2.Prompt(
+        tools=prompt.tools, template_options=prompt.template_options, cache_salt=prompt.cache_salt
+    )
     for message in prompt.messages:
         copy = without.messages.add(
             role=message.role,

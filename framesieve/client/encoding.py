@@ -99,19 +99,25 @@ class Encoded:
 
 
 async def encode(
-    encoder: str, media: PartLike | Sequence[PartLike], pruning: Pruning = _EVERYTHING, **access: Unpack[Access]
+    encoder: str,
+    media: PartLike | Sequence[PartLike],
+    pruning: Pruning = _EVERYTHING,
+    cache_salt: str = "",
+    **access: Unpack[Access],
 ) -> tuple[Encoded, ...]:
     """Returns the embeddings of every image and video, in order.
 
     encoder: the encoder's address, host:port or unix:/path.
     media: as for `FramesieveClient.ask`.
     pruning: of videos that do not say their own. What neither says: "evs", at rate 0, which keeps all tokens.
+    cache_salt: as in `Options`.
     access: as for `FramesieveClient`.
     Raises a subclass of FramesieveError with the service's message, InvalidRequest for more files than the
     service takes (64 MiB by default), OSError for a file that cannot be read.
     """
     credentials = credentials_of(access)
     first = encoder_pb2.EncodeRequest(prompt=encoder_pb2.EncodePrompt(pruning=pruning_message(pruning)))
+    first.prompt.prompt.cache_salt = cache_salt
     await asyncio.to_thread(add_messages, first.prompt.prompt, [user_turn(media, "")])
     select_all = encoder_pb2.EncodeRequest(select=SELECT_ALL)
     pieces: dict[int, list[encoder_pb2.EmbedsChunk]] = defaultdict(list)

@@ -83,6 +83,7 @@ def generate_request(messages: Sequence[Message], options: Options) -> generatio
     request = _message(
         generation_pb2.GenerateRequest,
         "",
+        prompt=_message(prompt_pb2.Prompt, "prompt", cache_salt=options.get("cache_salt")),
         pruning=_message(
             prompt_pb2.Pruning,
             "pruning",

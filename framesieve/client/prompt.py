@@ -282,6 +282,8 @@ class Options(Sampling, total=False):
         else), or the one of the tools that must be called. parallel_tool_calls: False for one call at most.
     template_options: variables of the checkpoint's chat template, such as {"enable_thinking": False}.
     adapter: the name of a LoRA adapter that the service has loaded. Default: the checkpoint's weights.
+    cache_salt: separates caches: only requests of the same salt find what was computed for this one. At most 256
+        printable characters. Default: the caches that requests without a salt share.
     n: the number of completions; the prompt is computed once, and completion i is sampled with seed + i.
     request_id: identifies the request in logs and errors. timeout_s: seconds until DeadlinePassed is raised.
     """
@@ -295,6 +297,7 @@ class Options(Sampling, total=False):
     parallel_tool_calls: bool | None
     template_options: Mapping[str, Any] | None
     adapter: str | None
+    cache_salt: str | None
     n: int | None
     request_id: str | None
     timeout_s: float | None

@@ -57,7 +57,7 @@ class Kept:
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
         with in_words(names.name_of):
-            encoded = await unless_left(request, encode(self._encoder, media, pruning, **access))
+            encoded = await unless_left(request, encode(self._encoder, media, pruning, chat.cache_salt or "", **access))
         return JSONResponse({"media": [_item(each) for each in encoded]})
 
     async def _completed(self, said: Pruning, metadata: Metadata) -> Pruning:

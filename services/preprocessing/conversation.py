@@ -61,12 +61,14 @@ class MediaRequest:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A checked prompt: its turns, its media in the order of the turns, its tools, and variables of the template."""
+    """A checked prompt: its turns, its media in the order of the turns, its tools, variables of the template, and the
+    salt of caches; empty: none."""
 
     turns: tuple[Turn, ...]
     media: tuple[MediaRequest, ...]
     tools: tuple[Tool, ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    cache_salt: str = ""
 
     @property
     def urls(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ from framesieve.common.contract.plan import (
     Modality,
     PromptPlan,
     SizePx,
+    salted,
     tagged_digest,
 )
 from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
@@ -334,7 +335,7 @@ class Planner:
                 item.frames,
                 item.base.seconds_per_grid if item.base else None,
                 item.timestamps_s,
-                tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)),
+                salted(tagged_digest(_MEDIA_DOMAIN, (*item.content, self._fingerprint)), conversation.cache_salt),
                 item.file,
                 self._family.fixed_tokens,
                 self._family.timed_by_first,

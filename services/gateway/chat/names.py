@@ -47,6 +47,8 @@ class FieldNames:
                 return "tools"
             case "prompt", "template_options", *rest:
                 return path_of("chat_template_kwargs", *rest)
+            case "prompt", "cache_salt":
+                return "cache_salt"
             case "tool_choice", "mode":
                 return "tool_choice"
             case "sampling", str(name), *rest:

@@ -315,6 +315,7 @@ class ChatRequest(MediaOptions):
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

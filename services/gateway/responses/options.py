@@ -26,6 +26,7 @@ def options_of(request: ResponsesRequest) -> Options:
         tool_choice=_choice(request, tools),
         parallel_tool_calls=request.parallel_tool_calls,
         template_options=template_options_of(request.chat_template_kwargs),
+        cache_salt=request.cache_salt,
     )
     if options["tool_choice"] not in (None, "auto", "none"):
         return options  # no text, whose format some clients send with it

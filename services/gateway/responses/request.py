@@ -181,6 +181,7 @@ class ResponsesRequest(MediaOptions):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
 
     # Those without effect, or at the value that has none.
     reasoning: Reasoning | None = None

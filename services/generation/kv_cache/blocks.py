@@ -28,7 +28,7 @@ class CachedBlock:
     """A full block whose content can be looked up.
 
     serial: identifies this content until it is evicted; never used again for another.
-    parent: serial of the block before it. For the first block of a sequence: ROOT, or the negative root of an adapter.
+    parent: serial of the block before it. For the first block of a sequence: `Request.root`.
     content: everything that its keys and values depend on besides the blocks before it.
     owners: objects that must stay alive as long as the block is cached.
     """

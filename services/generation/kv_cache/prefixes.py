@@ -8,8 +8,8 @@ Models with recurrent states need the state at the end of what is found, too: as
 snapshot (`state_slots.py`), and the tokens after it are computed again.
 
 The content of a block is everything its keys and values depend on: token ids, or id of encoded media and token of its
-grid, and positions. The blocks before it are part of its identity through the parent's serial, and so is the adapter:
-it is the parent of the first block. This module knows neither torch nor the model.
+grid, and positions. The blocks before it are part of its identity through the parent's serial, and so are the adapter
+and the cache salt: they are the parent of the first block. This module knows neither torch nor the model.
 """
 
 from __future__ import annotations

@@ -151,7 +151,12 @@ class Packed:
 
 def decodes_first(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Chunks in packed order. The sort is stable."""
-    return sorted(chunks, key=lambda chunk: (chunk.tokens > 1, chunk.request.root))
+    return sorted(chunks, key=_order)
+
+
+def _order(chunk: Chunk) -> tuple[bool, bytes]:
+    adapter = chunk.request.adapter
+    return chunk.tokens > 1, adapter.digest if adapter else b""
 
 
 def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[MediaRows, ...]]:

@@ -17,14 +17,14 @@ import numpy as np
 from torch import Tensor
 
 from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.plan import Int32Array
+from framesieve.common.contract.plan import Int32Array, salted
 from framesieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
 from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.sampling.detokenizer import Detokenizer
 from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
-# The parent of the first block of a sequence that is computed without an adapter.
+# The parent of the first block of a sequence that is computed without an adapter, for a prompt without a cache salt.
 ROOT = 0
 # The slot of the recurrent state before the first token.
 NO_STATE = 0
@@ -41,11 +41,6 @@ class Adapter:
     name: str
     digest: bytes
     in_tower: bool = False
-
-    @property
-    def root(self) -> int:
-        """The parent of the first block of a sequence: below ROOT, and different for every digest."""
-        return -int.from_bytes(self.digest)
 
 
 class FinishReason(Enum):
@@ -169,6 +164,7 @@ class Request:
     detokenizer: finds stop strings; None without any: then the reader of the events makes text of tokens, many at once
         and not in the engine's thread.
     adapter: None to compute with the model alone.
+    cache_salt: sequences of other salts share no blocks with it; empty: none.
     session: whose rows the prompt begins with, and whose blocks it borrows; None: it has blocks of its own.
     """
 
@@ -181,11 +177,13 @@ class Request:
         detokenizer: Detokenizer | None,
         on_event: Callable[[Event], None],
         adapter: Adapter | None = None,
+        cache_salt: str = "",
         session: Session | None = None,
     ) -> None:
         self.id = id
         self.session = session
         self.adapter = adapter
+        self.cache_salt = cache_salt
         self.prompt = prompt
         self.media_keys = tuple(media_keys)
         self.sampling = sampling
@@ -225,8 +223,10 @@ class Request:
 
     @property
     def root(self) -> int:
-        """Parent of its first block: sequences of different adapters share no blocks."""
-        return self.adapter.root if self.adapter else ROOT
+        """Parent of its first block: ROOT, or below it and different for every adapter and cache salt, so that
+        sequences of different ones share no blocks."""
+        digest = salted(self.adapter.digest if self.adapter else b"", self.cache_salt)
+        return ROOT - int.from_bytes(digest)
 
     @property
     def max_tokens(self) -> int:
@@ -268,7 +268,9 @@ class Request:
         on_event: Callable[[Event], None],
     ) -> Request:
         """Adds another answer to the same prompt. It starts when this request has prefilled the prompt."""
-        sibling = Request(id, self.prompt, self.media_keys, sampling, detokenizer, on_event, self.adapter)
+        sibling = Request(
+            id, self.prompt, self.media_keys, sampling, detokenizer, on_event, self.adapter, self.cache_salt
+        )
         sibling.encoded_media, sibling.embeds = self.encoded_media, self.embeds
         self.siblings.append(sibling)
         return sibling

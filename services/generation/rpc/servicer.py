@@ -91,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         pruning = completed(request.pruning, pruning_message(model.pruning))
         of_media = adapter if adapter and adapter.in_tower else None
         opening = self._media.open(request.prompt, pruning, clock, of_media, **call)
+        salt = request.prompt.cache_salt
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:
             plan, prunings, num_kept = session.plan, session.prunings, session.num_kept
@@ -99,9 +100,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             prompt, listener = model.pruned(plan, num_kept, session.bounded), events.listener
-            question = Request(
-                request_id, prompt, session.media_keys, first, self._detokenizer(first), listener(0), adapter
-            )
+            detokenizer = self._detokenizer(first)
+            question = Request(request_id, prompt, session.media_keys, first, detokenizer, listener(0), adapter, salt)
             for index, each in enumerate(others, 1):
                 question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
             answers = (question, *question.siblings)

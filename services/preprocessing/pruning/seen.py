@@ -3,12 +3,12 @@
     request 1   slices A B      the means of B are kept
     request 2   slices B C      C is compared with B, and decoded alone
 
-They are found by content: the files of a slice, and how these are resized.
+They are found by content: the files of a slice, how these are resized, and the salt of the prompt's caches.
 """
 
 from __future__ import annotations
 
-from framesieve.common.contract.plan import Int32Array, tagged_digest
+from framesieve.common.contract.plan import Int32Array, salted, tagged_digest
 from framesieve.services.preprocessing.sources.last_used import LastUsed
 from framesieve.services.preprocessing.video.pictures import PictureIndex
 from framesieve.services.preprocessing.video.slices import PlannedMedia, PlannedVideo
@@ -26,18 +26,18 @@ class SeenSlices:
     def __init__(self) -> None:
         self._means = LastUsed[bytes, Int32Array](_MAX_BYTES, lambda means: means.nbytes)
 
-    def get(self, media: PlannedMedia, number: int) -> Int32Array | None:
+    def get(self, media: PlannedMedia, number: int, cache_salt: str) -> Int32Array | None:
         """The means of slice `number`, if a request has shown it."""
-        key = _key(media, number)
+        key = _key(media, number, cache_salt)
         return self._means.get(key) if key else None
 
-    def put(self, media: PlannedMedia, means: Int32Array) -> None:
+    def put(self, media: PlannedMedia, means: Int32Array, cache_salt: str) -> None:
         """Keeps those of the last slice."""
-        if key := _key(media, -1):
+        if key := _key(media, -1, cache_salt):
             self._means.put(key, means)
 
 
-def _key(media: PlannedMedia, number: int) -> bytes:
+def _key(media: PlannedMedia, number: int, cache_salt: str) -> bytes:
     """32 bytes that name the pixels of a slice; none for a video in a file."""
     if not (isinstance(media, PlannedVideo) and isinstance(media.index, PictureIndex)):
         return b""
@@ -47,4 +47,4 @@ def _key(media: PlannedMedia, number: int) -> bytes:
         with media.source.part(media.source.name, begins[place], ends[place]).open() as file:
             files.append(file.read())
     sent = repr((media.size_px, media.views, media.dtype)).encode()
-    return tagged_digest(_DOMAIN, (sent, *files))
+    return salted(tagged_digest(_DOMAIN, (sent, *files)), cache_salt)

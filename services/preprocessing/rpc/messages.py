@@ -74,7 +74,7 @@ def conversation_of(prompt: prompt_pb2.Prompt, max_inline_bytes: int = MAX_INLIN
     if not any(part for turn in turns for part in (*turn.parts, *turn.tool_calls)):
         raise InvalidRequest("hold no media and only empty text", field="prompt.messages")
     _check_sums(media, max_inline_bytes)
-    return Conversation(tuple(turns), tuple(media), tools, options)
+    return Conversation(tuple(turns), tuple(media), tools, options, prompt.cache_salt)
 
 
 def _tool(tool: prompt_pb2.Tool, name: str) -> Tool:

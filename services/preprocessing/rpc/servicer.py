@@ -98,6 +98,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         with ExitStack() as received:
             conversation, fetched_ns = await self._fetch(await _receive(requests, first.prompt, parsed, received))
             received.pop_all()  # from here on the plan owns the files
+        salt = conversation.cache_salt
         with span("plan"):
             planned = await self._plan(conversation)
         add_request_stats(prompt_tokens_full=planned.plan.tokens, media=len(planned.media))
@@ -111,7 +112,9 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     choice = choice_of(pruning, item, shares=sender is not None)
                 queue = ResponseQueue[PreprocessResponse](None)
                 task = asyncio.create_task(
-                    self._frames(media_index, planned.media[media_index], choice, repeats_of(item), sender, queue)
+                    self._frames(
+                        media_index, planned.media[media_index], choice, salt, repeats_of(item, salt), sender, queue
+                    )
                 )
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
                 async with aclosing(queue.until_done(task)) as responses:
@@ -158,6 +161,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         media_index: int,
         media: PlannedMedia,
         choice: Choice | None,
+        cache_salt: str,
         repeats: Repeats | None,
         sender: Sender | None,
         queue: ResponseQueue[PreprocessResponse],
@@ -165,7 +169,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         if isinstance(media, PlannedEmbeds):
             return
         with recording_decode(media_index) as stats:
-            made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
+            made = self._chosen(media, choice, cache_salt, stats) if choice else self._decoded(media, stats)
             async with aclosing(made) as slices:
                 async for each in slices:
                     if repeats:
@@ -175,11 +179,11 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                         await queue.put(response)
 
     async def _chosen(
-        self, media: PlannedVideo | PlannedPicture, choice: Choice, stats: DecodeStats
+        self, media: PlannedVideo | PlannedPicture, choice: Choice, cache_salt: str, stats: DecodeStats
     ) -> AsyncGenerator[Slice]:
         """The tokens that are kept of each slice."""
         assert isinstance(media, PlannedVideo)
-        skipped = await in_thread(partial(self._skip, media, choice))
+        skipped = await in_thread(partial(self._skip, media, choice, cache_salt))
         for each in skipped:
             yield each
         held = deque[bool]()  # of each slice that `choice` deferred
@@ -189,7 +193,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     holds = choice.defers and self._holding.try_reserve(choice.slice_bytes)
                     if choice.defers:
                         held.append(holds)
-                    if ready := await in_thread(partial(self._add, media, choice, each, holds)):
+                    if ready := await in_thread(partial(self._add, media, choice, cache_salt, each, holds)):
                         yield ready
             numbers = await asyncio.to_thread(choice.choose)
             async with aclosing(self._decoded(media.only(numbers), stats)) as slices:
@@ -212,16 +216,16 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 add_request_stats(frames=len(each.pixels))
                 yield each
 
-    def _add(self, media: PlannedMedia, choice: Choice, whole: Slice, holds: bool) -> Slice | None:
+    def _add(self, media: PlannedMedia, choice: Choice, cache_salt: str, whole: Slice, holds: bool) -> Slice | None:
         """As `choice.add`."""
         ready = choice.add(whole, holds)
         if (means := choice.last_means) is not None:
-            self._seen.put(media, means)
+            self._seen.put(media, means, cache_salt)
         return ready
 
-    def _skip(self, media: PlannedMedia, choice: Choice) -> Sequence[Slice]:
+    def _skip(self, media: PlannedMedia, choice: Choice, cache_salt: str) -> Sequence[Slice]:
         """The slices that the others are only compared with, if they need not be decoded."""
-        means = self._seen.get(media, choice.first - 1) if choice.first else None
+        means = self._seen.get(media, choice.first - 1, cache_salt) if choice.first else None
         return () if means is None else tuple(choice.skip(means))
 
 

@@ -13,21 +13,22 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from framesieve.common.contract.plan import MediaPlan, Modality, tagged_digest
+from framesieve.common.contract.plan import MediaPlan, Modality, salted, tagged_digest
 from framesieve.services.preprocessing.video.slices import Slice
 
 _DOMAIN = b"framesieve slice v1"
 
 
-def repeats_of(plan: MediaPlan) -> Repeats | None:
+def repeats_of(plan: MediaPlan, cache_salt: str = "") -> Repeats | None:
     """For the slices of a video; None for an image, whose tiles differ."""
-    return Repeats(plan) if plan.modality is Modality.VIDEO else None
+    return Repeats(plan, cache_salt) if plan.modality is Modality.VIDEO else None
 
 
 class Repeats:
-    """The slices of one video so far. They come in order."""
+    """The slices of one video so far. They come in order. cache_salt: of the digests, by which others find slices."""
 
-    def __init__(self, plan: MediaPlan) -> None:
+    def __init__(self, plan: MediaPlan, cache_salt: str) -> None:
+        self._cache_salt = cache_salt
         # A tower that takes groups of frames takes their times, too, so that each of its slices is another.
         self._timed = bool(plan.frames.group_frames)
         self._first_frames: dict[bytes, int] = {}
@@ -42,7 +43,7 @@ class Repeats:
             return made
         kept = b"" if made.kept is None else made.kept.tobytes()
         shape = struct.pack("<4q", *made.pixels.shape)
-        digest = tagged_digest(_DOMAIN, (shape, kept, made.pixels.data.cast("B")))
+        digest = salted(tagged_digest(_DOMAIN, (shape, kept, made.pixels.data.cast("B"))), self._cache_salt)
         first_frame = self._first_frames.setdefault(digest, made.first_frame)
         if self._timed or first_frame == made.first_frame:
             return replace(made, digest=digest)

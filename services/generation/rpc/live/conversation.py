@@ -400,7 +400,8 @@ class Conversation:
         prompt = session.begin(segment, self._model.input.embed_levels)
         keys = (b"",) * len(prompt.plan.media)  # one item at most: all media rows of the segment
         number = f"{session.id}/{session.count}"
-        request = Request(number, prompt, keys, params, detokenizer, on_event, self._wanted.adapter, session)
+        adapter = self._wanted.adapter
+        request = Request(number, prompt, keys, params, detokenizer, on_event, adapter, session=session)
         request.embeds = [segment.embeds] * len(keys)
         return request
 
