@@ -13,7 +13,7 @@ from pathlib import Path
 
 from framesieve.common.checkpoint import DEMO_MODEL
 
-DESCRIPTION = "a model with random weights, 73 M parameters: its answers mean nothing, its times are those of its size"
+DESCRIPTION = "random weights (73 M parameters): answers mean nothing, times are those of a model of this size"
 # Compiling takes longer than the run, and changes its times by little.
 FLAGS = {"encoder": ("--compile=off",), "generation": ("--compile=off",)}
 _TEXT = {
