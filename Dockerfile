@@ -32,7 +32,7 @@ COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
 COPY services/preprocessing $PACKAGE/services/preprocessing
 COPY demo/framesieve-demo $PACKAGE/framesieve-demo
-RUN useradd --system --uid 10001 framesieve
+RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve --mode=700 /uploads
 USER framesieve
 EXPOSE 50051 9101
 ENTRYPOINT ["python", "-m", "framesieve.services.preprocessing"]
@@ -90,7 +90,7 @@ COPY services/gateway $PACKAGE/services/gateway
 COPY framesieve/*.py framesieve/py.typed $PACKAGE/
 COPY framesieve/client $PACKAGE/client
 COPY demo/clip.mp4 $PACKAGE/
-RUN useradd --system --uid 10001 framesieve
+RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve --mode=700 /uploads
 USER framesieve
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "framesieve.services.gateway"]

@@ -36,6 +36,10 @@ class Tokens:
     def __init__(self, names: Mapping[bytes, str]) -> None:
         self._names = tuple(names.items())
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for _, name in self._names)
+
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads --auth-tokens-file: a name and a token on each line."""

@@ -20,6 +20,7 @@ from framesieve.common.security.tokens import Tokens, read_token
 from framesieve.common.serving.authentication import AuthenticationInterceptor
 from framesieve.common.serving.interceptors import RequestInterceptor
 from framesieve.common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
+from framesieve.common.telemetry.callers import begin_callers
 
 _OPTIONS = (
     # A second process on the same address fails, instead of getting half of the connections.
@@ -76,14 +77,21 @@ def _try_to_bind(what: str, host: str, port: int) -> None:
     raise StartupError(f"{what}: {why}")
 
 
-def guarded_server(settings: ServiceSettings, requests: RequestInterceptor) -> grpc.aio.Server:
+def guarded_server(
+    settings: ServiceSettings, requests: RequestInterceptor, counts_callers: bool = False
+) -> grpc.aio.Server:
     """A server that does not listen yet. It authenticates callers before `requests` handles their calls.
+
+    counts_callers: whether its methods count tokens, which then have series for each caller.
 
     Raises StartupError for an unusable tokens file.
     """
     interceptors: list[grpc.aio.ServerInterceptor] = [requests]
     if settings.auth_tokens_file is not None:
-        interceptors.insert(0, AuthenticationInterceptor(Tokens.read(settings.auth_tokens_file)))
+        tokens = Tokens.read(settings.auth_tokens_file)
+        interceptors.insert(0, AuthenticationInterceptor(tokens))
+        if counts_callers:
+            begin_callers(tokens.names)
         if settings.tls_cert is None and not is_local(settings.listen):
             log.warning("callers send tokens in plain text, because --tls-cert is not set", listen=settings.listen)
     # gRPC refuses a larger request before it has read it.

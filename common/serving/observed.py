@@ -13,6 +13,7 @@ import structlog
 from framesieve.common.channels import REQUEST_ID_KEY
 from framesieve.common.contract.errors import FramesieveError, PeerContract
 from framesieve.common.serving.status import status_message
+from framesieve.common.telemetry.callers import count_caller
 from framesieve.common.telemetry.logs import RequestStats, begin_request_stats
 from framesieve.common.telemetry.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
 from framesieve.common.telemetry.tracing import Attributes, RequestSpan
@@ -66,6 +67,7 @@ def observed(
             REFUSALS.labels(method, refusal.reason).inc()
         seconds = time.perf_counter() - start
         REQUEST_SECONDS.labels(method).observe(seconds)
+        count_caller(stats, seconds)
         _log_end(code, refusal, seconds, stats)
         span.end(code, None if code == "OK" else refusal.reason if refusal else code, stats)
 

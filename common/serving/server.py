@@ -94,6 +94,7 @@ async def serve(
     details: Mapping[str, str] | None = None,
     step: StepWatch | None = None,
     reaches: Callable[[], bool] = lambda: True,
+    counts_callers: bool = False,
 ) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health reports NOT_SERVING and running requests may finish.
 
@@ -104,13 +105,14 @@ async def serve(
     details: what health says beside the status, as metadata of its answers.
     step: a step that takes too long ends the process, since nothing ends a thread that waits for a device.
     reaches: whether the services that it calls can be reached; health reports it under the name READY.
+    counts_callers: whether its methods count tokens, which then have series for each caller.
     Returns FAILED if it was broken, CUT_OFF if requests outlasted --drain-s, else FINISHED. Raises StartupError where
     it cannot listen on its address or its metrics port.
     """
     close_spans = export_spans(stage_of(service))
     quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
     requests = RequestInterceptor(quotas, stage_of(service))
-    server = guarded_server(settings, requests)
+    server = guarded_server(settings, requests, counts_callers)
     register(server)
     health = Health(("", service, HEALTH), details or {})
     health.add_to(server)

@@ -139,17 +139,22 @@ class FramesieveClient:
 
     async def answer(self, messages: Sequence[Message], options: Options, *, metadata: Metadata = ()) -> Answer:
         """`ask` for a conversation that is given whole, as `events`."""
+        return await self.collected(self.events(messages, options, metadata=metadata), options)
+
+    async def collected(self, events: AsyncGenerator[Event], options: Options) -> Answer:
+        """The answer that all events of a request with these options add up to."""
         accepted: Accepted | None = None
         finished: list[Finished] = []
         deltas: list[Delta] = []
-        async for event in self.events(messages, options, metadata=metadata):
-            match event:
-                case Accepted():
-                    accepted = event
-                case Delta():
-                    deltas.append(event)
-                case Finished():
-                    finished.append(event)
+        async with aclosing(events):
+            async for event in events:
+                match event:
+                    case Accepted():
+                        accepted = event
+                    case Delta():
+                        deltas.append(event)
+                    case Finished():
+                        finished.append(event)
         choices = sorted(finished, key=lambda event: event.choice_index)
         if accepted is None or [each.choice_index for each in choices] != list(range(options.get("n") or 1)):
             raise PeerContract(f"the stream from {self.address} ended before all completions were finished")

@@ -21,6 +21,7 @@ from framesieve.common.security.tokens import Tokens
 from framesieve.common.serving.guards import check_listen, upstream_credentials
 from framesieve.common.serving.health import READY
 from framesieve.common.serving.server import run
+from framesieve.common.telemetry.callers import begin_callers
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import BUILD_INFO, begin_method
 from framesieve.common.telemetry.otlp import export_spans
@@ -52,6 +53,7 @@ async def main() -> ExitStatus:
     close_spans = export_spans("gateway")
     credentials = upstream_credentials(settings)
     tokens = Tokens.read(settings.auth_tokens_file) if settings.auth_tokens_file else None
+    begin_callers(tokens.names if tokens else ())
     quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
     access: Access = {
         "tls_ca": settings.upstream_tls_ca,
@@ -77,12 +79,12 @@ async def main() -> ExitStatus:
 
         models = Models(client)
         limits = Limits(settings.upload_max_bytes, settings.upload_disk_bytes, settings.upload_expires_s)
-        files = Files(settings.upload_root, settings.upload_path, limits)
+        files = Files(settings.upload_root, limits)
         if settings.upload_root is not None:
             tempfile.tempdir = str(settings.upload_root)  # files arrive on the disk that keeps them, not in /tmp
         expiring = asyncio.create_task(files.expire())
         questions = Questions(client, models, files, settings.max_inline_bytes)
-        kept = Kept(client, settings.encoder, access, files, questions.max_body_bytes)
+        kept = Kept(client, settings.encoder, access, files, questions.body_limit)
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
         realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models)
         app = routes(questions, models, files, kept, realtime, is_well)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
@@ -14,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from framesieve.services.gateway import openapi
 from framesieve.services.gateway.chat import endpoint as chat
 from framesieve.services.gateway.files import Files
 from framesieve.services.gateway.kept import Kept
@@ -21,7 +24,7 @@ from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.page import PAGE_ROUTES
 from framesieve.services.gateway.questions import Questions
 from framesieve.services.gateway.realtime.endpoint import Realtime
-from framesieve.services.gateway.responses import endpoint as responses
+from framesieve.services.gateway.responses.endpoint import Responses
 
 
 def routes(
@@ -38,20 +41,32 @@ def routes(
         well = await is_well()
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
 
+    about = {
+        "version": version("framesieve"),
+        "max_inline_bytes": questions.max_inline_bytes,
+        "uploads": files.limits and asdict(files.limits),
+    }
+
+    async def told(request: Request) -> Response:
+        return JSONResponse(about)
+
+    answers = Responses(questions)
     found: list[BaseRoute] = [
         Route("/v1/chat/completions", partial(questions.answer, translated=chat.translated), methods=["POST"]),
-        Route("/v1/responses", partial(questions.answer, translated=responses.translated), methods=["POST"]),
+        Route("/v1/responses", answers.endpoint, methods=["POST"]),
+        Route("/v1/responses/{response_id}", answers.response_endpoint, methods=["GET", "DELETE"]),
         WebSocketRoute("/v1/realtime", realtime.endpoint),
         Route("/v1/models", models.endpoint),
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
         Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
-        *PAGE_ROUTES,
         Route("/health", health),
+        Route("/version", told),
         Route("/metrics", _metrics),
     ]
-    return Router(found, default=_nowhere)
+    found.append(Route("/openapi.json", openapi.endpoint_of(found)))
+    return Router([*found, *PAGE_ROUTES], default=_nowhere)
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:

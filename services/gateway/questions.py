@@ -26,7 +26,7 @@ from framesieve.client.prompt import Message, Options
 from framesieve.common.contract.errors import FramesieveError
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.gateway.files import Files, Uploads
-from framesieve.services.gateway.http.body import body_limit, read_body, unless_left
+from framesieve.services.gateway.http.body import BodyLimit, read_body, unless_left
 from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
@@ -56,7 +56,8 @@ class Question:
     """A body, translated. options: without the request's id and adapter, which are added.
 
     writer: makes the writer of its answer from the request's id and the model's name. logged: for the gateway's log.
-    name_of: the field of the body, by that of the gRPC request.
+    name_of: the field of the body, by that of the gRPC request. stored_bytes: of earlier messages that are not in the
+    body.
     """
 
     model: str | None
@@ -66,6 +67,7 @@ class Question:
     writer: Callable[[str, str], AnswerWriter]
     logged: Mapping[str, object] = field(default_factory=dict)
     name_of: Callable[[str], str] = str
+    stored_bytes: int = 0
 
 
 class Questions:
@@ -75,26 +77,26 @@ class Questions:
         self._client = client
         self._models = models
         self._files = files
-        self.max_body_bytes = body_limit(max_inline_bytes)
+        self.max_inline_bytes = max_inline_bytes
+        self.body_limit = BodyLimit.inline(max_inline_bytes)
 
     async def answer(self, request: Request, translated: Callable[[bytearray, Uploads], Question]) -> Response:
         """translated: runs in a thread; raises InvalidRequest."""
         call = Call.of(request)
-        body = await read_body(request, self.max_body_bytes, call.charge)
-        uploads = partial(self._files.server_path, owner=call.owner)
+        body = await read_body(request, self.body_limit, call.charge)
+        uploads = partial(self._files.url, owner=call.owner)
         question = await asyncio.to_thread(translated, body, uploads)
         del body
+        call.charge_stored(question.stored_bytes)
         structlog.contextvars.bind_contextvars(**{name: value for name, value in question.logged.items() if value})
         model = await unless_left(request, self._models.find(question.model, call.metadata))
         writer = question.writer(call.request_id, model.name)
         options = Options(**question.options, request_id=call.request_id, adapter=model.adapter)
         with in_words(question.name_of):
+            events = _counted(self._client.events(question.messages, options, metadata=call.metadata))
             if not question.is_streamed:
-                asking = self._client.answer(question.messages, options, metadata=call.metadata)
-                answer = await unless_left(request, asking)
-                _count(answer.usage)
+                answer = await unless_left(request, self._client.collected(events, options))
                 return JSONResponse(writer.whole(answer))
-            events = self._client.events(question.messages, options, metadata=call.metadata)
             # Errors up to here, among them all of the prompt, have their HTTP status.
             accepted = await unless_left(request, anext(events))
         assert isinstance(accepted, Accepted)
@@ -117,9 +119,7 @@ async def _sent(
                     if not isinstance(event, Accepted | Progress):
                         for sent in writer.next(event):
                             yield sent
-        usage, timings = cost_of(finished)
-        _count(usage)
-        for sent in writer.end(usage, timings):
+        for sent in writer.end(*cost_of(finished)):
             yield sent
     except (asyncio.CancelledError, GeneratorExit):
         call.outcome.code = "CANCELLED"
@@ -134,9 +134,22 @@ def server_sent(value: object, name: str | None = None) -> ServerSent:
     return {"data": data} if name is None else {"event": name, "data": data}
 
 
-def _count(usage: Usage) -> None:
-    add_request_stats(
-        prompt_tokens_full=usage.prompt_tokens_full,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-    )
+async def _counted(events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
+    """The events, whose tokens it counts for the request, however that ends."""
+    usage: Usage | None = None
+    completion_tokens = 0
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Delta):
+                    completion_tokens += len(event.token_ids)
+                elif isinstance(event, Accepted | Finished):
+                    usage = event.usage
+                yield event
+    finally:
+        if usage is not None:
+            add_request_stats(
+                prompt_tokens_full=usage.prompt_tokens_full,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=completion_tokens,
+            )

@@ -138,7 +138,16 @@ async def main() -> ExitStatus:
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             reach = Reach(ready_preprocessing, ready_encoder)
-            status = await serve(SERVICE, settings, register, lambda: engine.alive, broken, step=step, reaches=reach)
+            status = await serve(
+                SERVICE,
+                settings,
+                register,
+                lambda: engine.alive,
+                broken,
+                step=step,
+                reaches=reach,
+                counts_callers=True,
+            )
     if workers and model.device.type == "cuda":  # see `compute.group.leave`
         os._exit(status)
     return status

@@ -17,6 +17,7 @@ from framesieve.services.settings import page
         (["--max-model-len", "5"], {}, 5),
         ([], {"FRAMESIEVE_MAX_MODEL_LEN": "5"}, 5),
         (["--max-model-len", "4", "--max-model-len=5"], {"FRAMESIEVE_MAX_MODEL_LEN": "6"}, 5),
+        (["--max-model-len=None"], {"FRAMESIEVE_MAX_MODEL_LEN": "6"}, None),
         ([], {"MAX_MODEL_LEN": "5"}, None),
     ],
 )

@@ -37,7 +37,8 @@ def test_each_alert_has_a_severity_and_a_section_of_the_runbook() -> None:
     assert re.findall(r"^## (.*)$", RUNBOOK, re.MULTILINE) == list(ALERTS)
     for alert, rule in ALERTS.items():
         assert rule["labels"]["severity"] in ("critical", "warning"), alert
-        assert rule["annotations"]["runbook"] == f"docs/runbook.md, section {alert}"
+        place = '{{ or $externalLabels.runbook "docs/runbook.md" }}'
+        assert rule["annotations"]["runbook_url"] == f"{place}#{alert.lower()}"
 
 
 def test_flags_in_the_runbook_exist() -> None:

@@ -50,6 +50,15 @@ def test_the_gateway_has_settings_for_all_its_variables(file: str, monkeypatch: 
     assert compose()["gateway"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
+def test_the_gateway_writes_uploads_where_preprocessing_reads_them() -> None:
+    for service, mode in (("gateway", ""), ("preprocessing", ":ro")):
+        root = compose()[service]["environment"]["FRAMESIEVE_UPLOAD_ROOT"]
+        assert f"uploads:{root}{mode}" in compose()[service]["volumes"]
+        # A new volume has the owner of the image's folder.
+        target = (ROOT / "Dockerfile").read_text().partition(f" AS {service}\n")[2].partition("\nFROM ")[0]
+        assert f"install --directory --owner=framesieve --mode=700 {root}\n" in target
+
+
 @pytest.mark.parametrize("service", SETTINGS)
 def test_guarded_health_checks_use_the_name_in_the_certificate(service: str, tmp_path: Path) -> None:
     told = compose(GUARDED)[service]

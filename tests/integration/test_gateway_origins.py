@@ -24,7 +24,7 @@ def test_pages_of_other_origins_need_no_token_for_a_preflight_and_can_read_error
     flags = ["--auth-tokens-file", str(tmp_path / "tokens"), "--cors-origins", page["origin"]]
     flags += ["--max-requests-per-client", "1", "--max-requests", "2"]
     with gateway(stack.address, tmp_path, *flags) as guarded, guarded.http() as client, guarded.http() as other:
-        assert client.get("/health").status_code == 200
+        assert [client.get(path).status_code for path in ("/health", "/openapi.json")] == [200, 200]
         asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
         preflight = client.options("/v1/chat/completions", headers={**page, **asked})
         assert preflight.status_code == 200

@@ -10,8 +10,10 @@ import json
 import re
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from framesieve.client.answer import Accepted
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import encode
+from framesieve.client.live_events import LiveFinished
 from framesieve.client.prompt import Video
 from framesieve.common.channels import open_channel
 from framesieve.common.contract import errors
@@ -36,9 +39,10 @@ from framesieve.common.contract.retention import Pruning
 from framesieve.common.process import free_port
 from tests import media
 from tests.integration.conftest import idle, metric
-from tests.integration.fleet import until
+from tests.integration.fleet import exported, metric_in, until
 from tests.integration.gateway import gateway
 from tests.integration.gateway import question as http_question
+from tests.integration.test_metrics import documented, families, seen
 
 MAX_REQUESTS = 2
 MAX_BYTES = 2**20
@@ -142,6 +146,64 @@ def test_the_gateway_serves_tls_and_passes_tokens_on(guarded: Guarded, tmp_path:
             headers = {"authorization": f"Bearer {token}"}
             assert client.post("/v1/chat/completions", json=asked, headers=headers).status_code == status
         assert client.post("/v1/chat/completions", json=asked).status_code == 401
+
+
+async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Guarded, tmp_path: Path) -> None:
+    """By each service for its own callers: alice's token is the gateway's, which counts those of carol."""
+    carol, metrics_port = "carol-0123456789-token", guarded.stack.metrics_ports["generation"]
+    (tmp_path / "tokens").write_text(f"carol {carol}\n")
+    own = guarded.secrets / "alice"
+    flags = ("--auth-tokens-file", str(tmp_path / "tokens"), "--upstream-token-file", f"{own}/token")
+    tls = ("--tls-cert", f"{own}/cert.pem", "--tls-key", f"{own}/key.pem", "--upstream-tls-ca", f"{own}/ca.pem")
+
+    def used(text: str, name: str) -> list[float]:
+        """Prompt tokens, tokens of answers, seconds."""
+        count = partial(metric_in, text, client=name)
+        tokens = [count("framesieve_client_tokens_total", kind=kind) for kind in ("prompt", "completion")]
+        return [*tokens, count("framesieve_client_seconds_total")]
+
+    def grown(text: str, before: str, name: str) -> list[float]:
+        return [now - then for now, then in zip(used(text, name), used(before, name), strict=True)]
+
+    before, since = exported(metrics_port), time.monotonic()
+    with gateway(guarded.stack.address, tmp_path, *flags, *tls, tls=own / "ca.pem") as door:
+        trusting = ssl.create_default_context(cafile=own / "ca.pem")
+        with door.http(verify=trusting, headers={"authorization": f"Bearer {carol}"}) as client:
+            fresh = client.get("/metrics").text
+            assert 'framesieve_client_tokens_total{client="carol",kind="prompt"} 0.0' in fresh
+            asked = http_question("Why?", max_tokens=4)
+            usage = client.post("/v1/chat/completions", json=asked).raise_for_status().json()["usage"]
+            client.get("/v1/models").raise_for_status()
+            client.post("/v1/chat/completions", json=asked | {"temperature": -1})
+            await idle(guarded.stack)
+            text, at_generation = client.get("/metrics").text, exported(metrics_port)
+            prompt, completion, seconds = used(text, "carol")
+            assert [prompt, completion] == [usage["prompt_tokens"], usage["completion_tokens"]]
+            assert 0 < seconds < time.monotonic() - since
+            assert grown(at_generation, before, "alice")[:2] == [prompt, completion]
+            endless = http_question("Why?", max_tokens=900, ignore_eos=True, stream=True)
+            with client.stream("POST", "/v1/chat/completions", json=endless) as left:
+                next(left.iter_lines())
+            await idle(guarded.stack)
+            await until(lambda: not metric_in(client.get("/metrics").text, "framesieve_requests_running"))
+            prompt, completion, _ = grown(client.get("/metrics").text, text, "carol")
+            charged = grown(exported(metrics_port), at_generation, "alice")
+            assert (prompt, 0 < completion <= charged[1] < 900) == (charged[0], True)
+    async with guarded.client("bob") as bob, bob.live() as session:
+        events = session.events()
+        for time_s in (0.0, 0.5):
+            await session.show(media.picture(56, 56), time_s)
+        answer = await session.answer("Why?", max_new_tokens=4)
+        await session.close()
+        *_, last = [event async for event in events]
+    await idle(guarded.stack)
+    assert isinstance(last, LiveFinished)
+    prompt, completion, seconds = grown(text := exported(metrics_port), before, "bob")
+    of_question = answer.usage.prompt_tokens - answer.usage.cached_prompt_tokens
+    assert (prompt, completion) == (last.usage.media_tokens + of_question, answer.usage.completion_tokens)
+    assert seconds > 0
+    by_caller = {name: family for name, family in families(text).items() if name.startswith("framesieve_client_")}
+    assert {name: seen(family, {"client"}) for name, family in by_caller.items()} == documented("callers")
 
 
 async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(alice: FramesieveClient) -> None:

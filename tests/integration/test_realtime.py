@@ -41,7 +41,7 @@ from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProto
 from framesieve.services.gateway.realtime.request import REFUSED, parse
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
-from tests.integration.fleet import Stack, running
+from tests.integration.fleet import Stack, running, until
 from tests.integration.gateway import Gateway, data_url, gateway
 from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
 
@@ -170,6 +170,17 @@ async def test_it_answers_as_by_grpc(door: Gateway, stack: Stack) -> None:
         "conversation.item.done",
         "response.done",
     ]
+    usages = [each["usage"] for each in answers]
+    asked = sum(each["input_tokens"] - each["input_token_details"]["cached_tokens"] for each in usages)
+    prompt_tokens = asked + sum(len(each["kept"]) for each in told)
+    counted = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(each["output_tokens"] for each in usages)}
+
+    def is_counted(log: str) -> bool:
+        ended = [json.loads(line) for line in log.splitlines() if '"request ended"' in line]
+        return any(each.items() >= counted.items() for each in ended)
+
+    await until(lambda: is_counted(door.log.read_text()))
+    await until(lambda: is_counted(stack.log("generation")))
 
 
 def system(text: str) -> prompt_pb2.Message:

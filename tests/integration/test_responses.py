@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,16 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
+from framesieve.client.answer import Timings, Usage
 from framesieve.client.prompt import Options
+from framesieve.services.gateway.http.errors import TooLarge
+from framesieve.services.gateway.responses.earlier import continued
+from framesieve.services.gateway.responses.request import parse
+from framesieve.services.gateway.responses.response import ResponseWriter
+from framesieve.services.gateway.responses.store import RESPONSE_BYTES, STORED_S, ResponseStore, Stored
 from framesieve.v1 import generation_pb2, generation_pb2_grpc
 from tests import media
+from tests.framesieve.instant_loop import run
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import Stack, metric_in
 from tests.integration.gateway import Gateway, data_url, gateway
@@ -76,6 +84,20 @@ SAME: dict[str, tuple[dict[str, Any], list[Message]]] = {
                 Text("Why?"),
             )
         ],
+    ),
+    "a video in either field": (
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        part("video", video_url=CLIP_URL, mm_processor_kwargs={"num_frames": 2}),
+                        part("video", input_video={"url": CLIP_URL}, pruning={"rate": 0.5}),
+                    ],
+                }
+            ],
+        },
+        [user(Video(data=CLIP, num_frames=2), Video(data=CLIP, pruning=Pruning(0.5)))],
     ),
     "earlier turns, as clients echo them": (
         {
@@ -171,7 +193,7 @@ async def test_a_stream_builds_the_same_response(http: httpx.Client) -> None:
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     assert events[0]["response"]["status"] == "in_progress"
     assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if whole["status"] == "incomplete" else None)
-    repeated = {"metadata": {"run": "7"}, "user": "ann", "temperature": 0, "max_output_tokens": 8, "store": False}
+    repeated = {"metadata": {"run": "7"}, "user": "ann", "temperature": 0, "max_output_tokens": 8, "store": True}
     assert whole.items() >= repeated.items()
 
 
@@ -201,11 +223,11 @@ def with_part(**fields: Any) -> dict[str, Any]:
 
 UNHELD = {"type": "object", "properties": {"seen": {"type": "array", "uniqueItems": True}}}
 REFUSED = [
-    ({"previous_response_id": "resp_1"}, 400, "previous_response_id", "send their items in input"),
-    ({"conversation": {"id": "conv_1"}}, 400, "conversation", "not kept"),
+    ({"previous_response_id": "resp_1"}, 400, "previous_response_id", "send the items of the conversation in input"),
+    ({"conversation": {"id": "conv_1"}}, 400, "conversation", "send previous_response_id"),
     ({"prompt": {"id": "pmpt_1"}}, 400, "prompt", "not kept"),
-    ({"store": True}, 400, "store", "not kept"),
-    ({"background": True}, 400, "background", "not kept"),
+    ({"store": "always"}, 400, "store", "'always'"),
+    ({"background": True}, 400, "background", "the request that asks"),
     ({"include": ["file_search_call.results"]}, 400, "include[0]", "file_search_call.results"),
     ({"tool_choice": {"type": "function", "name": "weather"}}, 400, "tool_choice", "'weather'"),
     ({"truncation": "auto"}, 400, "truncation", "'auto'"),
@@ -218,7 +240,7 @@ REFUSED = [
         "/properties/seen",
     ),
     ({"text": {"format": {"type": "json_schema", "schema": UNHELD}}}, 400, "text.format.name", "must be set"),
-    (with_item(type="item_reference", id="msg_1"), 400, "input[1].type", "item_reference"),
+    (with_item(type="item_reference", id="msg_1"), 404, "input[1].id", "send the item itself"),
     (with_item(type="web_search_call"), 400, "input[1].type", "function_call_output"),
     (with_item(role="user", content=[{"type": "input_audio"}]), 400, "input[1].content[0].type", "input_file"),
     (with_item(role="user", content=[WHY | {"x": 1}]), 400, "input[1].content[0].x", "is not a field"),
@@ -230,6 +252,8 @@ REFUSED = [
         "input[0].content[1].mm_processor_kwargs.fps",
         "must be",
     ),
+    (with_part(type="input_video"), 400, "input[0].content[1]", "exactly one of"),
+    (with_part(type="input_video", input_video={"url": "a.mp4"}), 400, "input[0].content[1].input_video.url", "start"),
     (with_part(type="input_image", image_url="http://127.0.0.1/a.png"), 403, "input[0].content[1].image_url", "127.0"),
     (with_part(type="input_image", file_id="file-1"), 404, "file_id", "names no file"),
 ]
@@ -251,6 +275,10 @@ def test_the_old_completions_name_the_path_to_use(http: httpx.Client) -> None:
 
 
 CALLS = (("call_1", "weather", '{"city":"Kyoto"}'), ("call_2", "weather", '{"city":"Rome"}'))
+
+
+CALLING_MAX_BYTES = 50_000
+"""Of one client of `calling`."""
 
 
 class Played(generation_pb2_grpc.GenerationServiceServicer):
@@ -301,7 +329,10 @@ def played() -> Played:
 def calling(played: Played, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("scripted")
     register = partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, played)
-    with served(register) as address, gateway(address, folder) as started:
+    with (
+        served(register) as address,
+        gateway(address, folder, "--max-bytes-per-client", str(CALLING_MAX_BYTES)) as started,
+    ):
         yield started
 
 
@@ -373,6 +404,129 @@ def test_openai_clients_send_the_results_of_calls(calling: Gateway, played: Play
         },
         *({"role": "ROLE_TOOL", "parts": [{"text": "Rain."}], "toolCallId": call[0]} for call in CALLS),
     ]
+
+
+def test_a_conversation_goes_on_as_if_all_its_items_were_sent(calling: Gateway, played: Played) -> None:
+    """Its media are read as their own request said, and the instructions are those of the last request alone."""
+    asked = {"role": "user", "content": [part("video", video_url=CLIP_URL), WHY]}
+    reading = {"mm_processor_kwargs": {"num_frames": 4}, "pruning": {"rate": 0.5}}
+    results = [{"type": "function_call_output", "call_id": call[0], "output": "Rain."} for call in CALLS]
+    with openai.OpenAI(base_url=f"{calling.url}/v1", api_key="alice") as client:
+        ask = partial(client.responses.create, model="scripted", tools=[WEATHER])
+
+        def turns_of(**body: Any) -> list[dict[str, Any]]:
+            assert ask(**body).store is (body.get("store") is not False)
+            return [MessageToDict(each) for each in played.asked.prompt.messages]
+
+        *_, last = ask(input=[asked], instructions="Be brief.", stream=True, extra_body=reading)
+        first = last.response
+        assert first.store
+        assert client.responses.retrieve(first.id) == first
+        second = ask(input=results, previous_response_id=first.id)
+        assert (second.previous_response_id, second.store) == (first.id, True)
+        then = {"instructions": "Be long.", "input": "And then?", "extra_body": {"pruning": {"rate": 0.25}}}
+        by_id = turns_of(previous_response_id=second.id, **then)
+        items = [
+            {"role": "user", "content": [part("video", video_url=CLIP_URL, **reading), WHY]},
+            *first.output,
+            *results,
+            *second.output,
+            {"role": "user", "content": "And then?"},
+        ]
+        assert by_id == turns_of(**then | {"input": items, "store": False})
+        assert [turn["role"].removeprefix("ROLE_").lower() for turn in by_id] == [
+            *("system", "user", "assistant", "tool", "tool", "assistant", "user")
+        ]
+        references = [{"type": "item_reference", "id": each.id} for each in (*first.output, *second.output)]
+        by_reference = [items[0], *references[:3], *results, *references[3:], items[-1]]
+        assert by_id == turns_of(**then | {"input": by_reference})
+        with pytest.raises(openai.BadRequestError, match="another replica") as caught:
+            ask(input="?", previous_response_id=first.id, extra_headers={"authorization": "Bearer mallory"})
+        assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+        with pytest.raises(openai.NotFoundError, match="item itself"):
+            ask(input=references[:1], extra_headers={"authorization": "Bearer mallory"})
+        unstored = ask(input="Hi", store=False)
+        assert unstored.store is False
+        with pytest.raises(openai.NotFoundError, match=r"store: false"):
+            client.responses.retrieve(unstored.id)
+        client.responses.delete(first.id)
+        with pytest.raises(openai.BadRequestError):
+            ask(input="?", previous_response_id=second.id)
+
+
+def test_a_conversation_that_is_continued_counts_in_the_callers_budget(calling: Gateway) -> None:
+    half = "x" * (CALLING_MAX_BYTES // 2)
+    with calling.http() as http:
+        first = http.post("/v1/responses", json={"input": half}).raise_for_status().json()
+        then = {"previous_response_id": first["id"], "input": "Why?"}
+        second = http.post("/v1/responses", json=then).raise_for_status().json()
+        refused = http.post("/v1/responses", json={"previous_response_id": second["id"], "input": half})
+    assert refused.status_code == 400
+    assert f"--max-bytes-per-client is {CALLING_MAX_BYTES}" in refused.json()["error"]["message"]
+
+
+def test_what_a_request_brings_from_the_store_is_bounded() -> None:
+    """However often it names it."""
+    item = {"type": "message", "id": "msg_1_0", "role": "assistant", "content": "x" * 1000}
+    answered = json.dumps({"output": [item]}).encode()
+    reference = {"type": "item_reference", "id": "msg_1_0"}
+
+    def bring(limit_bytes: int, **body: Any) -> int:
+        return continued(parse(json.dumps({"input": "?"} | body).encode()), store, "alice", limit_bytes).stored_bytes
+
+    store = ResponseStore()
+    run(kept(store, "resp_1", Stored("alice", None, b'{"input": "Hi"}', answered)))
+    assert bring(4000, input=[reference] * 3) == 3 * len(answered)
+    with pytest.raises(TooLarge, match=r"^input\[3\] needs .* at most 4000 are allowed; send files by URL"):
+        bring(4000, input=[reference] * 4)
+    assert bring(4000, previous_response_id="resp_1") > len(answered)
+    with pytest.raises(TooLarge, match=r"^previous_response_id needs"):
+        bring(2000, previous_response_id="resp_1")
+
+
+async def kept(store: ResponseStore, response_id: str, response: Stored) -> None:
+    assert store.keep(response_id, response)
+
+
+def stored(size_bytes: int = 0, previous: str | None = None) -> Stored:
+    return Stored("alice", previous, bytes(size_bytes), b"")
+
+
+def test_stored_responses_are_bounded_in_bytes() -> None:
+    store = ResponseStore()
+
+    async def fill() -> None:
+        assert not store.keep("resp_0", stored(RESPONSE_BYTES))
+        for number in range(1, 6):
+            assert store.keep(f"resp_{number}", stored(RESPONSE_BYTES - 2**16, "resp_1" if number == 4 else None))
+
+    run(fill())
+    # The first is continued by the fourth, so that the second is the one that was not used for the longest time.
+    assert [number for number in range(6) if store.find(f"resp_{number}", "alice")] == [1, 3, 4, 5]
+    assert [name for name, _ in store.conversation("resp_4", "alice") or ()] == ["resp_1", "resp_4"]
+
+
+def test_stored_responses_end_an_hour_after_the_last_that_continues_them() -> None:
+    store = ResponseStore()
+
+    async def wait() -> None:
+        store.keep("resp_1", stored())
+        store.keep("resp_2", stored())
+        await asyncio.sleep(STORED_S / 2)
+        store.keep("resp_3", stored(previous="resp_1"))
+        await asyncio.sleep(STORED_S / 2 + 1)
+        assert [number for number in (1, 2, 3) if store.find(f"resp_{number}", "alice")] == [1, 3]
+        await asyncio.sleep(STORED_S / 2)
+        assert not [number for number in (1, 2, 3) if store.find(f"resp_{number}", "alice")]
+        assert store.keep("resp_4", stored())
+
+    run(wait())
+
+
+def test_a_response_that_the_store_does_not_take_says_so() -> None:
+    told = ResponseWriter({}, "scripted", lambda told: False)
+    (last,) = told.end(Usage(1, 1, 1, ()), Timings(*[0.0] * len(fields(Timings))))
+    assert json.loads(last["data"])["response"]["store"] is False
 
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
@@ -451,6 +605,7 @@ def test_a_failure_is_the_last_event(calling: Gateway) -> None:
             "server_error",
         )
         assert "generation" in failed["error"]["message"]
+        assert failed["store"] is False
         text = http.get("/metrics").text
     assert metric_in(text, "framesieve_requests_total", method="Responses", code="UNAVAILABLE") == 1
 
@@ -472,6 +627,12 @@ def test_calls_of_real_services_are_made_and_their_results_answered(scripted: St
         after = body | {"input": [asked, call, result], "max_output_tokens": 8}
         answer = http.post("/v1/responses", json=after).raise_for_status().json()
         assert answer["usage"]["input_tokens"] > response["usage"]["input_tokens"]
+        continued = body | {"previous_response_id": response["id"], "input": [result], "max_output_tokens": 8}
+        again = http.post("/v1/responses", json=continued).raise_for_status().json()
+        assert (again["output"][0]["content"], again["usage"]["input_tokens"]) == (
+            answer["output"][0]["content"],
+            answer["usage"]["input_tokens"],
+        )
         broken = http.post("/v1/responses", json=body | {"input": [asked, call | {"arguments": "x"}, result]})
         assert (broken.status_code, broken.json()["error"]["param"]) == (400, "input[1].arguments"), broken.text
         free = http.post("/v1/responses", json=body | {"tools": [WEATHER, CLOCK]}).raise_for_status().json()

@@ -227,10 +227,12 @@ def source_of(part: Strict, fields: Sequence[str], name: str, uploads: Uploads) 
         text = f"must have exactly one of {', '.join(fields[:-1])} and {fields[-1]}"
         raise InvalidRequest(text, field=name)
     (field,) = given
-    value: str = getattr(part, field)
+    value: Location | str = getattr(part, field)
+    if isinstance(value, Location):
+        return _located(value.url, f"{name}.{field}.url")
     match field:
         case "file_id":
-            return {"server_path": uploads(value)}
+            return {"url": uploads(value)}
         case "file_data":
             return _contained(value, f"{name}.{field}")
     return _located(value, f"{name}.{field}")

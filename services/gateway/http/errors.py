@@ -37,13 +37,21 @@ _INTERNAL = (500, "internal_error")
 
 _INSTEAD = {"/v1/completions": ", only POST /v1/chat/completions", "/v1/realtime": ", only a WebSocket"}
 
-_REMEDIES = {IN_PYTHON: "send larger files as an https URL, or upload them to /v1/files first"}
+LARGER_UPLOADS = "give larger files as an https URL or a file: path below --media-root"
+LARGER_BODIES = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
+_REMEDIES = {IN_PYTHON: LARGER_BODIES}
 
 
 class NotFound(InvalidRequest):
-    """A model, file or path that does not exist."""
+    """A model, file, response or path that does not exist."""
 
     reason = "NOT_FOUND"
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """A response that is to be continued and is not stored. Clients know OpenAI's code, and send the items instead."""
+
+    reason = "previous_response_not_found"
 
 
 class WrongMethod(InvalidRequest):
@@ -83,6 +91,12 @@ _STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
     (Unavailable, 503, "service_unavailable_error"),
     (DeadlinePassed, 504, "timeout_error"),
 )
+
+STATUS_TEXTS = {
+    status: " ".join(kind.__doc__ or "" for kind, each, _ in _STATUSES if each == status)
+    for status in sorted({status for _, status, _ in _STATUSES})
+} | {_INTERNAL[0]: "A bug, or a service that broke the contract. The error has the id of the request."}
+"""What each status of an error means."""
 
 
 def status_of(error: FramesieveError) -> int:

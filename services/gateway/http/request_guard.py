@@ -57,8 +57,9 @@ class ClientLeft(Exception):
 class Call:
     """The running request, for its endpoint.
 
-    owner: of uploaded files, sha256 of the caller's token. charge: counts bytes of the body for the client's quota; a
-    negative number gives back those of a message that was served.
+    owner: of uploaded files and stored responses, sha256 of the caller's token. charge: counts bytes of the body for
+    the client's quota; a negative number gives back those of a message that was served. charge_stored: counts bytes
+    that did not come with the request.
     metadata: of calls to generation. outcome: to be set where an error comes after the response has begun. drain: what
     must end such a response before its time.
     """
@@ -67,6 +68,7 @@ class Call:
     method: str
     owner: str
     charge: Charge
+    charge_stored: Charge
     metadata: Metadata
     outcome: Outcome
     drain: Drain
@@ -150,7 +152,7 @@ class RequestGuard:
             owner = hashlib.sha256((token or "").encode()).hexdigest()
             scope["app"] = self  # the router raises HTTPException instead of answering in plain text
             scope[_CALL] = Call(
-                bound_request_id(), method, owner, _counted(charge, method), metadata, outcome, self.drain
+                bound_request_id(), method, owner, _counted(charge, method), charge, metadata, outcome, self.drain
             )
             async with self.drain.limited() as limit:
                 response.on_begin = partial(self.drain.lift, limit)

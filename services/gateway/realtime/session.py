@@ -238,6 +238,7 @@ class Session:
                 case "finished":
                     await self._finish(response.finished)
                 case _:
+                    add_request_stats(prompt_tokens=sum(response.slice.kept.shape))  # [K]; of others: none
                     if response.dropped.reason == DROP_REASON_REFUSED:
                         await self._send(self._refused(response.dropped))
                     if event := own_event(self.names, response):
@@ -247,7 +248,9 @@ class Session:
     async def _finish(self, finished: LiveFinished) -> None:
         answer = await self._answer_of(finished.ask_id)
         del self._answers[finished.ask_id]
-        add_request_stats(completion_tokens=finished.finished.usage.completion_tokens)
+        usage = finished.finished.usage
+        asked = usage.prompt_tokens - usage.cached_prompt_tokens  # without what the session held before it
+        add_request_stats(prompt_tokens=asked, completion_tokens=usage.completion_tokens)
         if error := _error_of(finished):
             await self._send(error_event(self.names, error, answer.event_id))
         await self._send_all(answer.finished(finished, error))

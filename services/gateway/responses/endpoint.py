@@ -1,27 +1,63 @@
-"""POST /v1/responses: a question to generation, answered whole or as server-sent events. Nothing is kept."""
+"""POST /v1/responses: a question to generation, answered whole or as server-sent events; GET and DELETE of one."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from framesieve.services.gateway.files import Uploads
-from framesieve.services.gateway.questions import Question
+from framesieve.services.gateway.http.request_guard import Call
+from framesieve.services.gateway.questions import Question, Questions
+from framesieve.services.gateway.responses.earlier import asked_of, continued, response_of
 from framesieve.services.gateway.responses.options import options_of
 from framesieve.services.gateway.responses.request import parse
 from framesieve.services.gateway.responses.response import ResponseWriter, repeated
+from framesieve.services.gateway.responses.store import RESPONSE_BYTES, ResponseStore, Stored
 from framesieve.services.gateway.responses.turns import naming_of, turns_of
 
 
-def translated(body: bytearray, uploads: Uploads) -> Question:
-    """The question in a body. Raises InvalidRequest."""
-    request = parse(body)
-    turns = turns_of(request, uploads)
-    return Question(
-        model=request.model,
-        is_streamed=bool(request.stream),
-        messages=[turn.message for turn in turns],
-        options=options_of(request),
-        writer=partial(ResponseWriter, repeated(request)),
-        logged={"user": request.user, "metadata": request.metadata},
-        name_of=naming_of(turns),
-    )
+class Responses:
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self._store = ResponseStore()
+
+    async def endpoint(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        owner = Call.of(request).owner
+        return await self._questions.answer(request, partial(self._translated, owner=owner))
+
+    async def response_endpoint(self, request: Request) -> Response:
+        """GET and DELETE /v1/responses/{response_id}."""
+        await request.body()
+        response_id = request.path_params["response_id"]
+        found = response_of(response_id, self._store, Call.of(request).owner)
+        if request.method == "DELETE":
+            self._store.delete(response_id)
+            return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return Response(found.answered, media_type="application/json")
+
+    def _translated(self, body: bytearray, uploads: Uploads, owner: str) -> Question:
+        """The question in a body. Raises InvalidRequest."""
+        found = continued(parse(body), self._store, owner, self._questions.body_limit.size_bytes)
+        request, turns = found.request, turns_of(found.request, found.earlier, uploads)
+        keep = None
+        if request.store is not False and len(body) <= RESPONSE_BYTES:
+            keep = partial(self._keep, owner, request.previous_response_id, asked_of(request))
+        fields = repeated(request)
+        return Question(
+            model=request.model,
+            is_streamed=bool(request.stream),
+            messages=[turn.message for turn in turns],
+            options=options_of(request),
+            writer=lambda _, model: ResponseWriter(fields, model, keep),
+            logged={"user": request.user, "metadata": request.metadata},
+            name_of=naming_of(turns),
+            stored_bytes=found.stored_bytes,
+        )
+
+    def _keep(self, owner: str, previous: str | None, asked: bytes, told: dict[str, Any]) -> bool:
+        return self._store.keep(told["id"], Stored(owner, previous, asked, to_json(told)))

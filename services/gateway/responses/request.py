@@ -1,7 +1,7 @@
 """The body of POST /v1/responses: OpenAI's fields, and our fields for sampling frames and pruning.
 
-Each field is used or refused, as in a chat request. The service keeps nothing between requests, so that fields which
-need an earlier answer are refused by name. What clients echo of earlier answers and what they send unasked is accepted.
+Each field is used or refused, as in a chat request. Conversations and prompts are not kept, so that fields which name
+one are refused. What clients echo of earlier answers and what they send unasked is accepted.
 
 Source: OpenAI's API reference, "create a model response"; vLLM's names for `mm_processor_kwargs`, `media_io_kwargs`.
 """
@@ -17,6 +17,7 @@ from framesieve.services.gateway.chat.request import (
     FunctionDefinition,
     FunctionName,
     JsonSchema,
+    Location,
     MediaOptions,
     ObjectFormat,
     TextFormat,
@@ -24,11 +25,9 @@ from framesieve.services.gateway.chat.request import (
 from framesieve.services.gateway.http.fields import Strict, parsed, short
 
 _STATEFUL = {
-    "previous_response_id": "earlier answers are not kept, send their items in input",
-    "conversation": "conversations are not kept, send their items in input",
+    "conversation": "conversations are not kept, send previous_response_id, or their items in input",
     "prompt": "prompts are not kept, send instructions and input",
-    "background": "answers are not kept",
-    "store": "answers are not kept",
+    "background": "the answer is sent to the request that asks for it",
 }
 
 Ignored: TypeAlias = Any
@@ -68,7 +67,17 @@ class InputFile(MediaOptions):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-AnyPart: TypeAlias = Annotated[InputText | OutputText | InputImage | InputFile, Field(discriminator="type")]
+class InputVideo(MediaOptions):
+    """A video by URL, in Open Responses' field or in that of a chat request, or the id of an uploaded file."""
+
+    type: Literal["input_video"]
+    video_url: Location | str | None = None
+    input_video: Location | str | None = None
+    file_id: str | None = None
+
+
+MediaPart: TypeAlias = InputImage | InputVideo | InputFile
+AnyPart: TypeAlias = Annotated[InputText | OutputText | MediaPart, Field(discriminator="type")]
 
 
 class MessageItem(Strict):
@@ -112,6 +121,8 @@ class ReasoningItem(Strict):
 
 
 class ItemReference(Strict):
+    """An item of a stored answer."""
+
     type: Literal["item_reference"]
     id: str
 
@@ -166,6 +177,8 @@ class ResponsesRequest(MediaOptions):
 
     input: Annotated[list[Item], Field(min_length=1)] | str
     instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     model: str | None = None
     stream: bool | None = None
     user: str | None = None
@@ -191,11 +204,9 @@ class ResponsesRequest(MediaOptions):
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
 
-    previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     background: Any = None
-    store: Any = None
 
 
 def parse(body: bytes | bytearray) -> ResponsesRequest:

@@ -13,7 +13,8 @@ One item ends before the next begins. Source: OpenAI's API reference, "the respo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -64,11 +65,16 @@ class _Call:
 
 
 class ResponseWriter:
-    """One answer: its object, or its events; an `AnswerWriter`. fields: those of the request that it repeats."""
+    """One answer: its object, or its events; an `AnswerWriter`.
 
-    def __init__(self, fields: dict[str, Any], request_id: str, model: str) -> None:
-        self._id = request_id
-        self._fields = fields | {"model": model}
+    fields: those of the request that it repeats. keep: stores the object of an answer, and returns whether it is
+    stored; None: it is not to be.
+    """
+
+    def __init__(self, fields: dict[str, Any], model: str, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+        self._id = uuid.uuid4().hex  # not the request's, which callers may give to several
+        self._keep = keep
+        self._fields = fields | {"model": model, "store": keep is not None}
         self._created_s = int(time.time())
         self._events = 0
         self._output: list[dict[str, Any]] = []
@@ -94,7 +100,7 @@ class ResponseWriter:
         finished = Finished(choice.index, choice.reason, answer.usage, answer.timings)
         for _ in chain(self.next(text), self.next(finished)):
             pass
-        return self._object(self._status(), usage=_usage(answer.usage, answer.timings))
+        return self._ended(answer.usage, answer.timings)
 
     def begin(self, accepted: Accepted) -> Iterator[ServerSent]:
         for name in ("created", "in_progress"):
@@ -118,14 +124,14 @@ class ResponseWriter:
                 yield from self._call(part)
 
     def end(self, usage: Usage, timings: Timings) -> Iterator[ServerSent]:
-        yield self._event(self._status(), response=self._object(self._status(), usage=_usage(usage, timings)))
+        yield self._event(self._status(), response=self._ended(usage, timings))
 
     def failed(self, error: FramesieveError) -> ServerSent:
         code = "server_error"
         if isinstance(error, Overloaded | InvalidRequest):
             code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
         told = {"code": code, "message": str(error)}
-        return self._event("failed", response=self._object("failed", error=told))
+        return self._event("failed", response=self._object("failed", error=told) | {"store": False})
 
     def _text(self, delta: Delta) -> Iterator[ServerSent]:
         item, logprobs = self._item, token_logprobs(delta)
@@ -186,6 +192,12 @@ class ResponseWriter:
         number, self._events = self._events, self._events + 1
         return server_sent({"type": name, "sequence_number": number, **fields}, name)
 
+    def _ended(self, usage: Usage, timings: Timings) -> dict[str, Any]:
+        """The object of the whole answer, which is stored if it is to be."""
+        told = self._object(self._status(), usage=_usage(usage, timings))
+        told["store"] = self._keep is not None and self._keep(told)
+        return told
+
     def _status(self) -> str:
         return "incomplete" if self._is_cut_off else "completed"
 
@@ -216,7 +228,7 @@ def repeated(request: ResponsesRequest) -> dict[str, Any]:
         "max_tool_calls": None,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
@@ -224,7 +236,6 @@ def repeated(request: ResponsesRequest) -> dict[str, Any]:
         },
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": False,
         "temperature": request.temperature,
         "text": {
             "format": text.format.model_dump(by_alias=True) if text and text.format else {"type": "text"},

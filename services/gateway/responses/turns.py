@@ -5,6 +5,8 @@ message                             its role; developer is system
 function_call                       joins the assistant's turn before it, or begins one
 function_call_output                tool
 reasoning                           nothing
+
+Those of the responses that it continues come first.
 """
 
 from __future__ import annotations
@@ -14,24 +16,28 @@ from dataclasses import dataclass, field, replace
 
 from framesieve.client.prompt import Message, Part, Role, Text
 from framesieve.client.tools import ToolCall
-from framesieve.common.contract.errors import InvalidRequest, path_of, steps_of
+from framesieve.common.contract.errors import path_of, steps_of
 from framesieve.services.gateway.chat.content import media, media_names, source_of
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
+from framesieve.services.gateway.chat.request import Location
 from framesieve.services.gateway.files import Uploads
+from framesieve.services.gateway.responses.earlier import Earlier
 from framesieve.services.gateway.responses.request import (
     AnyPart,
     CallItem,
-    InputFile,
     InputImage,
     Item,
-    ItemReference,
+    MediaPart,
     MessageItem,
     OutputItem,
-    ReasoningItem,
     ResponsesRequest,
 )
 
-_LOCATIONS = {"input_image": ("image_url", "file_id"), "input_file": ("file_data", "file_id", "file_url")}
+_LOCATIONS = {
+    "input_image": ("image_url", "file_id"),
+    "input_video": ("video_url", "input_video", "file_id"),
+    "input_file": ("file_data", "file_id", "file_url"),
+}
 _OPTIONS = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 
 
@@ -55,19 +61,30 @@ class Turn:
     places: Places
 
 
-def turns_of(request: ResponsesRequest, uploads: Uploads) -> list[Turn]:
-    """Raises InvalidRequest for an item that refers to another answer, and a part that cannot be what it says."""
-    turns = []
-    if request.instructions is not None:
-        turns.append(_plain("system", request.instructions, "instructions"))
-    if isinstance(request.input, str):
-        return [*turns, _plain("user", request.input, "input")]
-    for number, item in enumerate(request.input):
-        if isinstance(item, CallItem) and turns and turns[-1].message.role == "assistant":
-            turns[-1] = _with_call(turns[-1], item, f"input[{number}]")
-        elif (turn := _turn(item, f"input[{number}]", request, uploads)) is not None:
-            turns.append(turn)
+def turns_of(request: ResponsesRequest, earlier: Sequence[Earlier], uploads: Uploads) -> list[Turn]:
+    """The request's turns, after those that it continues, whose instructions do not hold any more.
+
+    Raises InvalidRequest for a part that cannot be what it says.
+    """
+    turns = [] if request.instructions is None else [_plain("system", request.instructions, "instructions")]
+    for each in earlier:
+        name = f"previous_response_id {each.id}"
+        _add(turns, each.asked.input, f"{name}.input", each.asked, uploads)
+        _add(turns, each.output, f"{name}.output", each.asked, uploads)
+    _add(turns, request.input, "input", request, uploads)
     return turns
+
+
+def _add(turns: list[Turn], said: str | Sequence[Item], name: str, request: ResponsesRequest, uploads: Uploads) -> None:
+    """request: says how the media of these items are read."""
+    if isinstance(said, str):
+        turns.append(_plain("user", said, name))
+        return
+    for number, item in enumerate(said):
+        if isinstance(item, CallItem) and turns and turns[-1].message.role == "assistant":
+            turns[-1] = _with_call(turns[-1], item, f"{name}[{number}]")
+        elif (turn := _turn(item, f"{name}[{number}]", request, uploads)) is not None:
+            turns.append(turn)
 
 
 def _plain(role: Role, text: str, name: str) -> Turn:
@@ -85,14 +102,7 @@ def _turn(item: Item, name: str, request: ResponsesRequest, uploads: Uploads) ->
             parts, places = _parts(item.output, name, f"{name}.output", request, uploads)
             message = Message("tool", parts, tool_call_id=item.call_id, tool_name=item.name or "")
             return Turn(message, places)
-        case ReasoningItem():
-            return None
-        case ItemReference():
-            raise InvalidRequest(
-                "must not be item_reference: items of earlier answers are not kept, send the item itself (a client "
-                "that sends references unasked sends items with store: false)",
-                field=f"{name}.type",
-            )
+    return None
 
 
 def _with_call(turn: Turn, item: CallItem, name: str) -> Turn:
@@ -113,18 +123,19 @@ def _parts(
     of_media = {
         number: media_names(part, request, names[number], _location_of(part))
         for number, part in enumerate(content)
-        if isinstance(part, InputImage | InputFile)
+        if isinstance(part, MediaPart)
     }
     return parts, Places(item, name, names, media=of_media)
 
 
-def _location_of(part: InputImage | InputFile) -> str:
+def _location_of(part: MediaPart) -> str:
     """The field that says where its media are."""
-    return next(name for name in _LOCATIONS[part.type] if getattr(part, name) is not None)
+    name = next(name for name in _LOCATIONS[part.type] if getattr(part, name) is not None)
+    return f"{name}.url" if isinstance(getattr(part, name), Location) else name
 
 
 def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads) -> Part:
-    if not isinstance(part, InputImage | InputFile):
+    if not isinstance(part, MediaPart):
         return Text(part.text)
     source = source_of(part, _LOCATIONS[part.type], name, uploads)
     return media(source, name, part, request, asks_for_image=isinstance(part, InputImage))

@@ -26,6 +26,7 @@ from framesieve.common.contract.errors import (
 )
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
+from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
@@ -249,6 +250,7 @@ class Conversation:
         usage.used_frames += piece.used
         usage.media_tokens_full += cut.grid.tokens
         usage.media_tokens += cut.kept.size
+        add_request_stats(prompt_tokens_full=cut.grid.tokens, prompt_tokens=cut.kept.size)
         told = generation_pb2.LiveSlice(
             first_time_s=piece.first.given_s,
             last_time_s=piece.last.given_s,
@@ -297,6 +299,7 @@ class Conversation:
         tokens = question.prompt.tokens
         usage = generation_pb2.Usage(prompt_tokens_full=tokens, prompt_tokens=tokens, cached_prompt_tokens=held)
         self._engine.submit(question)
+        add_request_stats(prompt_tokens_full=tokens - held, prompt_tokens=tokens - held)
         try:
             answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
         except FramesieveError as error:
