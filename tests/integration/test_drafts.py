@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.drafts import DRAFTING
 from demo.example import CLIP as DEMO_CLIP
 from demo.example import QUESTIONS
 from framesieve import FramesieveClient, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer
 from framesieve.client.prompt import Options
-from framesieve.common.checkpoint import DEMO_DRAFT, Checkpoint
+from framesieve.common.checkpoint import Checkpoint
 from tests import media
 from tests.drafts import SPECFORGE, write_head
 from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack
 
 CLIP = media.clip(8, fps=4)
-DRAFTING = {"generation": ["--draft-model", str(DEMO_DRAFT), "--num-draft-tokens", "5"]}
 SCHEMA = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 30, "maxItems": 40}
 
 
