@@ -40,7 +40,8 @@ CAPTION = (
     "Small: the first question above, to 2 M parameters about 16 s of 224 × 224 pixels. Larger: the same to 73 M about "
     "16 s of 448 × 448. Every question had a cache_salt of its own, so none found another's results in a cache. Stages "
     "overlap; each instant is attributed to the earliest unfinished one, so they sum to the time to the first token. "
-    "Tokens are dropped by their pixels, before the tower: what remains is mostly decoding, which no rate shortens."
+    "Tokens are dropped by their pixels, before the tower. The small model's time is mostly that of decoding, which no "
+    "rate shortens."
 )
 
 

@@ -29,7 +29,6 @@ server=$!
 trap 'kill $server && wait $server' EXIT
 until curl --silent --fail --output /dev/null 127.0.0.1:8000/health; do kill -0 $server; sleep 0.2; done
 """
-DEEP = pytest.param(12, False, marks=[pytest.mark.deep, pytest.mark.timeout(1200)], id="from nothing")
 
 
 def commands() -> Iterator[str]:
@@ -75,8 +74,13 @@ def linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("count", "ready"), [pytest.param(10, True, id="installed"), DEEP])
+@pytest.mark.parametrize(
+    ("count", "ready"),
+    [
+        pytest.param(10, True, marks=pytest.mark.timeout(300), id="installed"),
+        pytest.param(12, False, marks=[pytest.mark.deep, pytest.mark.timeout(1800)], id="from nothing"),
+    ],
+)
 def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, count: int, ready: bool) -> None:
     folder = tmp_path / "framesieve"
     copy_to(folder)
