@@ -5,7 +5,8 @@ BIN := .venv/bin
 PROTOS := $(wildcard protos/framesieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
 PIP_FLAGS ?=
-PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+# With pip's progress where the output is a terminal.
+PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-minicpm demo-eval up down clean
@@ -15,20 +16,23 @@ help:  ## List the targets
 
 setup: .venv/.installed framesieve/v1/.generated  ## Create .venv with all dependencies and generate code from protos/
 
-# torch is installed first and pinned. Where pip's build carries CUDA (gigabytes) that is not needed, set
-# PIP_EXTRA_INDEX_URL to PyTorch's CPU index. With a GPU: make setup TORCH=torch EXTRAS=dev,cuda
+# torch is installed first and pinned. With a GPU: make setup TORCH=torch EXTRAS=dev,cuda
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev
 .venv/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) "$(TORCH)"
-	$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
+	@echo "setup, 1 of 3: a virtual environment, .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "setup, 2 of 3: $(TORCH): 200 MB from PyTorch's CPU index, if PIP_EXTRA_INDEX_URL names it; 6 GB with CUDA"
+	@$(PIP_INSTALL) "$(TORCH)"
+	@echo "setup, 3 of 3: the other packages, about 500 MB, and the code of protos/ (1 to 3 minutes)"
+	@$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@ framesieve/v1/.generated
 
 protos: framesieve/v1/.generated  ## Generate Python code from protos/
 
 framesieve/v1/.generated: $(PROTOS) | .venv/.installed
-	$(PIP_INSTALL) --no-deps --editable .  # generates the code: see protos/build_backend.py
+	@echo "generating code from protos/"
+	@$(PIP_INSTALL) --no-deps --editable .  # see protos/build_backend.py
 	@touch $@
 
 tree:  ## List every Python file with the first line of its docstring
@@ -36,7 +40,7 @@ tree:  ## List every Python file with the first line of its docstring
 	  name = folder = FILENAME; sub(/.*\//, "", name); sub(/[^\/]*$$/, "", folder); sub(/"""$$/, ""); \
 	  if (folder != last) { print "\n" folder; last = folder } printf "  %-26s %s\n", name, $$0 }'
 
-demo: setup  ## Ask the embedded model about a real clip, at rates 0 and 0.75, through three processes
+demo: setup  ## Ask the embedded model about a clip, at rates 0 and 0.75, and show what that saves a larger model
 	@$(BIN)/python -m demo.run
 
 test: setup  ## Run the tests (about 7 minutes on two cores)

@@ -18,18 +18,18 @@ from tempfile import TemporaryDirectory
 from benchmarks.clips import FIRST_SEED, scene_clip
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
-from demo.run import DRAFTING
 from demo.scenes import random_scene
 from framesieve import FramesieveClient, Video
 from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.client.answer import Answer
-from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from framesieve.common.contract.retention import EVS
 
 QUESTIONS = ("What happens in the video?", "Describe the video.")
 RATES = (0.0, 0.75)
 CLIPS, CLIENTS = 16, 32
 KINDS = ("without", "with")
+DRAFTING = {"generation": ["--draft-model", str(DEMO_DRAFT), "--num-draft-tokens", "5"]}
 
 
 def answers(rounds: int) -> list[Row]:

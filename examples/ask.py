@@ -9,10 +9,11 @@ FRAMESIEVE_SERVER is the address of generation, 127.0.0.1:50053 by default.
 import os
 import sys
 
+from framesieve import FramesieveError
 from framesieve.sync import FramesieveClient
 
 
-def main(clip: str, question: str) -> None:
+def main(clip: str = "demo/clip.mp4", question: str = "What moves?") -> None:
     with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
         answer = client.ask(clip, question, pruning_rate=0.75, max_new_tokens=64)
     print(answer.text)
@@ -21,4 +22,7 @@ def main(clip: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (FramesieveError, OSError) as error:
+        sys.exit(f"{error}")

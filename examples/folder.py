@@ -1,7 +1,7 @@
-"""Asks the same question about every clip of a folder, eight at a time, and prints a line of JSON for each.
+"""Asks the same question about every mp4 file of a folder, eight at a time, and prints a line of JSON for each.
 
     framesieve serve &
-    python examples/folder.py clips "What moves?" > answers.jsonl
+    python examples/folder.py demo "What moves?" > answers.jsonl
 
 A clip that cannot be read does not end the others.
 """
@@ -17,7 +17,7 @@ from framesieve import FramesieveClient, FramesieveError
 AT_ONCE = 8
 
 
-async def main(folder: str, question: str) -> None:
+async def main(folder: str = "demo", question: str = "What moves?") -> None:
     places = asyncio.Semaphore(AT_ONCE)
     async with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
 
@@ -30,8 +30,11 @@ async def main(folder: str, question: str) -> None:
                     found = {"clip": clip.name, "error": error.reason, "message": str(error)}
             print(json.dumps(found), flush=True)
 
-        await asyncio.gather(*(ask(clip) for clip in sorted(Path(folder).iterdir()) if clip.is_file()))
+        await asyncio.gather(*(ask(clip) for clip in sorted(Path(folder).iterdir()) if clip.suffix == ".mp4"))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (FramesieveError, OSError) as error:
+        sys.exit(f"{error}")

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
-def main(clip: str, question: str) -> None:
+def main(clip: str = "demo/clip.mp4", question: str = "What moves?") -> None:
     client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"), api_key="unused")
     data = base64.b64encode(Path(clip).read_bytes()).decode()
     video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}}
@@ -34,4 +34,7 @@ def main(clip: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except (OpenAIError, OSError) as error:
+        sys.exit(f"{error}")

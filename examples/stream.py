@@ -8,10 +8,10 @@ import asyncio
 import os
 import sys
 
-from framesieve import Accepted, Delta, Finished, FramesieveClient, Progress
+from framesieve import Accepted, Delta, Finished, FramesieveClient, FramesieveError, Progress
 
 
-async def main(clip: str, question: str) -> None:
+async def main(clip: str = "demo/clip.mp4", question: str = "What moves?") -> None:
     async with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
         async for event in client.stream(clip, question, pruning_rate=0.75, max_new_tokens=64):
             match event:
@@ -27,4 +27,7 @@ async def main(clip: str, question: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (FramesieveError, OSError) as error:
+        sys.exit(f"{error}")

@@ -15,12 +15,12 @@ import sys
 
 import numpy as np
 
-from framesieve import encode
+from framesieve import FramesieveError, encode
 
 
 async def main(*clips: str) -> None:
     encoder = os.environ.get("FRAMESIEVE_ENCODER", "127.0.0.1:50052")
-    for clip in clips:
+    for clip in clips or ("demo/clip.mp4",):
         (item,) = await encode(encoder, clip)
         embeds = item.as_embeds()
         slices = item.values[0].astype(np.float32).reshape(embeds.grid.t, -1, item.values.shape[-1])  # [t, h·w, D]
@@ -33,4 +33,7 @@ async def main(*clips: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (FramesieveError, OSError) as error:
+        sys.exit(f"{error}")

@@ -15,7 +15,7 @@ import time
 
 import av
 
-from framesieve import FramesieveClient, LiveDropped, LiveFinished, LiveSession, Trigger
+from framesieve import FramesieveClient, FramesieveError, LiveDropped, LiveFinished, LiveSession, Trigger
 
 
 async def play(clip: str, session: LiveSession, speed: float) -> None:
@@ -39,14 +39,15 @@ async def tell(session: LiveSession) -> None:
                 print(f"{event.frames} frames came too fast", file=sys.stderr)
 
 
-async def main(clip: str, question: str, speed: str = "1") -> None:
+async def main(clip: str = "demo/clip.mp4", question: str = "What moves?", speed: str = "1") -> None:
     trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
     client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
-    # If one task fails, the other is cancelled.
-    async with client, client.live(triggers=[trigger]) as session, asyncio.TaskGroup() as tasks:
-        tasks.create_task(tell(session))
-        tasks.create_task(play(clip, session, float(speed)))
+    async with client, client.live(triggers=[trigger]) as session:
+        await asyncio.gather(tell(session), play(clip, session, float(speed)))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (FramesieveError, OSError) as error:
+        sys.exit(f"{error}")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Pixels: TypeAlias = NDArray[np.uint8]
 
 # Seconds, width and height in pixels.
-KINDS = ((4, 320, 240), (8, 224, 224), (16, 224, 224), (8, 448, 336))
+KINDS = ((8, 448, 448), (16, 448, 336), (12, 640, 360), (16, 448, 448))
 FPS = 8
 _SHAPES = 2
 _STAMP_BYTES = 16

@@ -40,7 +40,7 @@ _load = partial(typer.Option, rich_help_panel="Load")
 _questions = partial(typer.Option, rich_help_panel="Questions")
 
 _CLIENTS = 8
-_REQUESTS = 100
+_REQUESTS = 32
 
 
 def bench(
@@ -65,7 +65,11 @@ def bench(
         ),
     ] = None,
     model: Annotated[
-        Path | None, _server(help="Checkpoint folder; implies --start. Default: the embedded demo model.")
+        Path | None,
+        _server(
+            help="Checkpoint folder; implies --start. Default: random weights, which say nothing and cost what a model "
+            "of 73 M parameters costs."
+        ),
     ] = None,
     metrics: Annotated[
         list[str] | None,
@@ -134,8 +138,8 @@ def bench(
 ) -> None:
     """Measure a server under load: latencies, throughput, and what pruning saves.
 
-    Without flags, 8 clients send 100 questions about synthetic clips to the services on this machine. If none run,
-    the command starts them with the embedded demo model.
+    Without flags, 8 clients send 32 questions about synthetic clips to the services on this machine. If none run, the
+    command starts them, with random weights unless --model names a checkpoint.
 
     This client measures the latencies. With --request-rate they count from when a request was due, not from when it
     was sent, so they include the backlog of a server that falls behind. Rejected requests count as failed and are not

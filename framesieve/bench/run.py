@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,9 @@ from framesieve.bench.backend import Backend, GrpcBackend
 from framesieve.bench.load import Extent, closed_loop, open_loop, poisson_arrivals
 from framesieve.bench.measure import Record, timed
 from framesieve.bench.metrics import Spent, read_metrics, spent
+from framesieve.bench.model import DESCRIPTION, FLAGS, write_model
 from framesieve.bench.workload import Workload
-from framesieve.cli.launcher import LocalStack, listens
+from framesieve.cli.launcher import SERVICES, LocalStack, check_packages, listens
 from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import stderr
 from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
@@ -108,6 +110,8 @@ class Target:
 def served(server: str | None, start: bool, model: Path | None, metrics: Sequence[str]) -> Iterator[Target]:
     """The server to measure: the given one, the one at the default address, or services started for this run.
 
+    Without a model of the caller's, they have one of random weights (`framesieve.bench.model`).
+
     Services that were started are stopped when the context is left. Raises StartupError if they cannot start.
     """
     if server is not None or not (start or model is not None or not listens(DEFAULT_ADDRESS)):
@@ -115,15 +119,20 @@ def served(server: str | None, start: bool, model: Path | None, metrics: Sequenc
         yield Target(address, address, tuple(metrics))
         return
     unwind_on_signals()
-    stack = LocalStack(model, report=stderr.print)
-    with stderr.status("starting three services …"):
-        stack.start()
-    try:
-        own = model or os.environ.get("FRAMESIEVE_MODEL")  # which the services read
-        description = f"three services started for this run, with {own or 'the embedded model'}"
-        yield Target(stack.address, description, tuple(f"127.0.0.1:{port}" for port in stack.metrics_ports.values()))
-    finally:
-        stack.stop()
+    check_packages(SERVICES)
+    own = model or os.environ.get("FRAMESIEVE_MODEL")  # which the services read
+    with contextlib.ExitStack() as stack:
+        if own is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-"))
+            with stderr.status("drawing a model's weights …"):
+                write_model(Path(folder))
+            model = Path(folder)
+        services = LocalStack(model, flags=FLAGS if own is None else {}, report=stderr.print)
+        with stderr.status("starting three services …"):
+            stack.enter_context(services)
+        description = f"three services started for this run, with {own or DESCRIPTION}"
+        metrics = tuple(f"127.0.0.1:{port}" for port in services.metrics_ports.values())
+        yield Target(services.address, description, metrics)
 
 
 @contextlib.asynccontextmanager

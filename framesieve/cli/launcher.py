@@ -144,7 +144,7 @@ class LocalStack:
     def start(self) -> None:
         """Starts the services and returns when all are ready."""
         try:
-            _check_packages(self.services)
+            check_packages(self.services)
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self.endpoints or _own_endpoints(self._folder))
             if GATEWAY in self.services:
@@ -370,7 +370,7 @@ class LocalStack:
         await asyncio.to_thread(self.stop)
 
 
-def _check_packages(services: Sequence[str]) -> None:
+def check_packages(services: Sequence[str]) -> None:
     """Raises StartupError if packages are missing, with the extras that install them."""
     missing = {service: [name for name in PACKAGES[service] if find_spec(name) is None] for service in services}
     extras = [service for service, names in missing.items() if names]

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from tests.deploy.services import ROOT
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+MAKEFILE, DOCKERFILE = ((ROOT / name).read_text() for name in ("Makefile", "Dockerfile"))
 
 
 def packages(extra: str) -> Iterator[str]:
@@ -31,6 +32,17 @@ def test_one_extra_installs_every_service_with_flash_infer() -> None:
     found = set(packages("all-cuda"))
     assert {"flashinfer-python", *packages("all")} <= found
     assert "flashinfer-python" not in set(packages("all"))  # it needs a GPU and gigabytes
+
+
+def test_the_extras_install_the_torch_that_the_tests_and_the_images_run() -> None:
+    pins = re.findall(r"^(?:TORCH \?= |ARG TORCH=)(torch==.*)$", f"{MAKEFILE}\n{DOCKERFILE}", re.MULTILINE)
+    assert len(pins) == 2
+    (pin,) = {next(iter(Requirement(each).specifier)).version for each in pins}
+    asked = (each for extra in EXTRAS.values() for each in map(Requirement, extra))
+    (allowed,) = {each.specifier for each in asked if each.name == "torch"}
+    major, minor, _ = map(int, pin.split("."))
+    assert f"{major}.{minor}.99" in allowed
+    assert f"{major}.{minor + 1}.0" not in allowed
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/gpus.md"])

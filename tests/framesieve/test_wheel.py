@@ -15,7 +15,8 @@ from zipfile import ZipFile
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.framesieve.checkout import ROOT, copy_to, files
+
 # Packages of this checkout and of the tests' own environment must not be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -39,13 +40,6 @@ async def ask(client: FramesieveClient) -> None:
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def files(*folders: str) -> list[str]:
-    """Files of the working tree that git does not ignore."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [name for name in listed.stdout.rstrip("\0").split("\0") if (ROOT / name).exists()]
-
-
 def environment(folder: Path, *, alone: bool = False) -> Path:
     """The `bin` folder of a new virtual environment. alone: without the packages of the tests' own."""
     venv.create(folder)
@@ -67,9 +61,7 @@ def install(programs: Path, *packages: str) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the sdist, which is built in a copy of the working tree."""
     folder = tmp_path_factory.mktemp("build")
-    for name in files():
-        (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "copy" / name, follow_symlinks=False)
+    copy_to(folder / "copy")
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     programs = environment(folder / "builder")
     install(programs, *requires)

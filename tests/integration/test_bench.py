@@ -106,7 +106,7 @@ def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(door
 def test_bench_can_start_the_services_itself() -> None:
     command = [sys.executable, "-m", "framesieve", "bench", "--start", "--requests", "4", "--warmup", "0"]
     report = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150, check=True).stdout
-    assert "three services started for this run, with the embedded model" in report
+    assert "three services started for this run, with random weights" in report
     assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]
 
 

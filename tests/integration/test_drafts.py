@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.drafts import DRAFTING
 from demo.example import CLIP as DEMO_CLIP
 from demo.example import QUESTIONS
-from demo.run import DRAFTING
 from framesieve import FramesieveClient, Video
 from framesieve.cli.launcher import LocalStack
 from framesieve.client.answer import Answer
