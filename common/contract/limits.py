@@ -8,7 +8,9 @@ GREATEST_INLINE_BYTES = 2**30
 """The greatest value of --max-inline-bytes."""
 REQUEST_OVERHEAD_BYTES = 4 * 2**20
 """A request message beyond its inline media: 4 MiB of text and their encoding."""
-LARGER_FILES = "send larger files by path or URL"
+LARGER_FILES = (
+    "give larger files as an https URL or a file: path below --media-root, or upload them to the gateway's /v1/files"
+)
 """The remedy for files that are too large to send. Clients replace it by the words of their own interface."""
 MAX_PICTURE_BYTES = 16 * 2**20
 """The picture file of a live session's frame. The prompt of a slice has four of them, which MAX_INLINE_BYTES holds."""

@@ -51,6 +51,7 @@ PACKAGES = {
     GATEWAY: ("httptools", "sse_starlette", "starlette", "uvicorn"),
 }
 _UPSTREAM = {"preprocessing": (), "encoder": SERVICES[:1], "generation": SERVICES[:2], GATEWAY: SERVICES[1:]}
+_OF_UPLOADS = ("preprocessing", GATEWAY)
 _RANKS = {"encoder": ("data-parallel", "tower-tensor-parallel"), "generation": ("tensor-parallel",)}
 POLL_S = 0.1
 REPORT_S = 10.0
@@ -83,7 +84,8 @@ class LocalStack:
     services: which services to start; each needs those before it. By default not the gateway.
     media_root: the folder that preprocessing may read paths from; None: none.
     endpoints: by service; None: unix sockets in a temporary folder, and free loopback ports for metrics.
-    flags: additional command-line flags, by service.
+    flags: additional command-line flags, by service. Without --upload-root among them, a gateway keeps uploaded files
+        in a private folder until the stack stops.
     show_logs: services write to this process's stderr; otherwise to temporary files, which `log` reads.
     drain_s: how long each service may take to finish running requests when the stack stops.
     ready_timeout_s: how long the start may take; None: as long as all services live, since a first start may compile.
@@ -108,6 +110,7 @@ class LocalStack:
         self._credentials: dict[str, Credentials] = {}
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()
+        self._upload_root = ""
         # Plain bools, not threading.Event: Event.set in a signal handler can deadlock with the wait it interrupted.
         self._given_up = False
         self._at_once = False
@@ -144,6 +147,8 @@ class LocalStack:
             _check_packages(self.services)
             self._folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="framesieve-")))
             self._endpoints = dict(self.endpoints or _own_endpoints(self._folder))
+            if GATEWAY in self.services:
+                self._upload_root = self._find_upload_root()
             if self.model:  # checked, and downloaded, once for all services
                 self.model = Checkpoint.find(self.model).folder
             for service in self.services:
@@ -169,6 +174,15 @@ class LocalStack:
             )
         self._credentials[service] = own_credentials(address, os.environ)
 
+    def _find_upload_root(self) -> str:
+        """The folder that the gateway writes and preprocessing reads: the one that a flag names, or a private one."""
+        given = self._setting(GATEWAY, "upload-root", self._setting("preprocessing", "upload-root", ""))
+        if given:
+            return given
+        own = self._folder / "uploads"
+        own.mkdir(0o700)
+        return str(own)
+
     def _spawn(self, service: str) -> subprocess.Popen[bytes]:
         endpoint = self._endpoints[service]
         command = [
@@ -179,6 +193,7 @@ class LocalStack:
             *("--drain-s", str(self.drain_s)),
             *(("--model", str(self.model)) if self.model and service != GATEWAY else ()),
             *(("--media-root", str(self.media_root)) if self.media_root and service == "preprocessing" else ()),
+            *(("--upload-root", self._upload_root) if self._upload_root and service in _OF_UPLOADS else ()),
             *(flag for name in _UPSTREAM[service] for flag in (f"--{name}", self._endpoints[name].address)),
             *self.flags.get(service, ()),
         ]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
 from typing import Any
 
 import typer
 
-from framesieve.cli.launcher import environment
 from framesieve.cli.options import JsonOption, print_json
 from framesieve.cli.serve import ConfigOption
-from framesieve.cli.stack_flags import TABLES, service_flags
+from framesieve.cli.service_settings import TABLES, settings_of_services
+from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors
 from framesieve.cli.variables import source, values
 from framesieve.common.process import ExitStatus
-
-Settings = dict[str, list[dict[str, Any]]]
 
 
 def settings(
@@ -35,7 +29,7 @@ def settings(
     Example: framesieve settings --config deploy/stack.toml --generation-dtype bfloat16
     """
     with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
-        found = _of_services({"file": service_flags(config, ()), "flag": service_flags(None, context.args)})
+        found = settings_of_services({"file": service_flags(config, ()), "flag": service_flags(None, context.args)})
     for name, command in context.find_root().command.commands.items():  # type: ignore[attr-defined]
         if name != context.command.name:
             given = {"config": config} if name == "serve" and source(context, "config") == "flag" else {}
@@ -48,20 +42,6 @@ def settings(
         for row in rows:
             default = "" if row["source"] == "default" else f"   default: {_shown(row['default'])}"
             typer.echo(f"  {row['flag']:28} {_shown(row['value']):28} {row['source']}{default}")
-
-
-def _of_services(given: Mapping[str, Mapping[str, list[str]]]) -> Settings:
-    """given: flags of services by their source, the stronger one last. Ends the command if a service would refuse them.
-
-    Another process imports the services, which the client must not.
-    """
-    flags = [f"--{service}={json.dumps({each: given[each][service] for each in given})}" for service in TABLES]
-    command = [sys.executable, "-P", "-m", "framesieve.services.settings", "--json", *flags]
-    ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=False)  # noqa: S603  (not a shell)
-    if ended.returncode:
-        raise typer.Exit(ended.returncode)
-    found: Settings = json.loads(ended.stdout)
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -66,7 +66,10 @@ _SAME_IN_OPEN = (
 )
 
 # What a caller of this package does with files that are too large to send. The command has words of its own.
-IN_PYTHON = "send larger files as Video(server_path=…), a path below preprocessing's --media-root, or as Video(url=…)"
+IN_PYTHON = (
+    "give larger files as Video(url=…), an https URL, or as Video(server_path=…), a path below preprocessing's "
+    "--media-root, or upload them to the gateway's /v1/files"
+)
 
 M = TypeVar("M", bound=ProtobufMessage)
 

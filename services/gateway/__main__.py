@@ -77,12 +77,12 @@ async def main() -> ExitStatus:
 
         models = Models(client)
         limits = Limits(settings.upload_max_bytes, settings.upload_disk_bytes, settings.upload_expires_s)
-        files = Files(settings.upload_root, settings.upload_path, limits)
+        files = Files(settings.upload_root, limits)
         if settings.upload_root is not None:
             tempfile.tempdir = str(settings.upload_root)  # files arrive on the disk that keeps them, not in /tmp
         expiring = asyncio.create_task(files.expire())
         questions = Questions(client, models, files, settings.max_inline_bytes)
-        kept = Kept(client, settings.encoder, access, files, questions.max_body_bytes)
+        kept = Kept(client, settings.encoder, access, files, questions.body_limit)
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
         realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models)
         app = routes(questions, models, files, kept, realtime, is_well)

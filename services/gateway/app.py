@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
@@ -38,6 +40,15 @@ def routes(
         well = await is_well()
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
 
+    about = {
+        "version": version("framesieve"),
+        "max_inline_bytes": questions.max_inline_bytes,
+        "uploads": files.limits and asdict(files.limits),
+    }
+
+    async def told(request: Request) -> Response:
+        return JSONResponse(about)
+
     found: list[BaseRoute] = [
         Route("/v1/chat/completions", partial(questions.answer, translated=chat.translated), methods=["POST"]),
         Route("/v1/responses", partial(questions.answer, translated=responses.translated), methods=["POST"]),
@@ -49,6 +60,7 @@ def routes(
         Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
         *PAGE_ROUTES,
         Route("/health", health),
+        Route("/version", told),
         Route("/metrics", _metrics),
     ]
     return Router(found, default=_nowhere)

@@ -2,7 +2,7 @@
 
     --upload-root/
       <sha256 of the caller's token>/      each caller finds its own files only
-        <sha256 of the file>               what preprocessing reads, by its path below --media-root
+        <sha256 of the file>               what preprocessing reads, below its own --upload-root
         <sha256 of the file>.json          name, purpose; its time of change begins the file's lifetime
 
 All replicas of the gateway may share the folder. Source of the objects: OpenAI's API reference, "files".
@@ -29,8 +29,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from framesieve.common.contract.errors import InvalidRequest, Overloaded
-from framesieve.services.gateway.http.body import bounded
-from framesieve.services.gateway.http.errors import NotFound
+from framesieve.common.contract.uploads import upload_url
+from framesieve.services.gateway.http.body import BodyLimit, bounded
+from framesieve.services.gateway.http.errors import LARGER_UPLOADS, NotFound
 from framesieve.services.gateway.http.fields import parsed
 from framesieve.services.gateway.http.request_guard import Call
 
@@ -39,7 +40,7 @@ _PIECE_BYTES = 2**20
 _FORM_BYTES = 2**16
 """A form's boundaries and its other fields."""
 Uploads: TypeAlias = Callable[[str], str]
-"""The path below preprocessing's --media-root of a caller's file. Raises InvalidRequest."""
+"""The URL of a caller's file for preprocessing, by its id. Raises InvalidRequest."""
 _OFF = "uploads are off: the gateway has no --upload-root"
 
 
@@ -64,16 +65,22 @@ class Listing(BaseModel):
 
 
 class Files:
-    """root: None where uploads are off. path: of `root` below preprocessing's --media-root."""
+    """root: None where uploads are off."""
 
-    def __init__(self, root: Path | None, path: str, limits: Limits) -> None:
+    def __init__(self, root: Path | None, limits: Limits) -> None:
         self._root = root
-        self._path = path
         self._limits = limits
+        setting = f"--upload-max-bytes is {limits.file_bytes}"
+        self._body_limit = BodyLimit(limits.file_bytes + _FORM_BYTES, setting, LARGER_UPLOADS)
 
-    def server_path(self, file_id: str, owner: str) -> str:
-        """The path of a file below preprocessing's --media-root. Raises NotFound, InvalidRequest."""
-        return str(Path(self._path, owner, self._known(file_id, owner)["digest"]))
+    @property
+    def limits(self) -> Limits | None:
+        """None where uploads are off."""
+        return self._limits if self._root else None
+
+    def url(self, file_id: str, owner: str) -> str:
+        """The URL of a file for preprocessing. Raises NotFound, InvalidRequest."""
+        return upload_url(owner, self._known(file_id, owner)["digest"])
 
     async def endpoint(self, request: Request) -> Response:
         """POST and GET /v1/files."""
@@ -102,8 +109,7 @@ class Files:
 
     async def _upload(self, request: Request, owner: str) -> dict[str, Any]:
         self._folder(owner)
-        limit_bytes = self._limits.file_bytes + _FORM_BYTES
-        received = bounded(request, limit_bytes, Call.of(request).charge)
+        received = bounded(request, self._body_limit, Call.of(request).charge)
         try:
             async with received.form(max_files=1, max_fields=8) as form:
                 sent = form.get("file")

@@ -24,7 +24,7 @@ from framesieve.services.gateway.chat.content import conversation
 from framesieve.services.gateway.chat.names import FieldNames
 from framesieve.services.gateway.chat.request import parse
 from framesieve.services.gateway.files import Files
-from framesieve.services.gateway.http.body import read_body, unless_left
+from framesieve.services.gateway.http.body import BodyLimit, read_body, unless_left
 from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 
@@ -34,22 +34,22 @@ class Kept:
     access: for callers whose own token is not passed on."""
 
     def __init__(
-        self, client: FramesieveClient, encoder: str | None, access: Access, files: Files, max_body_bytes: int
+        self, client: FramesieveClient, encoder: str | None, access: Access, files: Files, body_limit: BodyLimit
     ) -> None:
         self._client = client
         self._encoder = encoder
         self._access = access
         self._files = files
-        self._max_body_bytes = max_body_bytes
+        self._body_limit = body_limit
 
     async def endpoint(self, request: Request) -> Response:
         call = Call.of(request)
         if not self._encoder:
             raise InvalidRequest("the kept tokens cannot be told: the gateway was started without --encoder")
-        body = await read_body(request, self._max_body_bytes, call.charge)
+        body = await read_body(request, self._body_limit, call.charge)
         chat = await asyncio.to_thread(parse, body)
         names = FieldNames()
-        uploads = partial(self._files.server_path, owner=call.owner)
+        uploads = partial(self._files.url, owner=call.owner)
         messages = await asyncio.to_thread(conversation, chat, uploads, names)
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
         pruning = await self._completed(chat.pruning.parsed() if chat.pruning else Pruning(), call.metadata)

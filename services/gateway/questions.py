@@ -26,7 +26,7 @@ from framesieve.client.prompt import Message, Options
 from framesieve.common.contract.errors import FramesieveError
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.gateway.files import Files, Uploads
-from framesieve.services.gateway.http.body import body_limit, read_body, unless_left
+from framesieve.services.gateway.http.body import BodyLimit, read_body, unless_left
 from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
@@ -75,13 +75,14 @@ class Questions:
         self._client = client
         self._models = models
         self._files = files
-        self.max_body_bytes = body_limit(max_inline_bytes)
+        self.max_inline_bytes = max_inline_bytes
+        self.body_limit = BodyLimit.inline(max_inline_bytes)
 
     async def answer(self, request: Request, translated: Callable[[bytearray, Uploads], Question]) -> Response:
         """translated: runs in a thread; raises InvalidRequest."""
         call = Call.of(request)
-        body = await read_body(request, self.max_body_bytes, call.charge)
-        uploads = partial(self._files.server_path, owner=call.owner)
+        body = await read_body(request, self.body_limit, call.charge)
+        uploads = partial(self._files.url, owner=call.owner)
         question = await asyncio.to_thread(translated, body, uploads)
         del body
         structlog.contextvars.bind_contextvars(**{name: value for name, value in question.logged.items() if value})

@@ -31,10 +31,8 @@ class GatewaySettings(CallerSettings):
     )
     upload_root: Path | None = Field(
         None,
-        description="folder for uploaded files (POST /v1/files), shared with preprocessing; unset: no uploads",
-    )
-    upload_path: str = Field(
-        "", description="path of --upload-root below preprocessing's --media-root; unset: the same"
+        description="folder for uploaded files (POST /v1/files), the same as preprocessing's --upload-root; unset: no "
+        "uploads",
     )
     upload_max_bytes: int = Field(2**30, ge=1, description="maximum bytes of one uploaded file")
     upload_disk_bytes: int = Field(2**34, ge=1, description="maximum bytes of all uploaded files")

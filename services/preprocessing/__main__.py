@@ -37,13 +37,15 @@ async def main() -> ExitStatus:
     settings = PreprocessingSettings.load()
     configure_logging("preprocessing", settings.log_format, settings.log_level)
     check_ports(settings)
-    if settings.media_root is not None and not settings.media_root.is_dir():
-        raise StartupError(f"--media-root {settings.media_root} is not a folder")
+    for flag, root in (("--media-root", settings.media_root), ("--upload-root", settings.upload_root)):
+        if root is not None and not root.is_dir():
+            raise StartupError(f"{flag} {root} is not a folder")
     reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
     streams = StreamWorkers(settings.max_streams, settings.limits, count_replaced)
     checkpoint = Checkpoint.find(settings.model)
-    planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, digests(count_kept("digest")))
+    known = digests(count_kept("digest"))
+    planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, known, settings.upload_root)
     begin("preprocessing", "Preprocess", checkpoint, settings.served_model_name)
     begin_method("Watch")
     quick, slow = PlanningThreads(_QUICK_THREADS), PlanningThreads(settings.plan_threads)

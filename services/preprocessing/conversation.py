@@ -36,6 +36,13 @@ class FileUrl:
 
 
 @dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that was uploaded to the gateway, by its path below --upload-root."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class MediaFile:
     """A file that follows the prompt, which the caller receives before planning."""
 
@@ -47,14 +54,14 @@ class MediaRequest:
     """One media item of a prompt.
 
     modality: as the caller declared it. The bytes decide, see `Planner.plan`.
-    location: its bytes, its path below the media root, its embeddings, its URL, the file that follows the prompt, or
+    location: its bytes, its path below a root, its embeddings, its URL, the file that follows the prompt, or
         the source of a fetched or received file.
     frames: of a video whose file is pictures, one after the other.
     """
 
     name: str
     modality: Modality
-    location: bytes | str | Embeds | MediaUrl | FileUrl | MediaFile | Source = field(repr=False)
+    location: bytes | str | Embeds | MediaUrl | FileUrl | Upload | MediaFile | Source = field(repr=False)
     sampling: FrameSampling
     frames: PictureFrames | None = None
 

@@ -29,7 +29,7 @@ from framesieve.common.contract.plan import (
     salted,
     tagged_digest,
 )
-from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest
+from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest, Upload
 from framesieve.services.preprocessing.families import load_family
 from framesieve.services.preprocessing.prompt.embeds import Embeds
 from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, lay_out
@@ -110,9 +110,10 @@ class Planner:
         media_root: Path | None,
         media_max_bytes: float = math.inf,
         known: Digests | None = None,
+        upload_root: Path | None = None,
     ) -> None:
-        """media_max_bytes: limit on files below the media root; larger ones are rejected unread. known: their digests,
-        kept from one request to the next."""
+        """media_root: of paths and file URLs. upload_root: of uploaded files. media_max_bytes: limit on files below
+        them; larger ones are rejected unread. known: their digests, kept from one request to the next."""
         self._family = load_family(checkpoint)
         self._tokens = ChatTokens(
             checkpoint,
@@ -125,6 +126,7 @@ class Planner:
         )
         self._fingerprint = checkpoint.fingerprint
         self._media_root = media_root
+        self._upload_root = upload_root
         self._media_max_bytes = media_max_bytes
         self._known = known or digests()
 
@@ -183,15 +185,18 @@ class Planner:
             return make()
 
     def _source(self, request: MediaRequest, files: ExitStack, check_cancelled: Callable[[], None]) -> Source:
+        read = check_cancelled, self._media_max_bytes, self._known
         match request.location:
             case Source() as fetched:
                 return fetched
             case bytes() as data:
                 source = bytes_source(request.name, data)
-            case str() | FileUrl() as path:
-                path, field = (path.path, "url") if isinstance(path, FileUrl) else (path, "path")
-                root, limit = self._media_root, self._media_max_bytes
-                source = path_source(request.name, path, root, check_cancelled, limit, self._known, field)
+            case str() as path:
+                source = path_source(request.name, path, self._media_root, *read)
+            case FileUrl(path):
+                source = path_source(request.name, path, self._media_root, *read, "url")
+            case Upload(path):
+                source = path_source(request.name, path, self._upload_root, *read, "url", "--upload-root")
             case _:
                 raise AssertionError(f"{request.name} was neither fetched nor received")
         files.callback(source.close)

@@ -39,6 +39,11 @@ class PreprocessingSettings(ServiceSettings):
         None,
         description="folder below which requests may read files by path or file URL; unset: requests cannot name files",
     )
+    upload_root: Path | None = Field(
+        None,
+        description="folder of files that were uploaded to the gateway, the same as its --upload-root; unset: requests "
+        "cannot name uploads",
+    )
     allow_media_domain: Annotated[tuple[Domain, ...], NoDecode] = Field(
         (),
         description="hosts that URLs may name, for example cdn.example.org,*.example.com,minio=10.20.0.0/16. Their "

@@ -50,7 +50,9 @@ async def test_a_request_above_the_limit_is_refused_and_the_service_goes_on(tmp_
         call = channel.stream_stream(METHOD)
         assert await call(iter([request_of(limit)]), timeout=TIMEOUT_S).read()
         with pytest.raises(
-            InvalidRequest, match=rf"too large for encoder \({limit + 1} bytes, the limit is {limit}, set by --max-inl"
+            InvalidRequest,
+            match=rf"too large for encoder \({limit + 1} bytes, the limit is {limit}, set by --max-inline-bytes\); "
+            "give larger files as an https URL or a file: path below --media-root, or upload them to .*/v1/files$",
         ):
             await read_from(call(iter([request_of(limit + 1)]), timeout=TIMEOUT_S), "encoder")
         assert len(echo.received) == 1

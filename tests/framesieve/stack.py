@@ -1,4 +1,4 @@
-"""Stand-ins for the three services, for tests of what starts them: gRPC health servers that misbehave by flags.
+"""Stand-ins for the services and the gateway, for tests of what starts them: health servers that misbehave by flags.
 
 Flags come from the command line, and for all of them from the variable MORE. Each stand-in writes to the folder RECORD:
 its arguments, a file `<name>.terminating` on SIGTERM, and to `events` that it started, serves, and stopped by SIGTERM.
@@ -12,8 +12,8 @@ STAND_IN = """
 import argparse, os, pathlib, signal, sys, time
 
 parser = argparse.ArgumentParser()
-for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder", "extra",
-             "device", "tower-tensor-parallel"):
+for name in ("listen", "metrics-port", "drain-s", "model", "media-root", "preprocessing", "encoder",
+             "generation", "upload-root", "extra", "device", "tower-tensor-parallel"):
     parser.add_argument("--" + name)
 for name in ("refuse-to-start", "never-ready", "slow-start", "ignore-sigterm", "cut-off", "end-by-itself"):
     parser.add_argument("--" + name, action="store_true")
@@ -48,11 +48,21 @@ def on_term(*_):
     (record / f"{name}.terminating").touch()
 
 signal.signal(signal.SIGTERM, on_term)
-server = grpc.server(futures.ThreadPoolExecutor(2))
-health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-server.add_insecure_port(arguments.listen)
+if name == "gateway":
+    import http.server, threading
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+    host, _, port = arguments.listen.partition(":")
+    server = http.server.HTTPServer((host, int(port)), Health)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+else:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    server.add_insecure_port(arguments.listen)
+    server.start()
 note("serving")
-server.start()
 while not stopping:
     time.sleep(0.02)
     if arguments.end_by_itself and (record / "end").exists():
@@ -67,7 +77,7 @@ def write_stand_ins(folder: Path) -> None:
     services.mkdir(parents=True)
     for package in (services.parent, services):
         (package / "__init__.py").touch()
-    for name in ("preprocessing", "encoder", "generation"):
+    for name in ("preprocessing", "encoder", "generation", "gateway"):
         (services / f"{name}.py").write_text(STAND_IN)
 
 

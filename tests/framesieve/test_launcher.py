@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from framesieve.cli import launcher
-from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from framesieve.cli.launcher import GATEWAY, SERVICES, Endpoint, LocalStack
 from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.contract.errors import StartupError
 from tests.framesieve.stack import events, stopped
@@ -47,6 +48,21 @@ async def test_services_get_their_flags_and_stop_from_the_right(record: Path) ->
     assert [arguments[name]["media_root"] for name in SERVICES] == [str(record), None, None]
     assert [arguments[name]["preprocessing"] for name in SERVICES] == [None, *[addresses["preprocessing"]] * 2]
     assert (arguments["generation"]["encoder"], arguments["generation"]["extra"]) == (addresses["encoder"], "7")
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_gateway_and_preprocessing_have_one_folder_for_uploads_private_and_temporary_unless_it_is_given(
+    record: Path, is_given: bool
+) -> None:
+    given = record / "given"
+    given.mkdir()
+    flags = {GATEWAY: [f"--upload-root={given}"]} if is_given else {}
+    with LocalStack(services=(*SERVICES, GATEWAY), flags=flags):
+        arguments = {name: literal_eval((record / f"{name}.arguments").read_text()) for name in (*SERVICES, GATEWAY)}
+        found, encoder, generation, root = (each["upload_root"] for each in arguments.values())
+        assert (found, encoder, generation) == (root, None, None)
+        assert is_given or stat.S_IMODE(Path(root).stat().st_mode) == 0o700
+    assert (root == str(given), Path(root).exists()) == (is_given, is_given)
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,7 @@ def test_options_about_frames_are_rejected_with_embeddings() -> None:
 def test_embeddings_files_and_urls_share_a_limit_that_no_service_exceeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remedy = r"give larger files as Video\(url=…\), .* below preprocessing's --media-root, .* /v1/files$"
     monkeypatch.setattr("framesieve.client.messages.GREATEST_INLINE_BYTES", MIB)
     (tmp_path / "clip.mp4").write_bytes(bytes(MIB // 2 + 1))
     rows = np.zeros((2**7, 2**10), dtype=np.float32)
@@ -238,5 +239,5 @@ def test_embeddings_files_and_urls_share_a_limit_that_no_service_exceeds(
         (Image(data=bytes(MIB // 2 + 1)), "Image.data"),
         (Video(url="data:," + "x" * (MIB // 2)), "Video.url"),
     ):
-        with rejected(rf"{named} has 0.5 MiB, a request carries at most 1 MiB of media \(0.5 MiB are left\)"):
+        with rejected(rf"{named} has 0.5 MiB, a request carries at most 1 MiB of media \(0.5 MiB are left\); {remedy}"):
             generate_request([Message("user", (half, part))], {})

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from framesieve.__main__ import app
-from framesieve.cli.stack_flags import TABLES, service_flags
+from framesieve.cli.service_settings import TABLES
+from framesieve.cli.stack_flags import service_flags
 from framesieve.common.contract.errors import StartupError
 
 
@@ -53,6 +54,7 @@ def test_settings_prints_every_value_of_services_and_commands_and_where_it_comes
     ("toml", "extra", "complaint"),
     [
         ("", ["--foo", "1"], "--foo is unknown; a flag of a service begins with its name"),
+        ("", ["--upload-root=/x"], "write --preprocessing-upload-root or --gateway-upload-root"),
         ("", ["clip.mp4"], "unexpected argument clip.mp4"),
         ("x = [", [], "is not TOML"),
         ("[serve]", [], "expected the tables preprocessing, encoder, generation, gateway, got 'serve'"),

@@ -26,6 +26,7 @@ from tests.scripted import write_scripted
 
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
+UPLOAD_MAX_BYTES = 1_000_000
 DRAIN_S = 4.0
 SHORT_DRAIN_S = 1.0
 # The adapter that changes the tower, too.
@@ -41,6 +42,12 @@ def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("media")
     (folder / "clip.mp4").write_bytes(media.clip())
     return folder
+
+
+@pytest.fixture(scope="session")
+def upload_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the stack and of `door`."""
+    return tmp_path_factory.mktemp("uploads")
 
 
 @contextmanager
@@ -74,7 +81,12 @@ def adapted(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def stack(
-    tiny_checkpoint: Path, media_root: Path, adapted: dict[Path, Any], fetch_port: int, collector: Collector
+    tiny_checkpoint: Path,
+    media_root: Path,
+    upload_root: Path,
+    adapted: dict[Path, Any],
+    fetch_port: int,
+    collector: Collector,
 ) -> Iterator[Stack]:
     """The three services with adapters and small limits of decoding and fetching. Tests leave them idle.
 
@@ -83,6 +95,7 @@ def stack(
     """
     preprocessing = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
     preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
+    preprocessing += ["--upload-root", str(upload_root)]
     preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = [f"{folder.name}={folder}" for folder in adapted]
     generation = ["--kv-cache-tokens", "2048", "--adapters", ",".join(adapters)]
@@ -111,11 +124,10 @@ async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
 
 
 @pytest.fixture(scope="session")
-def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
+def door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]:
     """A gateway before the stack, which takes uploads."""
-    (media_root / "uploads").mkdir()
-    uploads = ("--upload-root", str(media_root / "uploads"), "--upload-path", "uploads")
-    with gateway(stack.address, media_root, *uploads, "--upload-max-bytes", "1000000") as started:
+    uploads = ("--upload-root", str(upload_root), "--upload-max-bytes", str(UPLOAD_MAX_BYTES))
+    with gateway(stack.address, media_root, *uploads) as started:
         yield started
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
+import hashlib
+import http.client
 import io
 import json
+import re
 import signal
 import time
 import zlib
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,9 @@ import pytest
 
 from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video, encode
 from framesieve.client.prompt import Options
+from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
 from tests import media
-from tests.integration.conftest import OTHER_NAME, SEEING, SERVED_NAME
+from tests.integration.conftest import OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES
 from tests.integration.fleet import Stack, exported, metric_in, until
 from tests.integration.gateway import Gateway, brought, data_url, gateway, image, question, video
 from tests.integration.test_metrics import assert_documented
@@ -37,6 +42,8 @@ CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
 FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 PICTURE_URL = data_url("image/png", PICTURE)
 RUNNING = "framesieve_requests_running"
+MAX_INLINE_BYTES = 64 * 2**20
+LARGER = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
 
 
@@ -313,14 +320,43 @@ def test_broken_and_large_bodies_and_unknown_paths_have_a_status(http: httpx.Cli
     broken = http.post("/v1/chat/completions", content=b'{"messages": [')
     error = broken.json()["error"]
     assert (broken.status_code, error["message"][:26], error["param"]) == (400, "the body is not valid JSON", None)
+    limit = MAX_INLINE_BYTES * 4 // 3 + 4 * 2**20
     pieces = (bytes(2**20) for _ in range(200))
-    large = http.post("/v1/chat/completions", content=pieces)
-    assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
     bomb = gzip.compress(bytes(100 * 2**20), 1)
-    large = http.post("/v1/chat/completions", content=bomb, headers={"content-encoding": "gzip"})
-    assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
+    for body, encoding in ((pieces, "identity"), (bomb, "gzip")):
+        large = http.post("/v1/chat/completions", content=body, headers={"content-encoding": encoding})
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "TOO_LARGE")
+        told = (
+            rf"the body has at least \d+ bytes, at most {limit} are allowed: --max-inline-bytes is {MAX_INLINE_BYTES}"
+        )
+        assert re.fullmatch(f"{told}; {LARGER}", large.json()["error"]["message"])
     assert http.get("/v1/embeddings").status_code == 404
     assert http.get("/v1/chat/completions").status_code == 405
+
+
+def test_a_body_is_refused_by_the_size_that_it_announces_and_then_read_to_its_end(door: Gateway) -> None:
+    """A connection that was closed with bytes unread would be reset, and the answer lost."""
+    with closing(http.client.HTTPConnection("127.0.0.1", door.port, timeout=30)) as connection:
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("content-length", str(100 * 2**20))
+        connection.endheaders()
+        refused = connection.getresponse()
+        message = json.loads(refused.read())["error"]["message"]
+        assert (refused.status, message[: message.index(",")]) == (413, f"the body has {100 * 2**20} bytes")
+        assert message.endswith(LARGER)
+        for _ in range(100):
+            connection.sock.sendall(bytes(2**20))
+        connection.request("GET", "/version")
+        assert connection.getresponse().status == 200
+
+
+def test_inline_media_above_their_limit_are_refused_with_what_to_do(http: httpx.Client) -> None:
+    """In a body that is not too large: generation refuses them."""
+    large = base64.b64encode(bytes(MAX_INLINE_BYTES + 1)).decode()
+    body = json.dumps(question(video("data:;base64,"), "?")).replace(',"}}', f',{large}"}}}}')
+    refused = http.post("/v1/chat/completions", content=body)
+    told = f"messages hold {MAX_INLINE_BYTES + 1} bytes of inline media, --max-inline-bytes is {MAX_INLINE_BYTES}"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"{told}; {LARGER}")
 
 
 def test_a_body_may_be_compressed_in_gzip_and_deflate_alone(http: httpx.Client) -> None:
@@ -382,10 +418,37 @@ def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client)
     assert answer["output"][0]["content"][0]["text"] == first["choices"][0]["message"]["content"]
     stranger = http.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
     assert stranger.status_code == 404
-    assert http.post("/v1/files", files={"file": ("big.mp4", bytes(2_000_000))}).status_code == 413
+    large = http.post("/v1/files", files={"file": ("big.mp4", bytes(2 * UPLOAD_MAX_BYTES))})
+    assert large.status_code == 413
+    told = "give larger files as an https URL or a file: path below --media-root"
+    assert large.json()["error"]["message"].endswith(f"--upload-max-bytes is {UPLOAD_MAX_BYTES}; {told}")
     assert http.delete(f"/v1/files/{kept['id']}").json()["deleted"]
     assert http.post("/v1/chat/completions", json=by_id).status_code == 404
     assert http.get("/v1/files").json()["data"] == []
+
+
+async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(
+    client: FramesieveClient, http: httpx.Client, upload_root: Path
+) -> None:
+    kept = http.post("/v1/files", files={"file": ("clip.mp4", OTHER)}).json()
+    owner, digest = hashlib.sha256(b"").hexdigest(), hashlib.sha256(OTHER).hexdigest()
+    lies = upload_root / owner / digest
+    assert lies.read_bytes() == OTHER
+    url = f"upload:{owner}/{digest}"
+    for given, status in ((lies.as_uri(), 403), (url, 400)):
+        assert http.post("/v1/chat/completions", json=question(video(given), "?")).status_code == status
+    assert (await client.ask(Video(url=url), "?", max_new_tokens=1)).usage.media
+    wrong: list[tuple[Video, type[FramesieveError], str]] = [
+        (Video(server_path=str(lies)), MediaForbidden, "outside --media-root"),
+        (Video(url=f"upload:{owner}/{'0' * 64}"), MediaRejected, "cannot be read below --upload-root: No such file"),
+        (Video(url=f"{url}.json"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
+        (Video(url=f"upload:../{digest}"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
+        (Video(url=f"upload:{owner}"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
+    ]
+    for asked, error, text in wrong:
+        with pytest.raises(error, match=text):
+            await client.ask(asked, "?", max_new_tokens=1)
+    http.delete(f"/v1/files/{kept['id']}")
 
 
 async def test_a_client_that_leaves_cancels_its_question_within_a_second(stack: Stack, door: Gateway) -> None:
@@ -456,7 +519,7 @@ def test_after_sigterm_a_stream_is_finished_and_new_questions_are_refused(stack:
         leaving.http() as client,
         leaving.http() as other,
     ):
-        other.get("/health")  # keeps its connection
+        assert other.get("/version").json()["uploads"] is None  # and keeps its connection
         body = question("Why?", max_tokens=400, ignore_eos=True, stream=True)
         with client.stream("POST", "/v1/chat/completions", json=body) as streamed:
             lines = streamed.iter_lines()

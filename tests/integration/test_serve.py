@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
+from benchmarks.clips import another_file
 from demo.example import CLIP, QUESTIONS
 from framesieve.cli.launcher import listens
 from framesieve.common.checkpoint import DEMO_MODEL
@@ -80,6 +82,20 @@ def test_a_repository_is_served_under_its_name_at_the_address_that_is_printed(se
     body = {"model": REPOSITORY, "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1}
     answer = httpx.post(f"{serving.url}/chat/completions", json=body, timeout=60)
     assert (answer.status_code, answer.json()["model"]) == (200, REPOSITORY)
+
+
+def test_a_film_above_the_inline_limit_is_uploaded_and_asked_about(serving: Serving) -> None:
+    film = another_file(CLIP.read_bytes(), 64 * 2**20 + 1)
+    with httpx.Client(base_url=f"http://{serving.addresses[-1]}", timeout=60) as http:
+        told = http.get("/version").json()
+        assert (told["version"], told["max_inline_bytes"]) == (version("framesieve"), 64 * 2**20)
+        assert told["uploads"] == {"file_bytes": 2**30, "all_bytes": 2**34, "expires_s": 24 * 3600}
+        file_id = http.post("/v1/files", files={"file": ("film.mp4", film)}).json()["id"]
+        content = [{"type": "file", "file": {"file_id": file_id}}, {"type": "text", "text": QUESTION.text}]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+        answer = http.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == QUESTION.answer
+        http.delete(f"/v1/files/{file_id}")  # the command is killed, which leaves its folder behind
 
 
 @pytest.mark.skipif(not Path(sys.prefix, "lib", "libiomp5.so").exists(), reason="Intel's OpenMP has no wheel here")

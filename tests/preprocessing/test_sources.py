@@ -71,8 +71,9 @@ def test_a_circle_of_links_is_refused(root: Path) -> None:
 
 
 def test_without_a_root_no_path_is_opened() -> None:
-    with pytest.raises(MediaForbidden, match="without --media-root"):
-        path_source("video", "inner/clip.mp4", None)
+    for flag in ("--media-root", "--upload-root"):
+        with pytest.raises(MediaForbidden, match=f"without {flag}"):
+            path_source("video", "inner/clip.mp4", None, flag=flag)
 
 
 @pytest.mark.parametrize("shortage", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT])

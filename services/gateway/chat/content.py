@@ -230,7 +230,7 @@ def source_of(part: Strict, fields: Sequence[str], name: str, uploads: Uploads) 
     value: str = getattr(part, field)
     match field:
         case "file_id":
-            return {"server_path": uploads(value)}
+            return {"url": uploads(value)}
         case "file_data":
             return _contained(value, f"{name}.{field}")
     return _located(value, f"{name}.{field}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,7 +14,7 @@ from starlette.types import Message
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
 from framesieve.common.security.quotas import Charge
-from framesieve.services.gateway.http.errors import ENCODINGS, TooLarge, UnsupportedEncoding
+from framesieve.services.gateway.http.errors import ENCODINGS, LARGER_BODIES, TooLarge, UnsupportedEncoding
 from framesieve.services.gateway.http.request_guard import ClientLeft
 
 _PIECE_BYTES = 2**20
@@ -22,16 +23,37 @@ _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 T = TypeVar("T")
 
 
-def body_limit(max_inline_bytes: int) -> int:
+def inline_body_bytes(max_inline_bytes: int) -> int:
     """The most bytes of a body, or of a WebSocket's message, in which media are base64."""
     return max_inline_bytes * 4 // 3 + REQUEST_OVERHEAD_BYTES
 
 
-def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    """The most bytes of a body. setting: that it follows from, with its value. remedy: for what is larger."""
+
+    size_bytes: int
+    setting: str
+    remedy: str
+
+    @classmethod
+    def inline(cls, max_inline_bytes: int) -> BodyLimit:
+        """Of a question, whose media are base64."""
+        return cls(inline_body_bytes(max_inline_bytes), f"--max-inline-bytes is {max_inline_bytes}", LARGER_BODIES)
+
+    def check(self, size_bytes: int, about: str = "") -> None:
+        """Raises TooLarge for more bytes."""
+        if size_bytes > self.size_bytes:
+            text = f"the body has {about}{size_bytes} bytes, at most {self.size_bytes} are allowed: {self.setting}"
+            raise TooLarge(text, remedy=self.remedy)
+
+
+def bounded(request: Request, limit: BodyLimit, charge: Charge) -> Request:
     """The request with its body decompressed, which raises TooLarge beyond its limit, UnsupportedEncoding, and
     InvalidRequest where it is not compressed as it says. `charge` is told the size of each piece."""
-    _check_announced(request, limit_bytes)
-    pieces, received_bytes = _decompressed(request, limit_bytes), 0
+    announced = request.headers.get("content-length", "")
+    limit.check(int(announced) if announced.isascii() and announced.isdigit() else 0)
+    pieces, received_bytes = _decompressed(request, limit), 0
 
     async def receive() -> Message:
         nonlocal received_bytes
@@ -39,17 +61,16 @@ def bounded(request: Request, limit_bytes: int, charge: Charge) -> Request:
         if piece is None:
             return {"type": "http.request", "body": b"", "more_body": False}
         received_bytes += len(piece)
-        if received_bytes > limit_bytes:
-            raise TooLarge(f"the body has more than the {limit_bytes} bytes that are allowed")
+        limit.check(received_bytes, "at least ")
         charge(len(piece))
         return {"type": "http.request", "body": piece, "more_body": True}
 
     return Request(request.scope, receive)
 
 
-async def _decompressed(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    """The body in pieces; those of a compressed one have at most _PIECE_BYTES, and it has at most `limit_bytes` itself:
-    it may hold nothing for ever."""
+async def _decompressed(request: Request, limit: BodyLimit) -> AsyncIterator[bytes]:
+    """The body in pieces; those of a compressed one have at most _PIECE_BYTES, and it keeps to the limit itself: it may
+    hold nothing for ever."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
         async for piece in request.stream():
@@ -57,12 +78,11 @@ async def _decompressed(request: Request, limit_bytes: int) -> AsyncIterator[byt
         return
     if encoding not in ENCODINGS:
         raise UnsupportedEncoding(field="Content-Encoding", limit=" or ".join(ENCODINGS), value=encoding)
-    inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+    inflater, received_bytes = zlib.decompressobj(_GZIP_OR_ZLIB), 0
     try:
         async for compressed in request.stream():
-            limit_bytes -= len(compressed)
-            if limit_bytes < 0:
-                raise TooLarge("the compressed body has more bytes than a body may have")
+            received_bytes += len(compressed)
+            limit.check(received_bytes, "at least ")
             while compressed:
                 if inflater.eof:  # gzip allows another file here, each of which could be of no bytes
                     raise zlib.error("more follows its end")
@@ -74,21 +94,15 @@ async def _decompressed(request: Request, limit_bytes: int) -> AsyncIterator[byt
         raise InvalidRequest(f"the body ends before its {encoding} does")
 
 
-async def read_body(request: Request, limit_bytes: int, charge: Charge) -> bytearray:
+async def read_body(request: Request, limit: BodyLimit, charge: Charge) -> bytearray:
     """The whole body. Raises what `bounded` raises, and ClientLeft."""
     body = bytearray()
     try:
-        async for piece in bounded(request, limit_bytes, charge).stream():
+        async for piece in bounded(request, limit, charge).stream():
             body += piece
     except ClientDisconnect as error:
         raise ClientLeft from error
     return body
-
-
-def _check_announced(request: Request, limit_bytes: int) -> None:
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
-        raise TooLarge(f"the body has {announced} bytes, at most {limit_bytes} are allowed")
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:

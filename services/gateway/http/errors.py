@@ -37,7 +37,9 @@ _INTERNAL = (500, "internal_error")
 
 _INSTEAD = {"/v1/completions": ", only POST /v1/chat/completions", "/v1/realtime": ", only a WebSocket"}
 
-_REMEDIES = {IN_PYTHON: "send larger files as an https URL, or upload them to /v1/files first"}
+LARGER_UPLOADS = "give larger files as an https URL or a file: path below --media-root"
+LARGER_BODIES = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
+_REMEDIES = {IN_PYTHON: LARGER_BODIES}
 
 
 class NotFound(InvalidRequest):

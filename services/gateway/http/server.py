@@ -18,7 +18,7 @@ from framesieve.common.process import ExitStatus
 from framesieve.common.security.certificates import file_stamps, read_authorities, read_pair
 from framesieve.common.serving.server import first_signal
 from framesieve.common.telemetry.metrics import SERVING
-from framesieve.services.gateway.http.body import body_limit
+from framesieve.services.gateway.http.body import inline_body_bytes
 from framesieve.services.gateway.http.drain import Drain
 from framesieve.services.gateway.http.websocket import WebSocketProtocol
 from framesieve.services.gateway.settings import GatewaySettings
@@ -55,7 +55,7 @@ async def serve(app: ASGIApp, drain: Drain, settings: GatewaySettings) -> ExitSt
         uds=settings.listen.removeprefix("unix:") if on_socket else None,
         http="httptools",
         ws=WebSocketProtocol,
-        ws_max_size=body_limit(min(settings.max_inline_bytes, MAX_PICTURE_BYTES)),
+        ws_max_size=inline_body_bytes(min(settings.max_inline_bytes, MAX_PICTURE_BYTES)),
         ws_per_message_deflate=False,  # pictures are compressed
         lifespan="off",
         log_config=None,

@@ -17,8 +17,16 @@ from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
 from framesieve.common.contract.requests import check_inline_bytes, check_prompt
 from framesieve.common.contract.tensors import DType, pieces
+from framesieve.common.contract.uploads import upload_path
 from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages, tensor_digest
-from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaFile, MediaRequest, MediaUrl
+from framesieve.services.preprocessing.conversation import (
+    Conversation,
+    FileUrl,
+    MediaFile,
+    MediaRequest,
+    MediaUrl,
+    Upload,
+)
 from framesieve.services.preprocessing.fetch.urls import file_path
 from framesieve.services.preprocessing.prompt.embeds import Embeds
 from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
@@ -172,14 +180,16 @@ def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequ
     return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), frames)
 
 
-def _location(url: str, name: str) -> MediaUrl | FileUrl | bytes:
-    """A URL to fetch, the path of a file URL, or the bytes of a data URL."""
+def _location(url: str, name: str) -> MediaUrl | FileUrl | Upload | bytes:
+    """A URL to fetch, the path of a file URL or of an upload, or the bytes of a data URL."""
     with within(f"{name}.url"):
         match url.partition(":")[0].lower():
             case "data":
                 data = parse_data_url(url).data
             case "file":
                 return FileUrl(file_path(url))
+            case "upload":
+                return Upload(upload_path(url))
             case _:
                 return MediaUrl(url)
         if not data:

@@ -1,4 +1,4 @@
-"""Opened media: bytes of the request, a file below the media root, or a fetched file.
+"""Opened media: bytes of the request, a file below the media root or the root of uploads, or a fetched file.
 
 It decides which paths may be opened. It knows nothing of formats: `packets` and `pictures` read the content.
 A file stays open from planning to the last frame, so the file that was planned is the file that is decoded.
@@ -154,27 +154,28 @@ class ReceivedFile:
 def path_source(
     name: str,
     path: str,
-    media_root: Path | None,
+    root: Path | None,
     check_cancelled: Callable[[], None] = lambda: None,
     max_bytes: float = math.inf,
     known: Digests | None = None,
     field: str = "path",
+    flag: str = "--media-root",
 ) -> Source:
-    """A file below `media_root`, symlinks resolved. The caller closes it.
+    """A file below `root`, symlinks resolved. The caller closes it.
 
     path: relative to the root, or absolute and below it. check_cancelled: called between the blocks that are hashed;
     an exception from it ends the read. max_bytes: a larger file is rejected unread. known: of files that were hashed
-    before. field: which names the path, for error texts.
+    before. field: which names the path, flag: which names the root, for error texts.
     Raises MediaForbidden for a path outside the root, whether it exists or not; MediaRejected for a file that is not
     readable, not regular or too large; Overloaded where the machine is out of descriptors or memory.
     """
     field = f"{name}.{field}"
-    if media_root is None:
-        raise MediaForbidden(f"is {path!r}, but this service was started without --media-root", field=field)
+    if root is None:
+        raise MediaForbidden(f"is {path!r}, but this service was started without {flag}", field=field)
     if not path or "\0" in path:
-        raise MediaRejected(field=field, limit="a path below --media-root", value=path)
+        raise MediaRejected(field=field, limit=f"a path below {flag}", value=path)
     with resource_errors_as_overloaded(field):
-        descriptor = _opened(field, path, media_root.resolve())
+        descriptor = _opened(field, path, root.resolve(), flag)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise MediaRejected(f"{path!r} is not a regular file", field=field)
@@ -193,16 +194,16 @@ def check_file_size(name: str, descriptor: int, max_bytes: float) -> None:
         raise MediaRejected(text, field=name, value=size_bytes, limit=max_bytes)
 
 
-def _opened(field: str, path: str, root: Path) -> int:
-    """The descriptor of a file below the root. field: which names the path, for error texts."""
+def _opened(field: str, path: str, root: Path, flag: str) -> int:
+    """The descriptor of a file below the root. field, flag: as in `path_source`."""
     try:
         resolved = (root / path).resolve()
     except (OSError, RuntimeError) as error:
         raise MediaForbidden(f"{path!r} cannot be resolved", field=field) from error
     if not resolved.is_relative_to(root):
-        raise MediaForbidden(f"{path!r} lies outside --media-root", field=field)
+        raise MediaForbidden(f"{path!r} lies outside {flag}", field=field)
     try:
         # O_NONBLOCK: opening a pipe would block the thread.
         return os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise MediaRejected(f"{path!r} cannot be read: {error.strerror}", field=field) from error
+        raise MediaRejected(f"{path!r} cannot be read below {flag}: {error.strerror}", field=field) from error
