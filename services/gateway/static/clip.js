@@ -1,7 +1,7 @@
 // The chosen clip: its preview, its limits, and how it gets to the server: uploaded once, or where uploads are off
 // inside of each question.
 
-import { byId, mebibytes } from "./elements.js";
+import { byId, sizeOf } from "./elements.js";
 import { clearErrors, showError } from "./errors.js";
 import { upload, version } from "./server.js";
 
@@ -27,7 +27,7 @@ export async function choose(file, source = null) {
     return;
   }
   const mine = clip = { file, source, kind, url: URL.createObjectURL(file), sending: null, stop: null };
-  byId("file-name").textContent = `${file.name}, ${mebibytes(file.size)}`;
+  byId("file-name").textContent = `${file.name}, ${sizeOf(file.size)}`;
   const preview = byId(kind === "video" ? "player" : "picture");
   preview.src = clip.url;
   preview.hidden = false;
@@ -78,10 +78,11 @@ export function expired(mine) {
 function excessOf({ name, size }, { max_inline_bytes: inlineBytes, uploads }) {
   const limit = uploads ? uploads.file_bytes : inlineBytes;
   if (size <= limit) return "";
-  return `${name} has ${mebibytes(size)}, and this server takes at most ${mebibytes(limit)} from the page. `
-    + (uploads
-      ? "Cut the clip or encode it smaller, give its URL to the API, or start the gateway with a larger --upload-max-bytes."
-      : "Cut the clip or encode it smaller, give its URL to the API, or start the gateway with --upload-root, so that it takes uploads.");
+  const setting = uploads
+    ? "a larger --gateway-upload-max-bytes"
+    : "--gateway-upload-root, so that it takes uploads";
+  return `${name} has ${sizeOf(size)}, and this server takes at most ${sizeOf(limit)} from the page. Cut the clip or `
+    + `encode it smaller, ask about its URL by the API, or start framesieve serve with ${setting}.`;
 }
 
 function uploaded(mine) {
@@ -101,7 +102,7 @@ async function send(mine) {
   try {
     return await upload(mine.file, mine.stop.signal, (sent, all) => {
       progress.value = sent / all;
-      text.textContent = sent < all ? `${mebibytes(sent)} of ${mebibytes(all)} sent` : "Sent; the server stores the clip";
+      text.textContent = sent < all ? `${sizeOf(sent)} of ${sizeOf(all)} sent` : "Sent; the server stores the clip";
     });
   } finally {
     mine.stop = null;

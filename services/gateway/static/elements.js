@@ -4,9 +4,10 @@ export const byId = (id) => document.getElementById(id);
 export const percent = (rate) => `${Math.round(rate * 100)} %`;
 export const ms = (seconds) => Math.round(seconds * 1000);
 
-export function mebibytes(bytes) {
+export function sizeOf(bytes) {
+  if (bytes < 2 ** 20) return `${Math.ceil(bytes / 2 ** 10)} KiB`;
   const size = bytes / 2 ** 20;
-  return `${size.toLocaleString("en", { maximumFractionDigits: size < 10 ? 2 : 0 })} MiB`;
+  return `${size.toLocaleString("en", { maximumFractionDigits: size < 10 ? 1 : 0 })} MiB`;
 }
 
 export function element(name, properties) {
