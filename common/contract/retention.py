@@ -11,8 +11,10 @@ and the exact arithmetic are Framesieve's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +32,10 @@ METHODS = (EVS, EVS_CAUSAL, VIDCOM2, VCAST, RANDOM, PIXEL_CHANGE, NONE)
 # These methods choose tokens by pixels, before the vision tower runs.
 BEFORE_TOWER = (PIXEL_CHANGE,)
 AFTER_TOWER = tuple(method for method in METHODS if method not in BEFORE_TOWER)
-# The threshold of `pixel_change` where a request names none. Measured: docs/pruning.md.
+# The threshold of `pixel_change` that is suggested. Measured: docs/pruning.md.
 AUTO_THRESHOLD = 0.1
+# Of the config of checkpoints that were trained with EVS: the rate that they are to be used with.
+TRAINED_RATE = "video_pruning_rate"
 WHY_NOT_BEFORE = "the vision tower of this model reads whole frames"
 # Those that keep at least one token of each slice, and need not keep slice 0.
 BY_SLICE = (VIDCOM2, VCAST)
@@ -77,9 +81,22 @@ class Pruning:
         return self.method != NONE and (self.rate > 0 or self.threshold is not None)
 
 
-def named_method(method: str | None, threshold: float | None) -> str:
-    """The method that was named, or else meant: `pixel_change` where there is a threshold, else `evs`."""
-    return method or (EVS if threshold is None else PIXEL_CHANGE)
+# What is suggested wherever nobody says how much to drop. It fits any video, and cannot drop what changes.
+SUGGESTED = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
+
+
+def usual_method(methods: Sequence[str], config: Mapping[str, Any]) -> str:
+    """The method of a rate that comes without one: `pixel_change` where the model takes it, else `evs`; `evs` of
+    checkpoints that were trained with it.
+
+    methods: those that the model takes. config: of the checkpoint.
+    """
+    return EVS if PIXEL_CHANGE not in methods or config.get(TRAINED_RATE) else PIXEL_CHANGE
+
+
+def named_method(method: str | None, threshold: float | None, usual: str = EVS) -> str:
+    """The method that was named, or else meant: `pixel_change` where there is a threshold, else the usual one."""
+    return method or (usual if threshold is None else PIXEL_CHANGE)
 
 
 def method_of(pruning: Pruning, modality: Modality) -> str:

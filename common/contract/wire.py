@@ -28,7 +28,7 @@ from framesieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from framesieve.common.contract.retention import BEFORE_TOWER, Pruning, named_method
+from framesieve.common.contract.retention import BEFORE_TOWER, EVS, Pruning, named_method
 from framesieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
 from framesieve.v1 import prompt_pb2, tensor_pb2
 
@@ -153,12 +153,13 @@ def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> promp
     return whole
 
 
-def pruning_of(message: prompt_pb2.Pruning) -> Pruning:
-    """The pruning that a message asks for. Raises InvalidRequest as `Pruning`."""
+def pruning_of(message: prompt_pb2.Pruning, usual: str = EVS) -> Pruning:
+    """The pruning that a message asks for. usual: the method of a rate without one. Raises InvalidRequest as
+    `Pruning`."""
     threshold = message.threshold if message.HasField("threshold") else None
     return Pruning(
         rate=message.rate,
-        method=named_method(message.method, threshold),
+        method=named_method(message.method, threshold, usual),
         seed=message.seed if message.HasField("seed") else None,
         threshold=threshold,
     )
@@ -173,22 +174,23 @@ def named_media(prompt: prompt_pb2.Prompt) -> Iterator[tuple[str, Modality, prom
                 yield f"prompt.messages[{index}].parts[{place}].{kind}", Modality(kind), getattr(part, kind)
 
 
-def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning) -> tuple[Pruning, ...]:
+def prunings_of(prompt: prompt_pb2.Prompt, default: prompt_pb2.Pruning, usual: str = EVS) -> tuple[Pruning, ...]:
     """The pruning of each media item: its own, and what that leaves unset from `default` (where that is unset, too,
     nothing is pruned).
 
+    usual: the method of a rate without one; of embeddings, which have no pixels, it is `evs`.
     Raises InvalidRequest, naming the item, for a bad rate or an unknown method.
     """
-    shared = pruning_of(default)
-    return tuple(
-        _own_pruning(name, completed(media.pruning, default)) if media.HasField("pruning") else shared
-        for name, _, media in named_media(prompt)
-    )
-
-
-def _own_pruning(name: str, message: prompt_pb2.Pruning) -> Pruning:
-    with within(name):
-        return pruning_of(message)
+    shared = {method: pruning_of(default, method) for method in (usual, EVS)}
+    prunings = []
+    for name, _, media in named_media(prompt):
+        method = EVS if media.WhichOneof("source") == "embeds" else usual
+        if media.HasField("pruning"):
+            with within(name):
+                prunings.append(pruning_of(completed(media.pruning, default), method))
+        else:
+            prunings.append(shared[method])
+    return tuple(prunings)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------

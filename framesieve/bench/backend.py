@@ -31,6 +31,11 @@ class Refused(Exception):
 
 
 class Backend(Protocol):
+    async def usual_method(self) -> str:
+        """The method by which the server prunes where a request names a rate and no method; "none" of a server that
+        does not tell. Raises as `answer`."""
+        ...
+
     async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:
         """Sends a user's turn and reads its completion.
 
@@ -43,6 +48,9 @@ class Backend(Protocol):
 class GrpcBackend:
     def __init__(self, client: FramesieveClient) -> None:
         self._client = client
+
+    async def usual_method(self) -> str:
+        return (await self._client.models())[0].pruning_method
 
     async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:
         cost: Cost | None = None

@@ -18,7 +18,7 @@ import typer
 from framesieve.bench.load import Extent
 from framesieve.bench.plot import check_plotting, plot
 from framesieve.bench.report import Report, record_json, report_json, table
-from framesieve.bench.run import Run, measure, served
+from framesieve.bench.run import Run, measure, served, usual_method
 from framesieve.bench.workload import Entry, Workload, read_workload, synthesised
 from framesieve.cli.options import (
     THRESHOLD_HELP,
@@ -33,7 +33,7 @@ from framesieve.cli.variables import source
 from framesieve.client.client import DEFAULT_ADDRESS
 from framesieve.client.prompt import Options
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.retention import EVS, METHODS
+from framesieve.common.contract.retention import METHODS, NONE, Pruning
 
 _server = partial(typer.Option, rich_help_panel="Server")
 _load = partial(typer.Option, rich_help_panel="Load")
@@ -113,7 +113,7 @@ def bench(
         ),
     ] = None,
     method: Annotated[
-        str | None, _questions(help=f"Which tokens are kept: {', '.join(METHODS)}. Default: {EVS}.")
+        str | None, _questions(help=f"Which tokens are kept: {', '.join(METHODS)}. Default: the server's.")
     ] = None,
     pruning_threshold: Annotated[float | None, _questions(help=THRESHOLD_HELP)] = None,
     max_new_tokens: Annotated[int, _questions(min=1, help="Maximum tokens of each completion.")] = 64,
@@ -190,6 +190,9 @@ def bench(
         options = Options(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, timeout_s=timeout_s)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         with served(base_url or server, start, model, metrics or ()) as target:
+            if method is None and pruning_threshold is None:
+                usual = asyncio.run(usual_method(target.address, given))
+                prunings = tuple(dataclasses.replace(each, method=usual) for each in prunings)
             loop = clients or (None if rate else _CLIENTS)
             run = Run(target.address, asked, prunings, loop, rate, extent, warmup, seed, options, given, target.metrics)
             outcome = asyncio.run(measure(run))
@@ -201,8 +204,7 @@ def bench(
         "began": began,
         "server": target.description,
         "load": run.load,
-        "pruning": f"by {prunings[0].method}"
-        + ("" if pruning_threshold is None else f", threshold {pruning_threshold:g}"),
+        "pruning": _pruning_description(prunings[0]),
         "media": _media_description(workload, unique),
         "warmup": _warmup_description(warmup, outcome.warmup_failed, len(prunings)),
     }
@@ -271,6 +273,11 @@ def _command(context: typer.Context) -> str:
         for each in value if isinstance(value, (list, tuple)) else (value,):
             words += [flag.opts[0], f"{each:g}" if isinstance(each, float) else str(each)]
     return shlex.join(words)
+
+
+def _pruning_description(pruning: Pruning) -> str:
+    threshold = "" if pruning.threshold is None else f", threshold {pruning.threshold:g}"
+    return NONE if pruning.method == NONE else f"by {pruning.method}{threshold}"
 
 
 def _media_description(workload: Path | None, unique: bool) -> str:

@@ -139,6 +139,12 @@ async def connected(server: str, access: Access) -> AsyncIterator[Backend]:
             yield GrpcBackend(client)
 
 
+async def usual_method(server: str, access: Access) -> str:
+    """As of `Backend`."""
+    async with connected(server, access) as backend:
+        return await backend.usual_method()
+
+
 async def measure(run: Run) -> Outcome:
     """Executes a run. Raises Unavailable if no warm-up request reaches the server, or metrics cannot be read."""
     outcome = Outcome()

@@ -30,7 +30,7 @@ from framesieve.cli.options import (
     in_flags,
     of_output,
     print_json,
-    pruning_of,
+    said_pruning,
 )
 from framesieve.cli.signals import unwind_on_signals
 from framesieve.cli.terminal import reported_errors, stderr
@@ -50,10 +50,10 @@ from framesieve.common.contract.retention import (
     NONE,
     PIXEL_CHANGE,
     RANDOM,
+    SUGGESTED,
     VCAST,
     VIDCOM2,
     Pruning,
-    named_method,
 )
 from framesieve.common.contract.tensors import TensorBuffer
 from framesieve.common.contract.wire import add_chunk, buffer_for
@@ -69,8 +69,6 @@ _METHOD_NAMES = {
     PIXEL_CHANGE: "the change of pixels",
     NONE: "no pruning",
 }
-_RATE = 0.75
-
 _services = partial(typer.Option, rich_help_panel="Services")
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
@@ -95,14 +93,16 @@ def inspect(
 
     Without --preprocessing and --encoder, this command starts both services and stops them afterwards.
 
-    Example: framesieve inspect clip.mp4 --pruning-rate 0.75 --method evs --method vcast -o kept.png
+    Example: framesieve inspect clip.mp4
 
-    Example: framesieve inspect clip.mp4 --pruning-threshold 0.1
+    Example: framesieve inspect clip.mp4 --pruning-rate 0.75 --method evs --method vcast -o kept.png
     """
-    methods = method or [named_method(None, pruning_threshold)]
-    if pruning_rate is None:
-        pruning_rate = _RATE if pruning_threshold is None else 0.0
-    prunings = [pruning_of(pruning_rate, each, pruning_threshold) for each in dict.fromkeys(methods)]
+    suggested = pruning_rate is None and pruning_threshold is None
+    if suggested:
+        prunings = [_suggested(each) for each in dict.fromkeys(method or [SUGGESTED.method])]
+    else:
+        named = dict.fromkeys(method or ()) or (None,)
+        prunings = [said_pruning(pruning_rate, each, pruning_threshold) for each in named]
     part = frames.part(media)
     if output.suffix.lower() not in _FORMATS:
         raise typer.BadParameter(f"--output must end with {', '.join(_FORMATS)}, got {output}")
@@ -110,17 +110,30 @@ def inspect(
         raise typer.BadParameter("--preprocessing and --encoder must be given together")
     with reported_errors(as_json=as_json):
         given = access.access()
-        if preprocessing is not None and encoder is not None:
-            inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **given))
-        else:
-            unwind_on_signals()
-            stack = LocalStack(model, services=("preprocessing", "encoder"), report=stderr.print)
-            with stderr.status("starting preprocessing and the encoder for this command …"), stack:
-                addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
-                inspected = asyncio.run(inspect_media(*addresses, part, prunings, **given))
+        try:
+            if preprocessing is not None and encoder is not None:
+                inspected = asyncio.run(inspect_media(preprocessing, encoder, part, prunings, **given))
+            else:
+                unwind_on_signals()
+                stack = LocalStack(model, services=("preprocessing", "encoder"), report=stderr.print)
+                with stderr.status("starting preprocessing and the encoder for this command …"), stack:
+                    addresses = stack.addresses["preprocessing"], stack.addresses["encoder"]
+                    inspected = asyncio.run(inspect_media(*addresses, part, prunings, **given))
+        except InvalidRequest as error:
+            if suggested and error.field == "--method":
+                error.remedy = "give a rate, which takes a method of this model: --pruning-rate 0.75"
+            raise
         sheets = [_draw(each, file_name(media)) for each in inspected]
         side_by_side(sheets).save(output, _FORMATS[output.suffix.lower()])
     _print_counts(inspected, output, as_json)
+
+
+def _suggested(method: str) -> Said:
+    """What is drawn of a method where nobody says how much to drop. Raises BadParameter for one that needs a rate."""
+    said = said_pruning(None, method, None)
+    if method not in (SUGGESTED.method, NONE):
+        raise typer.BadParameter(f"--method {method} needs --pruning-rate, such as 0.75")
+    return said if method == NONE else Said(method=method, threshold=SUGGESTED.threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +153,7 @@ class Inspection:
 
 
 async def inspect_media(
-    preprocessing: str, encoder: str, media: Image | Video, prunings: Sequence[Pruning], **access: Unpack[Access]
+    preprocessing: str, encoder: str, media: Image | Video, prunings: Sequence[Said], **access: Unpack[Access]
 ) -> list[Inspection]:
     """Asks the services at the two addresses: the frames once, the kept tokens for each pruning.
 
@@ -149,18 +162,14 @@ async def inspect_media(
     """
     if media.embeds is not None:
         raise InvalidRequest("cannot be drawn: they have no frames", field=f"{type(media).__name__}.embeds")
-    asked = [Said(each.rate, each.method, each.seed, each.threshold) for each in prunings]
     with in_flags([Message("user", (media,))]):
-        encodings = asyncio.gather(*(encode(encoder, media, said, **access) for said in asked))
+        encodings = asyncio.gather(*(encode(encoder, media, said, **access) for said in prunings))
         (plan, frames, repaired), found = await asyncio.gather(
             _frames(preprocessing, media, credentials_of(access)), encodings
         )
     if any((plan.fingerprint, plan.media[0]) != (encoded.fingerprint, encoded.plan) for (encoded,) in found):
         raise PeerContract("preprocessing and the encoder planned the prompt differently: do both run the same model?")
-    return [
-        Inspection(pruning, encoded.plan, frames, encoded.kept, repaired)
-        for pruning, (encoded,) in zip(prunings, found, strict=True)
-    ]
+    return [Inspection(encoded.pruning, encoded.plan, frames, encoded.kept, repaired) for (encoded,) in found]
 
 
 async def _frames(

@@ -49,7 +49,7 @@ from framesieve.client.live_events import (
 )
 from framesieve.client.prompt import Pruning, Sampling, Trigger, check_scheme
 from framesieve.common.contract.errors import InvalidRequest, Unavailable
-from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
+from framesieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED
 
 _when = partial(typer.Option, rich_help_panel="When it is asked")
 _session = partial(typer.Option, rich_help_panel="Session")
@@ -106,8 +106,8 @@ def live(
         str | None,
         of_media(
             help=f"Which tokens are kept. {PIXEL_CHANGE}: those whose pixels changed since the slice before. "
-            f"{EVS_CAUSAL}: those that changed most. {NONE}: all. Default: {PIXEL_CHANGE}, with a threshold of "
-            f"{AUTO_THRESHOLD:g}."
+            f"{EVS_CAUSAL}: those that changed most. {NONE}: all. Default: what is suggested for any video, "
+            f"{SUGGESTED.method} with a threshold of {SUGGESTED.threshold:g}; {NONE} for models that do not take it."
         ),
     ] = None,
     max_pixels: MaxPixelsOption = None,

@@ -26,6 +26,7 @@ from framesieve.common.contract.retention import (
     NONE,
     PIXEL_CHANGE,
     RANDOM,
+    SUGGESTED,
     VCAST,
     VIDCOM2,
     Pruning,
@@ -54,7 +55,11 @@ _REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --
 _NAME_CHARACTERS = 200  # of a URL, in an error
 
 _RATE_HELP = "Fraction of each video's tokens to drop, at least 0 and below 1."
-DrawnRateOption = Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: 0.75, and 0 with --pruning-threshold.")]
+_SUGGESTION = f"{SUGGESTED.method} with a threshold of {SUGGESTED.threshold:g}"
+DrawnRateOption = Annotated[
+    float | None,
+    of_media(help=f"{_RATE_HELP} Without it and --pruning-threshold, what is suggested is drawn: {_SUGGESTION}."),
+]
 THRESHOLD_HELP = (
     "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
     f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --method {PIXEL_CHANGE}."
@@ -68,7 +73,11 @@ _METHOD_HELP = (
     f"{NONE}: all."
 )
 MethodsOption = Annotated[
-    list[str] | None, of_media(help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default: {EVS}.")
+    list[str] | None,
+    of_media(
+        help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default, with a rate: {PIXEL_CHANGE} if the "
+        f"model takes it, else {EVS}."
+    ),
 ]
 MaxPixelsOption = Annotated[int | None, of_media(help="Resize each frame or image to at most this many pixels.")]
 NumFramesOption = Annotated[

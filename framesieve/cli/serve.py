@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +14,16 @@ from framesieve.cli.launcher import GATEWAY, SERVICES, Endpoint, LocalStack
 from framesieve.cli.signals import DrainOnSignals
 from framesieve.cli.stack_flags import service_flags
 from framesieve.cli.terminal import reported_errors, stderr
-from framesieve.client.client import DEFAULT_ADDRESS
-from framesieve.common.contract.errors import StartupError
+from framesieve.client.answer import Model
+from framesieve.client.client import DEFAULT_ADDRESS, FramesieveClient
+from framesieve.client.credentials import Access
+from framesieve.common.contract.errors import FramesieveError, StartupError
+from framesieve.common.contract.retention import NONE, Pruning
 from framesieve.common.process import ExitStatus, at_once
 
 _model = partial(typer.Option, rich_help_panel="Model and media")
 _addresses = partial(typer.Option, rich_help_panel="Addresses")
+_TELL_S = 10.0
 
 ConfigOption = Annotated[
     Path | None,
@@ -117,7 +123,43 @@ def serve(
             )
             server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
             stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
+            stderr.print(_default_pruning(listen), soft_wrap=True)
             stack.watch()
         finally:
             stack.stop()
     raise typer.Exit(stack.exit_status)
+
+
+def _default_pruning(generation: str) -> str:
+    """How videos are pruned for which a request says nothing, as the service tells it, and how to change that."""
+    environment = os.environ.get
+    access = Access(token=environment("FRAMESIEVE_TOKEN"))
+    if cert := environment("FRAMESIEVE_TLS_CERT"):
+        access |= Access(
+            tls_ca=environment("FRAMESIEVE_UPSTREAM_TLS_CA"), tls_cert=cert, tls_key=environment("FRAMESIEVE_TLS_KEY")
+        )
+
+    async def models() -> tuple[Model, ...]:
+        async with FramesieveClient(generation, **access) as client:
+            return await client.models(timeout_s=_TELL_S)
+
+    try:
+        model, *_ = asyncio.run(models())
+    except FramesieveError as error:
+        return f"How videos are pruned by default is not known here ({error}): GET /v1/models tells it."
+    pruning = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
+    if [each.name for each in model.pruning_methods] == [NONE]:
+        return "Videos are not pruned: this model takes no pruning."
+    if not pruning.drops:
+        return (
+            "Videos are not pruned unless a request asks for it (framesieve ask --pruning-rate 0.75). "
+            "For all requests: framesieve serve --generation-pruning-rate 0.75"
+        )
+    amounts = [f"rate {pruning.rate:g}"] if pruning.rate else []
+    if pruning.threshold is not None:
+        amounts.append(f"threshold {pruning.threshold:g}")
+    return (
+        f"Videos are pruned by {pruning.method} at {' and '.join(amounts)} unless a request asks for another "
+        f"(framesieve ask --pruning-rate 0). For all requests: framesieve serve --generation-pruning-rate, "
+        f"--generation-pruning-method, --generation-pruning-threshold"
+    )

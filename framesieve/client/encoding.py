@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Unpack
 
@@ -26,8 +26,8 @@ from framesieve.common.channels import end_writing, open_channel, upstream_error
 from framesieve.common.contract.errors import InvalidRequest, PeerContract
 from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import check_media, received_kept, received_plan
+from framesieve.common.contract.retention import METHODS, num_kept
 from framesieve.common.contract.retention import Pruning as Applied
-from framesieve.common.contract.retention import num_kept
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import add_chunk, buffer_for, prunings_of
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
@@ -46,6 +46,7 @@ class Encoded:
     kept: int32 [K], strictly increasing indices of the kept tokens in the plan's grid.
     tensor: bfloat16, float16 or float32 [1 + levels, K, D]; level 0 is the embedding, the others deepstack features.
     repaired_frames: frames that could not be decoded and were replaced by the previous frame.
+    pruning: how the tokens were chosen, also where the request names no method.
     """
 
     plan: MediaPlan
@@ -53,6 +54,7 @@ class Encoded:
     kept: Int32Array
     tensor: TensorBuffer
     repaired_frames: int
+    pruning: Applied
 
     @property
     def values(self) -> NDArray[np.float16] | NDArray[np.float32]:
@@ -109,7 +111,8 @@ async def encode(
 
     encoder: the encoder's address, host:port or unix:/path.
     media: as for `FramesieveClient.ask`.
-    pruning: of videos that do not say their own. What neither says: "evs", at rate 0, which keeps all tokens.
+    pruning: of videos that do not say their own. Without a rate and a threshold all tokens are kept. A rate without a
+        method: by "pixel_change" where the model takes it, else by "evs"; `Encoded.pruning` tells it.
     cache_salt: as in `Options`.
     access: as for `FramesieveClient`.
     Raises a subclass of FramesieveError with the service's message, InvalidRequest for more files than the
@@ -176,4 +179,7 @@ def _encoded(plan: PromptPlan, index: int, pieces: list[encoder_pb2.EmbedsChunk]
         raise PeerContract(
             f"the stream ended after {buffer.received_bytes} of {buffer.data.nbytes} bytes of item {index}"
         )
-    return Encoded(item, plan.fingerprint, kept, buffer, first.repaired_frames)
+    possible = METHODS if pruning.threshold is None else (pruning.method,)
+    if (method := first.method or pruning.method) not in possible:
+        raise PeerContract(f"the encoder's pruning method must be one of {', '.join(possible)}, got {method!r}")
+    return Encoded(item, plan.fingerprint, kept, buffer, first.repaired_frames, replace(pruning, method=method))

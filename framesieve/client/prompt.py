@@ -119,7 +119,8 @@ class Pruning:
     """How videos are pruned, as a request says it. None: not said.
 
     What a video does not say is taken from its request, and what that does not say from the service's settings. A
-    threshold is taken over only where neither a rate nor a method is said.
+    threshold is taken over only where neither a rate nor a method is said. By default nothing is dropped, and a rate
+    without a method means "pixel_change" where the model takes it, else "evs" (`FramesieveClient.models` tells it).
 
     rate: the fraction of a video's tokens to drop, 0 ≤ rate < 1; with a threshold the least.
     method: "evs", "evs_causal", "vidcom2", "vcast", "random", "pixel_change" or "none". seed: for "random".

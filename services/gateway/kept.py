@@ -6,6 +6,7 @@ The body is that of a chat request; its text is ignored. The encoder answers, wh
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ from framesieve.client.client import FramesieveClient, Metadata
 from framesieve.client.credentials import Access
 from framesieve.client.encoding import Encoded, encode
 from framesieve.client.messages import pruning_message
-from framesieve.client.prompt import Pruning, Text
+from framesieve.client.prompt import Image, Pruning, Text, Video
 from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.retention import EVS
 from framesieve.common.contract.wire import completed, pruning_of
 from framesieve.common.security.tokens import AUTHORIZATION_KEY
 from framesieve.services.gateway.chat.content import conversation
@@ -52,7 +54,10 @@ class Kept:
         uploads = partial(self._files.url, owner=call.owner)
         messages = await asyncio.to_thread(conversation, chat, uploads, names)
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
-        pruning = await self._completed(chat.pruning.parsed() if chat.pruning else Pruning(), call.metadata)
+        said = chat.pruning.parsed() if chat.pruning else Pruning()
+        pruning = await self._completed(said, call.metadata)
+        if said.method is None and pruning.threshold is None:
+            media = [_by_evs(part) if part.embeds else part for part in media]
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
             access["token"] = token.removeprefix("Bearer ")
@@ -67,6 +72,12 @@ class Kept:
         default = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
         whole = pruning_of(completed(pruning_message(said), pruning_message(default)))
         return Pruning(whole.rate, whole.method, whole.seed, whole.threshold)
+
+
+def _by_evs(part: Image | Video) -> Image | Video:
+    """Embeddings have no pixels: where nobody names a method, `evs` chooses among them, as in generation."""
+    own = part.pruning or Pruning()
+    return part if own.method or own.threshold is not None else replace(part, pruning=replace(own, method=EVS))
 
 
 def _item(encoded: Encoded) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from framesieve.common.address import is_local
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.channels import Reach, open_channel
 from framesieve.common.checkpoint import Checkpoint
+from framesieve.common.contract.retention import usual_method
 from framesieve.common.handover import receiver_of
 from framesieve.common.process import ExitStatus, leave_cores_to_others
 from framesieve.common.serving.guards import check_ports, upstream_credentials
@@ -56,7 +57,9 @@ async def main() -> ExitStatus:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
-    pruning = settings.pruning(checkpoint.config)
+    family = checkpoint.pick(FAMILIES)
+    usual = usual_method(family.pruning_methods, checkpoint.config)
+    pruning = settings.pruning(checkpoint.config, usual)
     check_pruning(checkpoint, pruning)
     said = {"rate": pruning.rate, "method": pruning.method, "threshold": pruning.threshold}
     log.info("pruning where a request names none", **said)
@@ -68,7 +71,6 @@ async def main() -> ExitStatus:
         built = build(settings, checkpoint, workers.group if workers else None, workers)
         model = built.runner.model
         names = served_names(checkpoint, settings.served_model_name)
-        family = checkpoint.pick(FAMILIES)
         live = None
         if family.live:
             recurrent = model.states is not None
@@ -82,6 +84,7 @@ async def main() -> ExitStatus:
             built.limit_tokens,
             pruning,
             family.pruning_methods,
+            usual,
             live,
         )
         engine = Engine(
@@ -129,6 +132,7 @@ async def main() -> ExitStatus:
                 settings.max_inline_bytes,
                 partial(receiver_of, settings.encoder),
                 in_parts,
+                usual,
             )
             servicer = GenerationServicer(engine, media, served, credentials)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)

@@ -16,13 +16,11 @@ from framesieve.common.contract.retention import (
     EVS,
     METHODS,
     PIXEL_CHANGE,
+    TRAINED_RATE,
     Pruning,
     named_method,
 )
 from framesieve.common.serving.settings import UpstreamSettings
-
-# Of the config of checkpoints that were trained with EVS: the rate that they are to be used with.
-_TRAINED_RATE = "video_pruning_rate"
 
 
 class GenerationSettings(UpstreamSettings):
@@ -83,12 +81,13 @@ class GenerationSettings(UpstreamSettings):
         ge=0,
         lt=1,
         description="fraction of each video's tokens to drop where a request names no rate; a request may name any, 0 "
-        f"included; unset: {_TRAINED_RATE} of the checkpoint's config; without that, or with --pruning-threshold, 0",
+        f"included; unset: {TRAINED_RATE} of the checkpoint's config; without that, or with --pruning-threshold, 0",
     )
     pruning_method: str | None = Field(
         None,
-        description=f"which tokens are kept where a request names no method: {', '.join(METHODS)}; unset: {EVS}, or "
-        f"{PIXEL_CHANGE} with --pruning-threshold",
+        description=f"which tokens are kept where a request names no method: {', '.join(METHODS)}; unset: "
+        f"{PIXEL_CHANGE} with --pruning-threshold; else {EVS} if the checkpoint's config has a {TRAINED_RATE} or the "
+        f"model does not take {PIXEL_CHANGE}; else {PIXEL_CHANGE}",
     )
     pruning_threshold: float | None = Field(
         None,
@@ -195,14 +194,14 @@ class GenerationSettings(UpstreamSettings):
         """Per sequence and step, of either kind."""
         return self.num_draft_tokens if self.draft_model else self.speculative_tokens
 
-    def pruning(self, config: Mapping[str, Any]) -> Pruning:
-        """Of videos for which a request names none. config: of the checkpoint.
+    def pruning(self, config: Mapping[str, Any], usual: str) -> Pruning:
+        """Of videos for which a request names none. config: of the checkpoint. usual: the method of a rate without one.
 
         Raises StartupError if the config has a rate that is not at least 0 and below 1.
         """
-        method, rate = named_method(self.pruning_method, self.pruning_threshold), self.pruning_rate
+        method, rate = named_method(self.pruning_method, self.pruning_threshold, usual), self.pruning_rate
         if rate is None:
-            rate = 0.0 if self.pruning_threshold is not None else config.get(_TRAINED_RATE) or 0.0
+            rate = 0.0 if self.pruning_threshold is not None else config.get(TRAINED_RATE) or 0.0
             if not isinstance(rate, int | float) or not 0 <= rate < 1:
-                raise StartupError(f"config.json: {_TRAINED_RATE} must be at least 0 and below 1, got {rate!r}")
+                raise StartupError(f"config.json: {TRAINED_RATE} must be at least 0 and below 1, got {rate!r}")
         return Pruning(float(rate), method, threshold=self.pruning_threshold)

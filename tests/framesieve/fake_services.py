@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from framesieve.common.contract.errors import MediaDamaged
+from framesieve.common.contract.errors import InvalidRequest, MediaDamaged
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.tensors import DType
 from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
@@ -64,6 +64,7 @@ SLICED = PromptPlan(
     fingerprint=bytes(32),
 )
 REFUSAL = MediaDamaged("12 of 40 frames [0.30] cannot be decoded")
+METHODS = ("evs", "random", "vidcom2", "none", "pixel_change", "vcast")
 COMPLETIONS = (("A red ", "ball ⚽"), ("Some", "thing"), ("", ""))
 
 
@@ -72,7 +73,8 @@ class FakeServices(
     encoder_pb2_grpc.EncoderServiceServicer,
     preprocessing_pb2_grpc.PreprocessingServiceServicer,
 ):
-    """All three services. `kept` is the encoder's result (None: the field is unset).
+    """All three services. `kept` is the encoder's result (None: the field is unset). `methods`: those that the model
+    takes; the last is that of a rate without one.
 
     Completions arrive interleaved, and the last of them finishes first. The question "refuse" is refused, and "hang"
     hangs after the first token of each completion.
@@ -82,10 +84,14 @@ class FakeServices(
         self.plan = PLAN
         self.kept: list[int] | None = [0, 1, 2, 3]
         self.refusal = REFUSAL
+        self.methods = METHODS
         self.asked: list[Any] = []
         self.running = self.most_running = 0
         self.hangs = threading.Event()
         self.cancelled = threading.Event()
+
+    async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield generation_pb2.ListModelsResponse(name="fake", pruning=prompt_pb2.Pruning(method=self.methods[-1]))
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.asked.append(request)
@@ -174,7 +180,13 @@ class FakeServices(
                 )
 
     async def Encode(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        self.asked.append((await anext(requests)).prompt)
+        prompt = (await anext(requests)).prompt
+        self.asked.append(prompt)
+        unnamed = "pixel_change" if prompt.pruning.HasField("threshold") else self.methods[-1]
+        if (method := prompt.pruning.method or unnamed) not in self.methods:
+            error = InvalidRequest(field="pruning.method", limit=f"one of {', '.join(self.methods)}", value=method)
+            details = status_details(error).SerializeToString()
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), ((DETAILS_KEY, details),))
         for plan in plan_messages(self.plan):
             yield encoder_pb2.EncodeResponse(plan=plan)
         assert (await anext(requests)).select.all
@@ -182,4 +194,4 @@ class FakeServices(
         shape = (1 + self.plan.embed_levels, count, 4)
         kept = None if self.kept is None else int32_tensor(np.array(self.kept, dtype=np.int32))
         for chunk in tensor_chunks(DType.FLOAT32, shape, np.zeros(shape, dtype=np.float32).data):
-            yield encoder_pb2.EncodeResponse(embeds=encoder_pb2.EmbedsChunk(kept=kept, chunk=chunk))
+            yield encoder_pb2.EncodeResponse(embeds=encoder_pb2.EmbedsChunk(kept=kept, chunk=chunk, method=method))

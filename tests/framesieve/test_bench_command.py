@@ -49,6 +49,8 @@ def test_a_closed_loop_is_reported(bench: Callable[..., Result], services: FakeS
     assert report["run"]["command"].endswith("--clients 3 --requests 12 --warmup 2 --json --records")
     assert report["run"]["load"] == "3 clients in a closed loop, 12 requests"
     assert "all different" in report["run"]["media"]
+    assert report["run"]["pruning"] == f"by {services.methods[-1]}"  # which the service tells
+    assert {request.pruning.method for request in services.asked} == {services.methods[-1]}
 
 
 def test_a_threshold_is_sent_with_the_method_that_has_it(bench: Callable[..., Result], services: FakeServices) -> None:
@@ -102,7 +104,7 @@ def test_the_table_shows_the_run_and_its_errors(bench: Callable[..., Result], tm
     lines = result.stdout.splitlines()
     assert lines[0].startswith("framesieve bench --server unix:")
     assert "warmup:  3 requests, not counted, 1 of them failed" in lines
-    assert "rate 0, evs: 2 × INVALID_ARGUMENT MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded" in lines
+    assert "rate 0, vcast: 2 × INVALID_ARGUMENT MEDIA_DAMAGED: 12 of 40 frames [0.30] cannot be decoded" in lines
     rows = [line.split() for line in lines]
     assert ["Successful", "requests:", "4"] in rows
     assert ["Failed", "requests:", "2"] in rows

@@ -72,10 +72,12 @@ def test_another_server_gets_openais_fields_and_is_measured(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    pruned = {**plain, "pruning": {"rate": 0.5, "method": "evs"}}
+    pruned = {**plain, "pruning": {"rate": 0.5, "method": "none"}}
     assert server.bodies == [plain, plain, pruned, pruned]
     assert server.tokens == {f"Bearer {TOKEN}"}
-    load, _ = json.loads(result.stdout)["by_pruning"]
+    told = json.loads(result.stdout)
+    assert told["run"]["pruning"] == "none"  # the server lists no method
+    load, _ = told["by_pruning"]
     assert (load["answered"], load["prompt_tokens"], load["completion_tokens"]) == (2, 60, 6)
     assert (load["retained"], load["stages_s"], load["held_s"]) == (None, {}, None)
     assert load["first_token_s"]["mean"] <= load["total_s"]["mean"]

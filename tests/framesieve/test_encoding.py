@@ -18,6 +18,7 @@ from framesieve.client.messages import generate_request
 from framesieve.common.contract import errors
 from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
 from framesieve.common.contract.retention import RANDOM, VIDCOM2
+from framesieve.common.contract.retention import Pruning as Applied
 from framesieve.common.contract.tensors import DType, TensorBuffer
 from framesieve.common.contract.wire import int32_tensor, plan_messages, tensor_chunks
 from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
@@ -143,7 +144,7 @@ async def test_a_video_is_pruned_as_requested_and_an_image_never(
 
 def encoded(plan: MediaPlan, kept: int = CLIP.grid.tokens) -> Encoded:
     tensor = TensorBuffer(DType.FLOAT32, (1, kept, WIDTH))
-    return Encoded(plan, PLAN.fingerprint, np.arange(kept, dtype=np.int32), tensor, repaired_frames=0)
+    return Encoded(plan, PLAN.fingerprint, np.arange(kept, dtype=np.int32), tensor, 0, Applied())
 
 
 def test_embeddings_keep_the_time_base_of_their_frames() -> None:

@@ -35,7 +35,7 @@ def test_inspect_writes_a_picture_and_prints_the_counts(
     with Image.open(name) as picture:
         assert picture.format == "PNG"
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
-    assert (encode.pruning.rate, encode.pruning.method) == (0.5, "evs")
+    assert (encode.pruning.rate, encode.pruning.method) == (0.5, "")
     assert encode.prompt.messages[0].parts[0].video.data == b"film"
 
 
@@ -70,6 +70,21 @@ def test_the_title_of_a_url_has_no_query_and_the_caption_says_what_chose(
     assert drawn[0][5].startswith(caption)
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
     assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "pixel_change", 0.125)
+
+
+def test_without_a_rate_the_suggestion_is_drawn_and_without_a_method_what_the_service_takes(
+    inspect: Callable[..., Result], services: FakeServices, clip: str
+) -> None:
+    suggested = {"rate": 0.0, "method": "pixel_change", "seed": None, "threshold": 0.1}
+    for flags in ((), ("--method", "pixel_change")):
+        assert json.loads(inspect(clip, *flags, "--json").stdout)["pruning"] == suggested
+    by_rate = json.loads(inspect(clip, "--pruning-rate", "0.5", "--json").stdout)["pruning"]
+    assert (by_rate["rate"], by_rate["method"]) == (0.5, services.methods[-1])
+    needs = inspect(clip, "--method", "vcast")
+    assert (needs.exit_code, "--method vcast needs --pruning-rate" in " ".join(needs.stderr.split())) == (2, True)
+    services.methods = ("evs", "none")
+    assert "pixel_change" in (refused := inspect(clip).stderr)
+    assert "--pruning-rate 0.75" in refused
 
 
 @pytest.mark.parametrize(
@@ -119,4 +134,4 @@ def test_several_methods_are_drawn_side_by_side_and_counted_each(
         assert picture.width > 1.5 * alone[0]
         assert picture.height == alone[1]
     asked = [each.pruning.method for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt)]
-    assert sorted(asked) == ["evs", "evs", "random"]
+    assert sorted(asked) == ["", "evs", "random"]

@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 from framesieve.common.byte_semaphore import ByteSemaphore
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.common.contract.retention import METHODS, Pruning
+from framesieve.common.contract.retention import EVS, METHODS, Pruning
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.families import load_language_model
 from framesieve.services.generation.kv_cache.blocks import BlockAllocator
@@ -119,7 +119,7 @@ async def service_of(
     engine.start()
     room = ByteSemaphore(ROOM_BYTES)
     defaults = SamplingDefaults(model.vocab_size, eos_ids=eos_ids)
-    served = ServedModel.of(checkpoint, (), tokenizer, defaults, model, LIMIT, pruning, METHODS)
+    served = ServedModel.of(checkpoint, (), tokenizer, defaults, model, LIMIT, pruning, METHODS, EVS)
     encoder.setdefault("items", video_items())
     peers = (
         Encoder(prompt_plan(checkpoint.fingerprint, TEXT_BEFORE, VIDEO, TEXT_AFTER), **encoder),

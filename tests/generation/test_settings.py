@@ -47,12 +47,12 @@ def test_a_default_threshold_needs_a_method_before_the_tower_and_a_model_that_ta
     checkpoints: Callable[[str], Path],
 ) -> None:
     flags = ["--pruning-rate", "0.5", "--pruning-threshold", "0.04"]
-    assert GenerationSettings.load(flags).pruning({}) == Pruning(0.5, "pixel_change", threshold=0.04)
+    assert GenerationSettings.load(flags).pruning({}, "evs") == Pruning(0.5, "pixel_change", threshold=0.04)
     with pytest.raises(StartupError, match=r"--pruning-threshold is for pixel_change, the method is vcast"):
         GenerationSettings.load([*flags, "--pruning-method", "vcast"])
     words = "pixel_change at --pruning-rate 0.5 and --pruning-threshold 0.04: must be one of evs, .* reads whole frames"
     with pytest.raises(StartupError, match=words):
-        check_pruning(Checkpoint(checkpoints("llava_onevision")), GenerationSettings.load(flags).pruning({}))
+        check_pruning(Checkpoint(checkpoints("llava_onevision")), GenerationSettings.load(flags).pruning({}, "evs"))
 
 
 @pytest.mark.parametrize(

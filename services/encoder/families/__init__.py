@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.contract.retention import usual_method
 from framesieve.services.encoder.families import (
     cosmos3_edge,
     glm4v,
@@ -72,4 +74,5 @@ def load_tower(
             f"--tower-tensor-parallel {share.ranks}: the towers of {checkpoint.model_type} are not divided, only those "
             f"of {', '.join(sorted(DIVISIBLE))}; --data-parallel takes all families"
         )
-    return load(checkpoint, RunOptions(dtype, device, attention, share))
+    tower = load(checkpoint, RunOptions(dtype, device, attention, share))
+    return replace(tower, usual_method=usual_method(tower.pruning_methods, checkpoint.config))

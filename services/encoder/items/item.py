@@ -100,7 +100,7 @@ class Item:
     ) -> None:
         self.media_index = media_index
         self.plan = plan
-        self._pruning = pruning
+        self.pruning = pruning
         self._cache = cache
         self._output_bytes = output_bytes
         self._shares = shares
@@ -229,7 +229,7 @@ class Item:
         encoded = entry.slices.rows_before(end) - entry.slices.rows_before(start)
         if self._chosen or self._count == self.plan.grid.tokens or start == end:
             return encoded
-        grid, each = self.plan.grid, causal_slice_tokens(self.plan.grid, self._pruning.rate)
+        grid, each = self.plan.grid, causal_slice_tokens(self.plan.grid, self.pruning.rate)
         return each * (end - start) + (0 if start else grid.slice_tokens - each)
 
     async def _add_part(self, entry: CacheEntry, end: int) -> None:
@@ -288,7 +288,7 @@ class Item:
         prunes = self._count < self.plan.grid.tokens
         grid, whole, last = self.plan.grid, end - start == self.plan.slices, end == self.plan.slices
         embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
-        how = {"method": self._pruning.method, "rate": self._pruning.rate} if prunes else {"method": NONE}
+        how = {"method": self.pruning.method, "rate": self.pruning.rate} if prunes else {"method": NONE}
         tokens = {**self._span_attributes, "media_tokens": self._count}
         # `device_of`: the current device of a new thread is cuda:0.
         tracing = span("prune", **tokens, **how)
@@ -300,10 +300,10 @@ class Item:
                     embeds, indices = (entry.embeds, entry.kept) if whole else entry.part(start, end)
             elif whole and prunes:
                 with entry.scoring:
-                    kept = keep_tokens(embeds[0], grid, self._pruning, entry.scores)
+                    kept = keep_tokens(embeds[0], grid, self.pruning, entry.scores)
             elif prunes and self._num_kept(entry, start, end) < embeds.shape[1]:
                 scored, _ = entry.part(max(0, start - 1), end)
-                kept = keep_part(scored[0], grid, self._pruning, start)
+                kept = keep_part(scored[0], grid, self.pruning, start)
             rows = None if kept is None else kept - start * grid.slice_tokens
             shape = (len(embeds), embeds.shape[1] if rows is None else len(rows), embeds.shape[2])
             memory, data = None, None
@@ -316,7 +316,7 @@ class Item:
             if kept is not None:
                 indices = Readback(kept).wait()[0].numpy()
         if last:
-            count_item(self.plan, self._pruning, self._count)
+            count_item(self.plan, self.pruning, self._count)
             self._pruned_ns = monotonic_ns()
         return Embeds(entry.encoding, (start, end), indices, _DTYPES[embeds.dtype], shape, data, memory)
 

@@ -45,8 +45,8 @@ def checked_prunings(request: EncodePrompt, tower: Tower) -> tuple[Pruning, ...]
     Raises InvalidRequest for a rate out of range, where tokens are dropped for a method that the tower does not take,
     and for one that ranks pixels of a video that brings its embeddings.
     """
-    prunings = prunings_of(request.prompt, request.pruning)
-    _check_method("pruning", pruning_of(request.pruning), tower)
+    prunings = prunings_of(request.prompt, request.pruning, tower.usual_method)
+    _check_method("pruning", pruning_of(request.pruning, tower.usual_method), tower)
     for (name, modality, media), pruning in zip(named_media(request.prompt), prunings, strict=True):
         if media.HasField("pruning"):
             _check_method(f"{name}.pruning", pruning, tower)

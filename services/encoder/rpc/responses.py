@@ -59,7 +59,7 @@ class Responses:
         async with self._order:
             if progress := self._progress(item):
                 await self._queue.put(progress)
-        extra: dict[str, Any] = {} if start else {"encoding": embeds.encoding}
+        extra: dict[str, Any] = {} if start else {"encoding": embeds.encoding, "method": item.pruning.method}
         if end < item.plan.slices:
             extra["slices"] = end - start
         else:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
+from framesieve.common.contract.retention import AFTER_TOWER, EVS, WHY_NOT_BEFORE
 from framesieve.services.compute.transfers import beside, taken_over, to_device
 from framesieve.services.encoder.tower.adapted import Adaptable
 from framesieve.services.encoder.tower.graph_buckets import PackingLimit
@@ -108,6 +108,7 @@ class Tower:
         embed_dim); level 0 is the embedding.
     pruning_methods: those of `framesieve.common.contract.retention.METHODS` that a request may name.
     why_not_all: why it takes no others, for the error of a request that names one.
+    usual_method: of a rate for which a request names no method.
     packing: the limit of one forward, if that is more than a number of tokens.
     features: width of what `forward` gives, where `arrange` makes embeddings of it; None: embed_dim.
     arrange: how an item's tokens are arranged; raises ValueError for a plan with other frames or another grid than this
@@ -125,6 +126,7 @@ class Tower:
     sizes: TowerSizes
     pruning_methods: tuple[str, ...] = AFTER_TOWER
     why_not_all: str = WHY_NOT_BEFORE
+    usual_method: str = EVS
     packing: PackingLimit | None = None
     features: int | None = None
     arrange: Callable[[MediaPlan], Arrangement] | None = None

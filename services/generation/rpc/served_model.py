@@ -10,6 +10,7 @@ from framesieve.common.chat_templates import chat_templates
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.wire import completed, pruning_message
 from framesieve.services.generation.model.adapters import Adapters
 from framesieve.services.generation.model.language_model import LanguageModel
 from framesieve.services.generation.request.prompt_limit import PromptLimit
@@ -19,6 +20,7 @@ from framesieve.services.generation.sampling.detokenizer import Tokenizer
 from framesieve.services.generation.sampling.structured import Grammars
 from framesieve.services.generation.sampling.tool_calls import writes_calls
 from framesieve.services.generation.upstream.arriving_item import ModelInput
+from framesieve.v1 import prompt_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class ServedModel:
     limit: on a prompt and its answer together.
     adapters: those that requests may name.
     reads_calls: whether it writes tool calls in the form that `CallReader` reads.
-    pruning: of videos for which a request names none. pruning_methods: those that a request may name.
+    pruning: of videos for which a request names none. pruning_methods: those that a request may name. usual_method: of
+        a rate without a method.
     live: None of families that are not served in live sessions.
     """
 
@@ -57,6 +60,7 @@ class ServedModel:
     reads_calls: bool
     pruning: Pruning
     pruning_methods: Sequence[str]
+    usual_method: str
     live: LiveModel | None = None
 
     @classmethod
@@ -70,6 +74,7 @@ class ServedModel:
         limit_tokens: int,
         pruning: Pruning,
         pruning_methods: Sequence[str],
+        usual_method: str,
         live: LiveModel | None = None,
     ) -> Self:
         """tokenizer, defaults: of the checkpoint. limit_tokens: of a prompt after pruning and its answer."""
@@ -92,8 +97,17 @@ class ServedModel:
             writes_calls(chat_templates(checkpoint).for_tools),
             pruning,
             pruning_methods,
+            usual_method,
             live,
         )
+
+    def completed(self, pruning: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
+        """The pruning of a request, with what it does not say. The usual method stays unset: it is another one for
+        embeddings (`prunings_of`)."""
+        default = pruning_message(self.pruning)
+        if default.method == self.usual_method:
+            default.ClearField("method")
+        return completed(pruning, default)
 
     def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:
         """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept, or most."""

@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.wire import completed, pruning_message
+from framesieve.common.contract.wire import pruning_message
 from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
@@ -88,7 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
-        pruning = completed(request.pruning, pruning_message(model.pruning))
+        pruning = model.completed(request.pruning)
         of_media = adapter if adapter and adapter.in_tower else None
         opening = self._media.open(request.prompt, pruning, clock, of_media, **call)
         salt = request.prompt.cache_salt

@@ -25,7 +25,7 @@ from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import Modality, PromptPlan
 from framesieve.common.contract.received import check_plan
 from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
-from framesieve.common.contract.retention import Pruning, num_kept
+from framesieve.common.contract.retention import EVS, Pruning, num_kept
 from framesieve.common.contract.wire import prunings_of
 from framesieve.common.handover import Receiver
 from framesieve.common.retries import Retries
@@ -56,10 +56,12 @@ class MediaClient:
         max_inline_bytes: int = MAX_INLINE_BYTES,
         receiver: Callable[[], Receiver | None] = lambda: None,
         in_parts: bool = False,
+        usual_method: str = EVS,
     ) -> None:
         """receiver: makes a receiver of embeddings in shared memory for a call, if the encoder may run on this host.
 
-        in_parts: whether the encoder may send an item in parts, as its slices are encoded.
+        in_parts: whether the encoder may send an item in parts, as its slices are encoded. usual_method: of a rate
+        without a method, here and in the encoder.
         """
         self._preprocessing = PreprocessingServiceStub(preprocessing)
         self._encoder = EncoderServiceStub(encoder)
@@ -68,6 +70,7 @@ class MediaClient:
         self._max_inline_bytes = max_inline_bytes
         self._receiver = receiver
         self._in_parts = in_parts
+        self._usual_method = usual_method
         self._preprocessing_retries = Retries("preprocessing")
         self._encoder_retries = Retries("encoder", by_media=True)
         self._encoder_affinity = Affinity()
@@ -95,7 +98,8 @@ class MediaClient:
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
         prompt, files = detach_files(prompt)
         check_prompt(prompt, self._max_inline_bytes)
-        prunings = tuple(replace(each, first_slice=first_slice) for each in prunings_of(prompt, pruning))
+        asked = prunings_of(prompt, pruning, self._usual_method)
+        prunings = tuple(replace(each, first_slice=first_slice) for each in asked)
         with (
             self._encoder_affinity.of(replica or media_key(prompt, files)) as same_encoder,
             self._encode_call(prompt, files, pruning, first_slice, adapter, timeout, (*metadata, *same_encoder))

@@ -10,7 +10,7 @@ from typing import Self
 
 from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.requests import check_prompt
-from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE, Pruning
+from framesieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED, Pruning
 from framesieve.common.contract.wire import completed, pruning_message, pruning_of
 from framesieve.services.generation.families import NOT_LIVE
 from framesieve.services.generation.request.request import Adapter
@@ -151,7 +151,7 @@ def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:
 
 def _pruning(message: prompt_pb2.Pruning, methods: Sequence[str]) -> Pruning:
     """How slices are pruned. Raises InvalidRequest for what compares more than a slice and the one before it."""
-    default = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD) if PIXEL_CHANGE in methods else NOTHING_PRUNED
+    default = SUGGESTED if SUGGESTED.method in methods else NOTHING_PRUNED  # the rate of all slices is not known
     wanted = pruning_of(completed(message, pruning_message(default)))
     by_change = wanted.method == PIXEL_CHANGE and wanted.threshold is not None and not wanted.rate
     if not (wanted.method in (EVS_CAUSAL, NONE) or by_change):
