@@ -86,11 +86,12 @@ def door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]
 
 @pytest.fixture(scope="module")
 def heavy_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that takes no uploads, before services whose tower outweighs everything else."""
+    """A gateway that takes no uploads, before services with a default rate, whose tower outweighs everything else."""
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "hidden": 256, "intermediate": 1024}
     folder = tmp_path_factory.mktemp("heavy")
     model = write_checkpoint(folder / "model", replace(TINY, **sizes, mrope_section=(8, 12, 12)))  # type: ignore[arg-type]
-    with running(model) as stack:
+    default = ("--pruning-rate", "0.5", "--pruning-method", "evs")
+    with running(model, flags={"generation": default}) as stack:
         flags = ("--encoder", stack.addresses["encoder"], "--max-inline-bytes", "1000000")
         with gateway(stack.address, folder, *flags) as started:
             yield started
@@ -152,7 +153,8 @@ def cost(article: Locator) -> dict[str, str]:
 
 def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: Stack) -> None:
     drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
-    assert page.get_by_label("The clip", exact=True).evaluate("async (video) => { await video.play(); return !video.paused; }")
+    player = page.get_by_label("The clip", exact=True)
+    assert player.evaluate("async (video) => { await video.play(); return !video.paused; }")
     page.locator("#answers").evaluate(NOTE_TIMES)
     page.get_by_label("Compare with another rate").check()
     ask(page, "What moves?")
@@ -180,6 +182,8 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: St
 def test_compared_answers_start_alike_so_the_unpruned_one_is_slower(heavy_page: Page) -> None:
     page = heavy_page
     drop(page, "new.mp4", "video/mp4", media.clip(32, fps=2, width=168, height=168))
+    page.get_by_label("Pruning rate").fill("0.9")
+    page.get_by_label("Method").select_option("pixel_change")
     page.get_by_label("Compare with another rate").check()
     for _ in ("a fresh clip", "asked again"):
         ask(page, "What moves?", longest=2)
@@ -236,6 +240,14 @@ def test_an_automatic_rate_is_told_with_the_answer(page: Page, stack: Stack) -> 
 def test_the_methods_are_those_of_the_contract(page: Page) -> None:
     values = page.get_by_label("Method").locator("option").evaluate_all("(options) => options.map((one) => one.value)")
     assert sorted(values) == sorted(set(METHODS) - {NONE})
+
+
+def test_the_form_begins_with_the_pruning_of_the_service(page: Page, heavy_page: Page) -> None:
+    for on, rate, method, compared in ((page, "0", PIXEL_CHANGE, "0.75"), (heavy_page, "0.5", "evs", "0")):
+        expect(on.get_by_label("Pruning rate")).to_have_value(rate)
+        expect(on.get_by_label("Method")).to_have_value(method)
+        on.get_by_label("Compare with another rate").check()
+        expect(on.get_by_label("Compared rate")).to_have_value(compared)
 
 
 def test_files_that_are_no_clip_are_refused_where_they_were_dropped(page: Page) -> None:
@@ -297,8 +309,8 @@ def test_a_large_clip_is_uploaded_with_progress_that_can_be_stopped(page: Page, 
 
 def test_a_clip_above_the_limit_is_refused_before_it_is_sent(page: Page, heavy_page: Page, tmp_path: Path) -> None:
     for on, size_bytes, limit, remedy in (
-        (page, 2**30 + 1, "1,024 MiB", "--gateway-upload-max-bytes"),
-        (heavy_page, 1_500_000, "977 KiB", "--gateway-upload-root"),
+        (page, 2**30 + 1, "1,024 MiB", "--upload-max-bytes"),
+        (heavy_page, 1_500_000, "977 KiB", "--upload-root"),
     ):
         sent: list[str] = []
         on.on("request", lambda request, sent=sent: sent.append(request.method))
@@ -357,7 +369,7 @@ def test_a_question_is_copied_for_a_shell_and_for_python(
     request: pytest.FixtureRequest, takes_uploads: bool, tmp_path: Path
 ) -> None:
     page: Page = request.getfixturevalue("page" if takes_uploads else "heavy_page")
-    clip = tmp_path / "it's a \"clip\".mp4"
+    clip = tmp_path / 'it\'s a "clip".mp4'
     clip.write_bytes(media.clip(4, fps=2, seed=6))
     page.get_by_text("Access").click()
     page.get_by_label("Token", exact=True).fill("secret0123456789")

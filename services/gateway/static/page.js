@@ -5,7 +5,7 @@ import { choose, forget, needed } from "./clip.js";
 import { byId, percent } from "./elements.js";
 import { clearErrors, showError } from "./errors.js";
 import { bodyNow, endConversation, stop, submit } from "./question.js";
-import { version } from "./server.js";
+import { fetched, version } from "./server.js";
 import { knowService } from "./service.js";
 import { curl, python } from "./snippets.js";
 
@@ -22,8 +22,14 @@ function take(file, source = null) {
 
 byId("file").addEventListener("change", ({ target }) => { if (target.files[0]) take(target.files[0]); });
 byId("demo").addEventListener("click", async () => {
-  const answer = await fetch(DEMO);
-  take(new File([await answer.blob()], "demo.mp4", { type: "video/mp4" }), DEMO);
+  clearErrors();
+  try {
+    const answer = await fetched(DEMO);
+    take(new File([await answer.blob()], "demo.mp4", { type: "video/mp4" }), DEMO);
+  } catch (error) {
+    showError(error);
+    return;
+  }
   byId("question").value ||= "What moves?";
   byId("compare").checked = true;
   byId("compare").dispatchEvent(new Event("change"));
