@@ -90,8 +90,9 @@ def heavy_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "hidden": 256, "intermediate": 1024}
     folder = tmp_path_factory.mktemp("heavy")
     model = write_checkpoint(folder / "model", replace(TINY, **sizes, mrope_section=(8, 12, 12)))  # type: ignore[arg-type]
+    quick = ("--compile", "off")
     default = ("--pruning-rate", "0.5", "--pruning-method", "evs")
-    with running(model, flags={"generation": default}) as stack:
+    with running(model, flags={"encoder": quick, "generation": (*quick, *default)}) as stack:
         flags = ("--encoder", stack.addresses["encoder"], "--max-inline-bytes", "1000000")
         with gateway(stack.address, folder, *flags) as started:
             yield started
