@@ -9,14 +9,17 @@ from benchmarks.timing import Timed
 from framesieve.client.answer import Delta, Finished
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, PartLike
+from framesieve.common.contract.retention import EVS
 
 
 async def ask(
     client: FramesieveClient, media: PartLike, question: str, **options: Unpack[Options]
 ) -> tuple[Timed, Finished]:
-    """The times of an answer, and its last event, which has its usage and stages."""
+    """The times of an answer, and its last event, which has its usage and stages. A rate without a method is by EVS, as
+    in the figures of RESULTS.md."""
     start, first_s = time.perf_counter(), 0.0
     options["temperature"] = 0
+    options.setdefault("pruning_method", EVS)
     async for event in client.stream(media, question, **options):
         if isinstance(event, Delta) and not first_s:
             first_s = time.perf_counter() - start

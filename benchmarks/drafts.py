@@ -24,6 +24,7 @@ from framesieve import FramesieveClient, Video
 from framesieve.cli.launcher import Endpoint, LocalStack
 from framesieve.client.answer import Answer
 from framesieve.common.checkpoint import DEMO_MODEL
+from framesieve.common.contract.retention import EVS
 
 QUESTIONS = ("What happens in the video?", "Describe the video.")
 RATES = (0.0, 0.75)
@@ -87,7 +88,7 @@ async def _together(client: FramesieveClient, films: Sequence[Video], rate: floa
 
 
 def _asked(client: FramesieveClient, film: Video, question: str, rate: float) -> Awaitable[Answer]:
-    return client.ask(film, question, pruning_rate=rate, temperature=0, max_new_tokens=48)
+    return client.ask(film, question, pruning_rate=rate, pruning_method=EVS, temperature=0, max_new_tokens=48)
 
 
 def clips() -> list[bytes]:

@@ -28,6 +28,7 @@ from demo.example import CLIP, QUESTIONS
 from framesieve.cli.launcher import GATEWAY, SERVICES, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Options, Video
+from framesieve.common.contract.retention import EVS
 
 RATE, TOKENS, CLIENTS, EACH, STREAMS = 0.75, 64, 8, 3, 200
 LARGE_BYTES, LARGE_REQUESTS = 5 * 10**6, 1000
@@ -150,7 +151,7 @@ def _body(clip: bytes) -> dict[str, Any]:
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": QUESTION}]
     return {
         "messages": [{"role": "user", "content": content}],
-        "pruning": {"rate": RATE},
+        "pruning": {"rate": RATE, "method": EVS},
         "max_tokens": TOKENS,
         "ignore_eos": True,
         "temperature": 0,

@@ -20,6 +20,7 @@ from benchmarks.report import Beginning
 from demo.clips import EVALUATION_SEEDS
 from demo.evaluate import encoded, questions_of
 from framesieve.cli.launcher import GATEWAY, SERVICES, LocalStack
+from framesieve.common.contract.retention import EVS
 
 RATES = (0.0, 0.1, 0.2, 0.4, 0.75)
 NEW_TOKENS = 64
@@ -57,7 +58,7 @@ def main() -> None:
             command = [sys.executable, "-m", "framesieve", "bench", "--base-url", stack.url]
             command += ["--workload", FILE, "--requests", str(args.requests), "--request-rate", str(args.request_rate)]
             command += [word for rate in RATES for word in ("--pruning-rate", f"{rate:g}")]
-            command += ["--max-new-tokens", str(NEW_TOKENS), "--ignore-eos"]
+            command += ["--method", EVS, "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos"]
             print(beginning, flush=True)
             subprocess.run(command, cwd=path.parent, check=True)
 

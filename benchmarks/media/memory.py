@@ -23,6 +23,7 @@ from benchmarks.table import Row
 from framesieve.cli.launcher import SERVICES, LocalStack
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Image, PartLike, Video
+from framesieve.common.contract.retention import EVS
 
 REQUESTS, WARM_UP, AT_ONCE = 200, 50, 4
 SETTLING_S = 0.1  # a worker frees memory after it has reported its result
@@ -67,7 +68,7 @@ async def _memory() -> dict[str, list[int]]:
 
 
 async def _ask(client: FramesieveClient, media: PartLike, rate: float) -> None:
-    await client.ask(media, "What happens?", pruning_rate=rate, max_new_tokens=4, temperature=0)
+    await client.ask(media, "What happens?", pruning_rate=rate, pruning_method=EVS, max_new_tokens=4, temperature=0)
 
 
 def requests() -> Iterator[tuple[PartLike, float]]:

@@ -34,6 +34,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.client.encoding import encode
 from framesieve.client.prompt import Pruning, Video
 from framesieve.common.channels import open_channel
+from framesieve.common.contract.retention import EVS
 from framesieve.v1 import preprocessing_pb2_grpc
 from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
@@ -71,7 +72,7 @@ async def _overlap(rounds: int, folder: Path, data: bytes, flags_name: str) -> R
             ours, finished = await ask(client, asked[0], QUESTION, pruning_rate=PRUNING_RATE, max_new_tokens=2)
             decode_s = await timed(read_frames(preprocessing, asked[1]))
             encoder = encoder_alone.addresses["encoder"]
-            encode_s = await timed(encode(encoder, asked[2], Pruning(PRUNING_RATE)))
+            encode_s = await timed(encode(encoder, asked[2], Pruning(PRUNING_RATE, EVS)))
             wire_s = await timed(read_frames(replay, asked[2]))
             if not number:  # the first is a warm-up
                 continue

@@ -139,12 +139,10 @@ def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> promp
     """A new message: `message`, and what it leaves unset from `default`.
 
     Where a message names a rate or a method, the default's threshold, which would choose in its place, is left out. One
-    that names a threshold and no method means a method that has one.
+    that names a threshold and no method means a method that has one. A method that nobody names stays unset.
     """
     whole = prompt_pb2.Pruning()
     whole.CopyFrom(default)
-    if default.HasField("threshold"):
-        whole.method = named_method(default.method, default.threshold)
     if message.HasField("rate") or message.method:
         whole.ClearField("threshold")
     if message.HasField("threshold") and whole.method not in BEFORE_TOWER:

@@ -123,14 +123,14 @@ def serve(
             )
             server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
             stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
-            stderr.print(_default_pruning(listen), soft_wrap=True)
+            stderr.print(default_pruning(listen), soft_wrap=True)
             stack.watch()
         finally:
             stack.stop()
     raise typer.Exit(stack.exit_status)
 
 
-def _default_pruning(generation: str) -> str:
+def default_pruning(generation: str) -> str:
     """How videos are pruned for which a request says nothing, as the service tells it, and how to change that."""
     environment = os.environ.get
     access = Access(token=environment("FRAMESIEVE_TOKEN"))

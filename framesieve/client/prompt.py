@@ -328,7 +328,7 @@ class LiveOptions(TypedDict, total=False):
 
     system, history: a system message, and turns of text before the first frame that do not end with the user's.
     pruning: of each slice: "evs_causal" with a rate, "pixel_change" with a threshold, or "none". Default:
-        "pixel_change" with the threshold that `FramesieveClient.models` suggests.
+        "pixel_change" with the threshold that `FramesieveClient.models` suggests; "none" if the model does not take it.
     fps: how many frames a second are used; 2 by default. max_pixels: of a frame.
     window_tokens: that the session holds before a question, 4096 by default or as many as fit; the oldest slices go.
     answer_tokens: of a question and its answer together, 1024 by default.

@@ -213,14 +213,15 @@ def test_a_threshold_is_taken_over_by_what_names_neither_rate_nor_method() -> No
     message, automatic = prompt_pb2.Pruning, prompt_pb2.Pruning(rate=0.75, threshold=0.25)
     cases = [
         (message(), automatic, Pruning(0.75, "pixel_change", threshold=0.25)),
-        (message(rate=0.5), automatic, Pruning(0.5, "pixel_change")),
-        (message(rate=0.0), automatic, Pruning(0.0, "pixel_change")),
+        (message(rate=0.5), automatic, Pruning(0.5, "random")),
+        (message(rate=0.0), automatic, Pruning(0.0, "random")),
+        (message(rate=0.5), message(method="vcast"), Pruning(0.5, "vcast")),
         (message(method="evs"), automatic, Pruning(0.75, "evs")),
         (message(threshold=0.5), automatic, Pruning(0.75, "pixel_change", threshold=0.5)),
         (message(threshold=0.5), message(rate=0.75, method="vcast"), Pruning(0.75, "pixel_change", threshold=0.5)),
     ]
     for own, default, expected in cases:
-        assert wire.pruning_of(wire.completed(own, default)) == expected
+        assert wire.pruning_of(wire.completed(own, default), usual="random") == expected
 
 
 # --- ages -------------------------------------------------------------------------------------------------------

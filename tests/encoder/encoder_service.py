@@ -118,7 +118,7 @@ async def running(
 
 
 def first_request(
-    media: Sequence[Media], rate: float = 0.0, method: str = "", own: Mapping[int, prompt_pb2.Pruning] | None = None
+    media: Sequence[Media], rate: float = 0.0, method: str = "evs", own: Mapping[int, prompt_pb2.Pruning] | None = None
 ) -> EncodeRequest:
     pruning = prompt_pb2.Pruning(rate=rate, method=method)
     return EncodeRequest(prompt=EncodePrompt(prompt=prompt_of(media, own), pruning=pruning))

@@ -74,7 +74,7 @@ class FakeServices(
     preprocessing_pb2_grpc.PreprocessingServiceServicer,
 ):
     """All three services. `kept` is the encoder's result (None: the field is unset). `methods`: those that the model
-    takes; the last is that of a rate without one.
+    takes; the last is that of a rate without one. `rate`, `threshold`: of videos for which a request names none.
 
     Completions arrive interleaved, and the last of them finishes first. The question "refuse" is refused, and "hang"
     hangs after the first token of each completion.
@@ -85,13 +85,16 @@ class FakeServices(
         self.kept: list[int] | None = [0, 1, 2, 3]
         self.refusal = REFUSAL
         self.methods = METHODS
+        self.rate, self.threshold = 0.0, None
         self.asked: list[Any] = []
         self.running = self.most_running = 0
         self.hangs = threading.Event()
         self.cancelled = threading.Event()
 
     async def ListModels(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        yield generation_pb2.ListModelsResponse(name="fake", pruning=prompt_pb2.Pruning(method=self.methods[-1]))
+        methods = [generation_pb2.PruningMethod(name=name) for name in self.methods]
+        default = prompt_pb2.Pruning(method=self.methods[-1], rate=self.rate, threshold=self.threshold)
+        yield generation_pb2.ListModelsResponse(name="fake", pruning=default, pruning_methods=methods)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.asked.append(request)

@@ -69,7 +69,7 @@ def test_the_title_of_a_url_has_no_query_and_the_caption_says_what_chose(
     caption = "the change of pixels, before the tower, at threshold 0.125 keeps 4 of 8 tokens"
     assert drawn[0][5].startswith(caption)
     encode = next(each for each in services.asked if isinstance(each, encoder_pb2.EncodePrompt))
-    assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "pixel_change", 0.125)
+    assert (encode.pruning.rate, encode.pruning.method, encode.pruning.threshold) == (0, "", 0.125)
 
 
 def test_without_a_rate_the_suggestion_is_drawn_and_without_a_method_what_the_service_takes(

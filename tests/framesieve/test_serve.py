@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from framesieve.cli.launcher import SERVICES
+from framesieve.cli.serve import default_pruning
 from framesieve.common.process import ExitStatus
 from tests.framesieve.conftest import COMMAND, SIGINT_IGNORED
+from tests.framesieve.fake_services import FakeServices
 from tests.framesieve.stack import stopped
 
 ALL = ["generation", "encoder", "preprocessing"]
@@ -176,3 +178,19 @@ def test_under_nohup_a_hangup_has_no_effect_and_requests_that_are_cut_off_make_s
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == ExitStatus.CUT_OFF
     assert stopped(record) == ALL
+
+
+def test_serve_says_how_videos_are_pruned_by_default_as_generation_tells_it(
+    services: FakeServices, address: str
+) -> None:
+    assert default_pruning(address) == (
+        "Videos are not pruned unless a request asks for it (framesieve ask --pruning-rate 0.75). "
+        "For all requests: framesieve serve --generation-pruning-rate 0.75"
+    )
+    services.methods, services.rate, services.threshold = ("none", "pixel_change"), 0.5, 0.25
+    assert default_pruning(address).startswith(
+        "Videos are pruned by pixel_change at rate 0.5 and threshold 0.25 unless"
+    )
+    services.methods, services.rate, services.threshold = ("none",), 0.0, None
+    assert default_pruning(address) == "Videos are not pruned: this model takes no pruning."
+    assert "GET /v1/models" in default_pruning(f"{address}.nowhere")

@@ -21,11 +21,13 @@ from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
 
 QUESTION = "What moves?"
+# By a method after the tower, so that embeddings serve every rate.
+PRUNED: Any = {"pruning_rate": 0.5, "pruning_method": "evs"}
 
 
 async def ask(client: FramesieveClient, clip: int, **options: Any) -> Answer:
     """An answer about the clip of that number."""
-    asked = {"max_new_tokens": 8, "pruning_rate": 0.5, "temperature": 0.0, "timeout_s": 30.0} | options
+    asked = {"max_new_tokens": 8, **PRUNED, "temperature": 0.0, "timeout_s": 30.0} | options
     return await client.ask(Video(data=media.clip(seed=clip)), QUESTION, **asked)  # type: ignore[arg-type]
 
 
@@ -99,7 +101,7 @@ async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
     first = await ask(client, 41)
     before = await work_done(stack)
     again = await ask(client, 41)
-    other = await client.ask(Video(data=media.clip(seed=41)), "Of what colour is it?", pruning_rate=0.5)
+    other = await client.ask(Video(data=media.clip(seed=41)), "Of what colour is it?", **PRUNED)
     assert await work_done(stack) == before
     assert first.usage.cached_prompt_tokens == 0
     assert again.token_ids == first.token_ids
@@ -119,7 +121,7 @@ async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
     before = await work_done(stack)
     clip = Video(data=media.clip(seed=42))
     turns = (Message("user", (clip, Text(QUESTION))), Message("assistant", (Text(first.text),)))
-    second = await client.ask(None, "Why?", history=turns, pruning_rate=0.5, max_new_tokens=8, temperature=0)
+    second = await client.ask(None, "Why?", history=turns, **PRUNED, max_new_tokens=8, temperature=0)
     assert await work_done(stack) == before
     assert second.usage.cached_prompt_tokens > first.usage.prompt_tokens - 16
 

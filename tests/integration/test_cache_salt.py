@@ -22,7 +22,7 @@ from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, data_url, gateway, question, video
 
-OPTIONS: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5}
+OPTIONS: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5, "pruning_method": "evs"}
 # Of a clip: sampled frames, and slices of two frames.
 FRAMES, SLICES = 8, 4
 TOO_LONG, UNPRINTABLE = "x" * 257, "a\nb"

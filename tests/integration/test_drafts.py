@@ -60,7 +60,7 @@ async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer() 
     usages = []
     async with LocalStack(flags=DRAFTING) as demo, FramesieveClient(demo.address) as asked:
         for rate in (0.0, 0.75):
-            answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate)
+            answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate, pruning_method="evs")
             assert answer.text == QUESTIONS[-1].answer
             usages.append(answer.usage)
     assert 2 * sum(each.accepted_draft_tokens for each in usages) > sum(each.draft_tokens for each in usages)

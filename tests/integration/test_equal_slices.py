@@ -108,7 +108,7 @@ async def test_what_stays_the_same_is_encoded_once(counting: Counting, tower: To
     assert np.array_equal(slices[7], slices[0])
     assert all(np.array_equal(each, slices[1]) for each in slices[2:7])
     assert counts == (3, 6, 0)
-    pruned, counts = await counting.encode(Video(data=clip), Pruning(rate=0.75))
+    pruned, counts = await counting.encode(Video(data=clip), Pruning(0.75, "evs"))
     scores = exact_scores(embeds[0], whole.plan.grid)
     check_kept(pruned.kept, scores, exact_count(whole.plan.grid, 0.75, SLICE_TOKENS), FLOAT32_ERROR)
     assert np.array_equal(pruned.values, whole.values[:, pruned.kept])

@@ -134,7 +134,7 @@ async def test_embeddings_are_answered_as_the_media_that_they_come_from(stack: S
     parts = brought("video_embeds", clip, pruning={"rate": 0.5}), brought("image_embeds", picture)
     body = question(*parts, "What?", logprobs=True, mm_processor_kwargs={"fps": 1.0})
     got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
-    messages = [user(Video(data=CLIP, pruning=Pruning(0.5)), Image(data=PICTURE), Text("What?"))]
+    messages = [user(Video(data=CLIP, pruning=Pruning(0.5, "evs")), Image(data=PICTURE), Text("What?"))]
     async with FramesieveClient(stack.address) as client:
         wanted = await client.answer(messages, GREEDY)
     assert_same(got, wanted)

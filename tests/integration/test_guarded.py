@@ -29,10 +29,9 @@ from framesieve.client.answer import Accepted
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.encoding import encode
-from framesieve.client.prompt import Video
+from framesieve.client.prompt import Pruning, Video
 from framesieve.common.channels import open_channel
 from framesieve.common.contract import errors
-from framesieve.common.contract.retention import Pruning
 from framesieve.common.process import free_port
 from tests import media
 from tests.integration.conftest import idle, metric

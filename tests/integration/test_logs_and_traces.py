@@ -45,7 +45,8 @@ async def stub(stack: Stack) -> AsyncIterator[GenerationServiceStub]:
 
 def question(video: Video, rate: float = 0.5, adapter: str | None = None) -> generation_pb2.GenerateRequest:
     # Enough tokens that both upstream calls end before generation does.
-    options: Options = {"pruning_rate": rate, "max_new_tokens": 64, "ignore_eos": True, "adapter": adapter}
+    pruned: Options = {"pruning_rate": rate, "pruning_method": "evs"}
+    options: Options = {**pruned, "max_new_tokens": 64, "ignore_eos": True, "adapter": adapter}
     return generate_request([user_turn(video, f"Where is {SECRET}?")], options)
 
 

@@ -105,7 +105,7 @@ async def test_a_question_is_counted_by_each_service_in_its_stages_and_bytes(
 
     await idle(stack)
     data, before = media.clip(seed=931), counted()
-    answer = await client.ask(Video(data=data), "What moves?", max_new_tokens=1, pruning_rate=0.5)
+    answer = await client.ask(Video(data=data), "What moves?", max_new_tokens=1, pruning_rate=0.5, pruning_method="evs")
     await idle(stack)
     grown = {which: after - before[which] for which, after in counted().items()}
     assert {which for which, count in grown.items() if which[0] in SERVICES and count} == {

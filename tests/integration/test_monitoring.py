@@ -50,14 +50,15 @@ def watching(
 
 async def ask_everything(address: str) -> None:
     clip = Video(data=media.clip(seed=951))  # unknown to the caches
+    by_evs: Any = {"pruning_method": "evs"}
     async with FramesieveClient(address) as client:
         await asyncio.gather(
-            client.ask(clip, "What moves?", max_new_tokens=24, pruning_rate=0.5),
+            client.ask(clip, "What moves?", max_new_tokens=24, pruning_rate=0.5, **by_evs),
             client.ask(Image(data=media.picture(112, 84)), "What is this?", max_new_tokens=24),
             client.ask(None, "Hello?", max_new_tokens=24),
         )
-        await client.ask(clip, "What moves?", max_new_tokens=4, pruning_rate=0.75)  # cached embeddings
-        await client.ask(clip, "Where to?", max_new_tokens=4, pruning_rate=0.75)  # a prefix cache hit
+        await client.ask(clip, "What moves?", max_new_tokens=4, pruning_rate=0.75, **by_evs)  # cached embeddings
+        await client.ask(clip, "Where to?", max_new_tokens=4, pruning_rate=0.75, **by_evs)  # a prefix cache hit
         with pytest.raises(errors.MediaRejected):
             await client.ask(Video(data=b"no film"), "What moves?")
 

@@ -69,7 +69,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         try:
             assert process.stderr is not None
             printed = [process.stderr.readline()]
-            while printed[-1] and "framesieve listens at" not in printed[-1]:
+            while printed[-1] and "Videos are" not in printed[-1]:
                 printed.append(process.stderr.readline())
             yield Serving(process, addresses, printed)
         finally:
@@ -77,7 +77,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def test_a_repository_is_served_under_its_name_at_the_address_that_is_printed(serving: Serving) -> None:
-    assert f"http://{serving.addresses[-1]} " in serving.printed[-1]
+    (said,) = [line for line in serving.printed if "framesieve listens at" in line]
+    assert f"http://{serving.addresses[-1]} " in said
+    assert "not pruned unless a request asks for it" in serving.printed[-1]
     assert [each["id"] for each in httpx.get(f"{serving.url}/models").json()["data"]] == [REPOSITORY]
     body = {"model": REPOSITORY, "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1}
     answer = httpx.post(f"{serving.url}/chat/completions", json=body, timeout=60)

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
+import numpy as np
 import PIL.Image
 import pytest
 from typer.testing import CliRunner
 
-from framesieve import FramesieveClient, Grid, Image, Pruning, Video
+from framesieve import FramesieveClient, Grid, Image, Pruning, Video, encode
 from framesieve.__main__ import app
 from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
 from tests.integration.conftest import another_generation
-from tests.integration.fleet import Service, Stack
-from tests.integration.gateway import data_url, gateway, image, question, video
+from tests.integration.fleet import Service, Stack, exported, metric_in
+from tests.integration.gateway import brought, data_url, gateway, image, question, video
 
 SIDE_PX, FRAMES = 112, 8
 RATE = 0.5
@@ -184,6 +185,41 @@ def test_what_a_request_does_not_say_is_as_the_service_was_told(automatic: Autom
     body = question(video(url, pruning=asdict(of_video)), image(data_url("image/png", PICTURE)), "?", max_tokens=1)
     for path in ("/v1/chat/completions", "/v1/framesieve/kept"):
         assert [count for _, count, _ in told(automatic, path, body | {"pruning": asdict(of_request)})] == wanted
+
+
+def test_a_rate_without_a_method_is_by_pixels_and_that_of_embeddings_by_evs(stack: Stack, automatic: Automatic) -> None:
+    """By every door, also where the service has a threshold."""
+    encoder, clip = stack.addresses["encoder"], Video(data=BUSY)
+
+    def counted(method: str) -> float:
+        labels = {"method": method, "pruning": "before"}
+        return metric_in(
+            exported(automatic.generation.metrics_port), "framesieve_generation_media_tokens_total", **labels
+        )
+
+    async def asked(part: Video) -> tuple[int, float, float]:
+        """How many tokens are kept, and how many were counted under both methods."""
+        before = [counted(method) for method in ("pixel_change", "evs")]
+        async with FramesieveClient(automatic.address) as client:
+            (item,) = (await client.ask(part, "What moves?", pruning_rate=0.5, max_new_tokens=1)).usage.media
+        by_pixels, by_evs = [
+            counted(method) - each for method, each in zip(("pixel_change", "evs"), before, strict=True)
+        ]
+        return item.num_kept, by_pixels, by_evs
+
+    (whole,), (chosen,), (named,) = [
+        asyncio.run(encode(encoder, clip, each)) for each in (Pruning(), Pruning(0.5), Pruning(0.5, "pixel_change"))
+    ]
+    tokens, embeds = whole.plan.grid.tokens, Video(embeds=whole.as_embeds())
+    assert (whole.kept.size, chosen.pruning.method) == (tokens, "pixel_change")
+    assert np.array_equal(chosen.kept, named.kept)
+    assert asyncio.run(asked(clip)) == (tokens // 2, tokens, 0)
+    assert asyncio.run(asked(embeds)) == (tokens // 2, 0, tokens)
+    (by_evs,) = asyncio.run(encode(encoder, embeds, Pruning(0.5)))
+    assert by_evs.pruning.method == "evs"
+    body = question(brought("video_embeds", whole.as_embeds()), pruning={"rate": 0.5})
+    answer = httpx.post(f"{automatic.url}/v1/framesieve/kept", json=body, trust_env=False).raise_for_status().json()
+    assert answer["media"][0]["kept"] == by_evs.kept.tolist()
 
 
 def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate_leaves(
