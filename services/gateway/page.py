@@ -16,8 +16,8 @@ _DEMO_CLIP = Path(__file__).parents[2] / "clip.mp4"
 _FILES = {
     "/": (_STATIC / "index.html", "text/html"),
     "/page/style.css": (_STATIC / "style.css", "text/css"),
-    "/page/page.js": (_STATIC / "page.js", "text/javascript"),
     "/page/demo.mp4": (_DEMO_CLIP, "video/mp4"),
+    **{f"/page/{path.name}": (path, "text/javascript") for path in _STATIC.glob("*.js")},
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; media-src 'self' data: blob:; "

@@ -1,17 +1,25 @@
-"""The page in a real Chromium before the real services: a dropped clip, its answers, and errors in their place."""
+"""The page in a real Chromium before the real services: a clip, questions about it, and errors in their place."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
+from demo.checkpoint import TINY, write_checkpoint
 from demo.example import CLIP
 from framesieve import FramesieveClient, Pruning, Video
 from framesieve.client.answer import Usage
@@ -19,7 +27,7 @@ from framesieve.client.encoding import Encoded, encode
 from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
 from tests import media
 from tests.integration.conftest import SERVED_NAME
-from tests.integration.fleet import Stack
+from tests.integration.fleet import Stack, running
 from tests.integration.gateway import Gateway, gateway
 
 ANSWER_MS = 60_000
@@ -45,11 +53,49 @@ DARK = """(canvas) => {
 }"""
 
 
+MIB = 2**20
+# Notes each share of the upload that is shown, and presses the button once, when some was sent.
+NOTE_SHARES = """(progress, button) => {
+  progress.shares = [];
+  new MutationObserver(() => {
+    progress.shares.push(progress.value);
+    if (progress.value > 0) {
+      button?.click();
+      button = null;
+      progress.wasStopped = true;
+    }
+  }).observe(progress, { attributes: true, attributeFilter: ["value"] });
+}"""
+# Whether an element is as wide as it would like to be.
+IS_WHOLE = """(element) => {
+  const copy = element.cloneNode(true);
+  copy.style.cssText = "position: absolute; width: auto";
+  element.after(copy);
+  const wanted = copy.offsetWidth;
+  copy.remove();
+  return wanted <= element.offsetWidth;
+}"""
+
+
 @pytest.fixture(scope="module")
-def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
-    encoder = stack.addresses["encoder"]
-    with gateway(stack.address, media_root, "--encoder", encoder) as started:
+def door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]:
+    flags = ("--encoder", stack.addresses["encoder"], "--upload-root", str(upload_root))
+    with gateway(stack.address, media_root, *flags) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def heavy_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that takes no uploads, before services with a default rate, whose tower outweighs everything else."""
+    sizes = {"tower_hidden": 256, "tower_intermediate": 1024, "tower_depth": 6, "hidden": 256, "intermediate": 1024}
+    folder = tmp_path_factory.mktemp("heavy")
+    model = write_checkpoint(folder / "model", replace(TINY, **sizes, mrope_section=(8, 12, 12)))  # type: ignore[arg-type]
+    quick = ("--compile", "off")
+    default = ("--pruning-rate", "0.5", "--pruning-method", "evs")
+    with running(model, flags={"encoder": quick, "generation": (*quick, *default)}) as stack:
+        flags = ("--encoder", stack.addresses["encoder"], "--max-inline-bytes", "1000000")
+        with gateway(stack.address, folder, *flags) as started:
+            yield started
 
 
 @pytest.fixture(scope="module")
@@ -60,29 +106,41 @@ def browser(chromium: str) -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture
-def page(browser: Browser, door: Gateway) -> Iterator[Page]:
+@contextmanager
+def opened(browser: Browser, door: Gateway) -> Iterator[Page]:
     """The page, which loads nothing from elsewhere and raises nothing."""
     asked: list[str] = []
     raised: list[str] = []
-    opened = browser.new_page()
-    opened.on("request", lambda request: asked.append(request.url))
-    opened.on("pageerror", lambda error: raised.append(str(error)))
-    opened.goto(door.url)
-    yield opened
-    opened.close()
+    with browser.new_context(permissions=["clipboard-read", "clipboard-write"]) as context:
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: raised.append(str(error)))
+        page.goto(door.url)
+        yield page
     assert not raised
     assert [url for url in asked if not url.startswith((door.url, f"blob:{door.url}", "data:"))] == []
+
+
+@pytest.fixture
+def page(browser: Browser, door: Gateway) -> Iterator[Page]:
+    with opened(browser, door) as page:
+        yield page
+
+
+@pytest.fixture
+def heavy_page(browser: Browser, heavy_door: Gateway) -> Iterator[Page]:
+    with opened(browser, heavy_door) as page:
+        yield page
 
 
 def drop(page: Page, name: str, mime_type: str, data: bytes) -> None:
     page.locator("#drop").evaluate(DROP, [name, mime_type, base64.b64encode(data).decode()])
 
 
-def ask(page: Page, question: str) -> None:
+def ask(page: Page, question: str, longest: int = 16) -> None:
     page.get_by_label("Question").fill(question)
-    page.get_by_label("Longest answer").fill("16")
-    page.get_by_role("button", name="Ask").click()
+    page.get_by_label("Longest answer").fill(str(longest))
+    page.get_by_label("Question").press("Enter")
 
 
 def finished(page: Page, count: int) -> list[Locator]:
@@ -96,7 +154,8 @@ def cost(article: Locator) -> dict[str, str]:
 
 def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: Stack) -> None:
     drop(page, "clip.mp4", "video/mp4", CLIP.read_bytes())
-    assert page.get_by_label("The clip").evaluate("async (video) => { await video.play(); return !video.paused; }")
+    player = page.get_by_label("The clip", exact=True)
+    assert player.evaluate("async (video) => { await video.play(); return !video.paused; }")
     page.locator("#answers").evaluate(NOTE_TIMES)
     page.get_by_label("Compare with another rate").check()
     ask(page, "What moves?")
@@ -114,23 +173,25 @@ def test_a_dropped_clip_plays_and_is_answered_at_two_rates(page: Page, stack: St
         grid = encoded.plan.grid
         pruned = np.ones(grid.tokens)
         pruned[encoded.kept] = 0
+        assert article.locator(".time").all_inner_texts() == [f"{second}.0 s" for second in range(grid.t)]
         dark = [canvas.evaluate(DARK) for canvas in article.locator("canvas").all()]
         assert dark == pytest.approx(pruned.reshape(grid.t, -1).mean(axis=1), abs=0.02)
         # The text was written in several pieces, at different times.
         assert len(set(article.evaluate("(article) => article.timesMs"))) > 1
 
 
-def test_two_answers_begin_with_the_clip_encoded_and_are_laid_out_alike(page: Page) -> None:
-    drop(page, "new.mp4", "video/mp4", media.clip(12, fps=3))  # which no other test sends
-    page.get_by_label("Method").select_option("evs")  # after the tower: both answers need the same embeddings
+def test_compared_answers_start_alike_so_the_unpruned_one_is_slower(heavy_page: Page) -> None:
+    page = heavy_page
+    drop(page, "new.mp4", "video/mp4", media.clip(32, fps=2, width=168, height=168))
+    page.get_by_label("Pruning rate").fill("0.9")
+    page.get_by_label("Method").select_option("pixel_change")
     page.get_by_label("Compare with another rate").check()
-    ask(page, "What moves?")
-    for article in finished(page, 2):
-        spans = article.get_by_label("Stages of the time to the first token").locator("span")
-        stages = {title.split(":")[0] for title in spans.evaluate_all("(spans) => spans.map(({ title }) => title)")}
-        assert "prefill" in stages
-        assert not stages & {"decode", "resize", "encode"}
-        assert cost(article)["From the cache"] == "0"
+    for _ in ("a fresh clip", "asked again"):
+        ask(page, "What moves?", longest=2)
+        costs = [cost(article) for article in finished(page, 2)]
+        assert [each["From the cache"] for each in costs] == ["0", "0"]
+        unpruned_ms, pruned_ms = (int(each["First token"].removesuffix(" ms")) for each in costs)
+        assert unpruned_ms > pruned_ms
     for width in (1280, 800, NARROW_PX):
         page.set_viewport_size({"width": width, "height": 800})
         for article in page.locator("article").all():
@@ -138,6 +199,7 @@ def test_two_answers_begin_with_the_clip_encoded_and_are_laid_out_alike(page: Pa
             assert len({round(top) for top in tops}) in (1, len(tops))
         middles = [middle(page.locator(place)) for place in ("#compare", ".check:has(#compare)")]
         assert middles[0] == pytest.approx(middles[1], abs=1)
+        assert page.get_by_label("Method").evaluate(IS_WHOLE) or width < 1280
 
 
 def middle(place: Locator) -> float:
@@ -163,8 +225,10 @@ def test_an_automatic_rate_is_told_with_the_answer(page: Page, stack: Stack) -> 
     page.get_by_label("Automatic").check()
     expect(page.get_by_label("Pruning rate")).to_be_disabled()
     page.get_by_label("Compare with another rate").check()
+    page.get_by_label("Compared rate").fill("0")
     ask(page, "What moves?")
-    _, article = finished(page, 2)
+    unpruned, article = finished(page, 2)
+    expect(unpruned.get_by_role("heading")).to_have_text("Not pruned")
     encoded, usage = by_grpc(stack, 0.0, AUTO_THRESHOLD)
     (item,) = usage.media
     dropped = f"{100 * (item.grid.tokens - item.num_kept) / item.grid.tokens:.0f} %"
@@ -179,25 +243,170 @@ def test_the_methods_are_those_of_the_contract(page: Page) -> None:
     assert sorted(values) == sorted(set(METHODS) - {NONE})
 
 
+def test_the_form_begins_with_the_pruning_of_the_service(page: Page, heavy_page: Page) -> None:
+    for on, rate, method, compared in ((page, "0", PIXEL_CHANGE, "0.75"), (heavy_page, "0.5", "evs", "0")):
+        expect(on.get_by_label("Pruning rate")).to_have_value(rate)
+        expect(on.get_by_label("Method")).to_have_value(method)
+        on.get_by_label("Compare with another rate").check()
+        expect(on.get_by_label("Compared rate")).to_have_value(compared)
+
+
 def test_files_that_are_no_clip_are_refused_where_they_were_dropped(page: Page) -> None:
     error = page.get_by_label("Clip", exact=True).get_by_role("alert")
     drop(page, "notes.txt", "text/plain", b"What moves?")
     expect(error).to_have_text("notes.txt is neither a video nor an image.")
     drop(page, "broken.mp4", "video/mp4", CLIP.read_bytes()[:1000])
+    expect(error).to_be_hidden()
     ask(page, "What moves?")
     expect(error).to_contain_text("broken.mp4 cannot be read", timeout=ANSWER_MS)
     expect(page.locator("article")).to_have_count(0)
+
+
+def test_a_clip_that_the_browser_cannot_play_is_answered(page: Page) -> None:
+    drop(page, "old.mp4", "video/mp4", media.clip(4, fps=2, codec="mpeg4"))
+    expect(page.get_by_text("This browser cannot play old.mp4. The server may still answer.")).to_be_visible()
+    expect(page.get_by_label("The clip", exact=True)).to_be_hidden()
+    ask(page, "What moves?")
+    (article,) = finished(page, 1)
+    expect(article.locator("canvas")).to_have_count(2)
+    expect(article.locator(".kept figcaption")).to_contain_text("This browser cannot play the clip")
 
 
 def test_it_is_usable_by_keyboard_on_a_phone(page: Page) -> None:
     page.set_viewport_size({"width": NARROW_PX, "height": 800})
     page.get_by_role("button", name="Use the demo's clip").press("Enter")
     expect(page.locator("#file-name")).to_contain_text("demo.mp4")
-    page.get_by_label("Pruning rate").press("ArrowRight")
+    expect(page.get_by_label("Question")).to_have_value("What moves?")
     page.get_by_label("Longest answer").fill("4")
-    page.get_by_label("Question").fill("What moves?")
-    page.get_by_role("button", name="Ask").press("Enter")
+    page.get_by_label("Compared rate").press("ArrowRight")
+    page.get_by_label("Question").press("Shift+Enter")
+    page.get_by_label("Question").press("ControlOrMeta+Enter")
     expect(page.locator("#model")).to_have_text(f"Model: {SERVED_NAME}")
-    (article,) = finished(page, 1)
-    expect(article.get_by_role("heading")).to_have_text("Pruned by 80 %")
+    unpruned, pruned = finished(page, 2)
+    expect(unpruned.get_by_role("heading")).to_have_text("Not pruned")
+    expect(pruned.get_by_role("heading")).to_have_text("Pruned by 76 %")
+    expect(page.get_by_label("Question")).to_have_value("What moves?\n")
     assert page.evaluate("document.documentElement.scrollWidth") == NARROW_PX
+
+
+def test_a_large_clip_is_uploaded_with_progress_that_can_be_stopped(page: Page, tmp_path: Path) -> None:
+    upload, progress = page.get_by_label("Upload of the clip"), page.locator("#upload-progress")
+    progress.evaluate(NOTE_SHARES, page.locator("#stop-upload").element_handle())
+    page.locator("#file").set_input_files(padded(tmp_path / "large.mp4", 200 * MIB))
+    expect(progress).to_have_js_property("wasStopped", True)
+    expect(upload).to_be_hidden()
+    shares = progress.evaluate("(progress) => progress.shares")
+    assert 0 < max(shares) < 1
+    ask(page, "What moves?")
+    expect(upload).to_be_visible()
+    (article,) = finished(page, 1)
+    expect(article.locator(".text")).not_to_be_empty()
+    expect(upload).to_be_hidden()
+    again = progress.evaluate("(progress) => progress.shares")[len(shares) :]
+    assert len({share for share in again if 0 < share < 1}) > 1
+    assert again == sorted(again)
+    assert again[-1] == 1
+
+
+def test_a_clip_above_the_limit_is_refused_before_it_is_sent(page: Page, heavy_page: Page, tmp_path: Path) -> None:
+    for on, size_bytes, limit, remedy in (
+        (page, 2**30 + 1, "1,024 MiB", "--upload-max-bytes"),
+        (heavy_page, 1_500_000, "977 KiB", "--upload-root"),
+    ):
+        sent: list[str] = []
+        on.on("request", lambda request, sent=sent: sent.append(request.method))
+        on.locator("#file").set_input_files(padded(tmp_path / "huge.mp4", size_bytes))
+        error = on.get_by_label("Clip", exact=True).get_by_role("alert")
+        expect(error).to_contain_text(f"this server takes at most {limit} from the page")
+        expect(error).to_contain_text(remedy)
+        assert "POST" not in sent
+        ask(on, "What moves?")
+        expect(error).to_have_text("Choose a clip first.")
+
+
+def padded(path: Path, size_bytes: int) -> Path:
+    """A clip with an mp4 box of zeros behind it, which take no room on the disk."""
+    clip = media.clip(4, fps=2)
+    with path.open("wb") as file:
+        file.write(clip + (size_bytes - len(clip)).to_bytes(4, "big") + b"free")
+        file.truncate(size_bytes)
+    return path
+
+
+def test_questions_go_on_in_a_conversation_about_a_clip(page: Page, door: Gateway) -> None:
+    with door.http() as http:
+        before = uploaded(http)
+        drop(page, "clip.mp4", "video/mp4", media.clip(4, fps=2, seed=5))
+        ask(page, "What moves?")
+        (first,) = finished(page, 1)
+        said = first.locator(".text").inner_text().removesuffix(" […]")
+        (mine,) = uploaded(http) - before
+        http.delete(f"/v1/files/{mine}").raise_for_status()  # as if its time were over
+        with page.expect_request(lambda request: turns(request) == 3) as seen:
+            ask(page, "And then?")
+        second, _ = finished(page, 2)
+        assert uploaded(http) - before == {mine}
+    asked = seen.value.post_data_json["messages"]
+    assert [message["role"] for message in asked] == ["user", "assistant", "user"]
+    assert asked[1]["content"].strip() == said.strip()
+    expect(second.locator(".asked")).to_have_text("And then?")
+    page.get_by_role("button", name="New conversation").click()
+    with page.expect_request(lambda request: turns(request) == 1):
+        ask(page, "And now?")
+    finished(page, 1)
+
+
+def uploaded(http: httpx.Client) -> set[str]:
+    return {file["id"] for file in http.get("/v1/files").json()["data"]}
+
+
+def turns(request: Request) -> int:
+    """Of a question; 0 for another request."""
+    return len(request.post_data_json["messages"]) if request.url.endswith("/v1/chat/completions") else 0
+
+
+@pytest.mark.parametrize("takes_uploads", [True, False])
+def test_a_question_is_copied_for_a_shell_and_for_python(
+    request: pytest.FixtureRequest, takes_uploads: bool, tmp_path: Path
+) -> None:
+    page: Page = request.getfixturevalue("page" if takes_uploads else "heavy_page")
+    clip = tmp_path / 'it\'s a "clip".mp4'
+    clip.write_bytes(media.clip(4, fps=2, seed=6))
+    page.get_by_text("Access").click()
+    page.get_by_label("Token", exact=True).fill("secret0123456789")
+    page.locator("#file").set_input_files(clip)
+    page.get_by_label("Pruning rate").fill("0.5")
+    ask(page, 'What\'s "moving" for $HOME \\ `date`?', longest=2)
+    (article,) = finished(page, 1)
+    told = cost(article)
+    page.get_by_role("button", name="New conversation").click()
+    texts = []
+    for name in ("Copy as curl", "Copy as Python"):
+        page.get_by_role("button", name=name).click()
+        expect(page.locator("#copied")).to_contain_text("Copied.")
+        texts.append(page.evaluate("navigator.clipboard.readText()"))
+        page.locator("#copied").evaluate("(told) => { told.textContent = ''; }")
+    shell, python = texts
+    answer = json.loads(run(tmp_path, "sh", "-c", shell))
+    tokens, full = answer["usage"]["prompt_tokens"], answer["usage"]["framesieve"]["prompt_tokens_full"]
+    assert (str(full), str(tokens)) == (told["Prompt tokens"], told["After pruning"])
+    assert tokens < full
+    assert run(tmp_path, sys.executable, "-c", python).strip()
+
+
+def run(folder: Path, *command: str) -> str:
+    environment = os.environ | {"FRAMESIEVE_TOKEN": "secret0123456789"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_server_that_is_gone_is_named(page: Page, door: Gateway) -> None:
+    drop(page, "clip.mp4", "video/mp4", media.clip(4, fps=2))
+    page.context.set_offline(True)
+    ask(page, "What moves?")
+    expect(page.get_by_text(f"The server at {door.url} cannot be reached. Check that it still runs")).to_be_visible()
+    page.context.set_offline(False)
+    ask(page, "What moves?")
+    finished(page, 1)
+    expect(page.get_by_text("cannot be reached")).to_be_hidden()

@@ -503,6 +503,10 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
             await camera.click()
             seen = page.locator("article.live")
             await expect(seen.locator("canvas")).to_be_visible(timeout=ANSWER_MS)
+            names = ("rate", "automatic", "method", "compare", "curl", "python")
+            of_clips = [page.locator(f"#{name}") for name in names]
+            for each in of_clips:
+                await expect(each).to_be_disabled()
             for number in (1, 2):
                 await page.get_by_label("Question").fill(f"What moves? {number}")
                 await page.get_by_label("Longest answer").fill("8")
@@ -524,6 +528,8 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
             await expect(camera).to_have_text("Use the camera")
             assert await track.evaluate("track => track.readyState") == "ended"
             await expect(page.locator("#question-error")).to_be_empty()
+            for each in of_clips:
+                await expect(each).to_be_enabled()
             await browser.close()
         assert not raised
         while await asyncio.to_thread(stack.services["generation"].in_use):

@@ -9,17 +9,21 @@ from pathlib import Path
 
 import av
 import numpy as np
+from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
 
-def clip(frames: int = 16, *, fps: int = 4, width: int = 112, height: int = 112, seed: int = 0) -> bytes:
-    """An H.264 mp4 of a bright square that moves over a textured ground; its index precedes the frames."""
+def clip(
+    frames: int = 16, *, fps: int = 4, width: int = 112, height: int = 112, seed: int = 0, codec: str = "libx264"
+) -> bytes:
+    """An mp4 of a bright square that moves over a textured ground; its index precedes the frames."""
     ground = _squares(np.random.default_rng(seed), 40, 120, width, height)
     # ffmpeg moves the index to the front only in a file with a name.
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         with av.open(file.name, "w", format="mp4", options={"movflags": "faststart"}) as container:
-            stream = container.add_stream("libx264", rate=Fraction(fps))
+            stream = container.add_stream(codec, rate=Fraction(fps))
+            assert isinstance(stream, VideoStream)
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             stream.codec_context.thread_count = 1
             for index in range(frames):

@@ -1,0 +1,197 @@
+// Watches a camera by /v1/realtime: sends its frames, draws what was new in them, and asks about what it has seen.
+
+import { drawn } from "./drawing.js";
+import { byId, element, list, ms, newArticle, setBusy } from "./elements.js";
+import { clearErrors, showError } from "./errors.js";
+import { fetched } from "./server.js";
+
+const FRAME_MS = 500;
+const FRAME_PX = 640; // the width of a frame
+const MAX_WAITING_BYTES = 2 ** 20; // of frames that are not sent yet: beyond it the next ones are left out
+const MAX_FRAMES_KEPT = 64; // of those that may still be drawn
+const QUESTION_TOKENS = 256; // room for the text of a question
+
+let live = null; // what the camera is watched with, see watch()
+
+export function isOn() {
+  return live !== null;
+}
+
+// begun: is called once the camera can be used.
+export async function watch(begun) {
+  clearErrors();
+  let stream;
+  try {
+    if (!navigator.mediaDevices) throw new Error("browsers give it to pages from https or localhost only.");
+    stream = await navigator.mediaDevices.getUserMedia({ video: { width: FRAME_PX } });
+  } catch (error) {
+    byId("file-error").textContent = `The camera cannot be used: ${error.message}`;
+    return;
+  }
+  let socket;
+  try {
+    socket = connected();
+  } catch (error) { // of a token with characters that no subprotocol may have
+    for (const track of stream.getTracks()) track.stop();
+    showError(error);
+    return;
+  }
+  leave();
+  begun();
+  const article = newArticle();
+  // sent: the frames by their times. article: what was seen last. asked: the article of the question that is answered.
+  live = { socket, stream, article, sent: new Map(), timer: 0, asked: null };
+  socket.onmessage = ({ data }) => { if (live?.socket === socket) handle(JSON.parse(data)); };
+  socket.onclose = ({ code }) => { if (live?.socket === socket) lost(code); };
+  byId("player").hidden = byId("player").controls = false;
+  byId("player").srcObject = stream;
+  byId("player").play().catch(() => {}); // it was left before it began
+  byId("camera").textContent = "Stop the camera";
+  byId("file-name").textContent = "What does not change is dropped, whatever the rate.";
+  for (const group of document.querySelectorAll(".of-clip")) group.disabled = true;
+  article.classList.add("live");
+  article.ariaLive = "off";
+  article.querySelector("h2").textContent = "What the camera saw last";
+  article.querySelector(".text").remove();
+  byId("answers").classList.remove("conversation");
+  byId("answers").replaceChildren(article);
+  byId("note").textContent = "";
+}
+
+function connected() {
+  const address = new URL("v1/realtime", location);
+  address.protocol = address.protocol.replace("http", "ws");
+  const token = byId("token").value;
+  const key = token ? [`openai-insecure-api-key.${encodeURIComponent(token)}`] : [];
+  return new WebSocket(address, ["realtime", ...key]);
+}
+
+export function leave() {
+  if (!live) return;
+  const { socket, stream, timer, article } = live;
+  finish();
+  live = null;
+  clearInterval(timer);
+  socket.close();
+  for (const track of stream.getTracks()) track.stop();
+  article.ariaBusy = "false";
+  byId("player").srcObject = null;
+  byId("player").hidden = byId("player").controls = true;
+  byId("camera").textContent = "Use the camera";
+  byId("file-name").textContent = "";
+  for (const group of document.querySelectorAll(".of-clip")) group.disabled = false;
+}
+
+// The server ended the connection, or refused it: browsers do not tell why.
+async function lost(code) {
+  leave();
+  const isRefused = code === 1006 && !byId("question-error").textContent;
+  try {
+    if (isRefused) await fetched("v1/models");
+    byId("question-error").textContent ||= "The server ended the live session.";
+  } catch (error) {
+    showError(error);
+  }
+}
+
+function tell(event) {
+  if (live?.socket.readyState === WebSocket.OPEN) live.socket.send(JSON.stringify(event));
+}
+
+function item(...content) {
+  return { type: "conversation.item.create", item: { type: "message", role: "user", content } };
+}
+
+function sendFrame() {
+  const player = byId("player");
+  if (!player.videoWidth || live.socket.bufferedAmount > MAX_WAITING_BYTES) return;
+  const canvas = element("canvas", { width: FRAME_PX, height: Math.round(FRAME_PX * player.videoHeight / player.videoWidth) });
+  canvas.getContext("2d").drawImage(player, 0, 0, canvas.width, canvas.height);
+  const timeS = performance.now() / 1000;
+  live.sent.set(timeS, canvas);
+  if (live.sent.size > MAX_FRAMES_KEPT) live.sent.delete(live.sent.keys().next().value);
+  tell(item({ type: "input_image", image_url: canvas.toDataURL("image/jpeg", 0.8), time_s: timeS }));
+}
+
+function handle(event) {
+  const { asked } = live;
+  switch (event.type) {
+    case "session.created": {
+      const answer_tokens = QUESTION_TOKENS + Number(byId("longest").value);
+      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { answer_tokens } } });
+      break;
+    }
+    case "session.updated":
+      live.timer = setInterval(sendFrame, FRAME_MS);
+      break;
+    case "framesieve.slice":
+      drawSlice(event);
+      break;
+    case "response.output_text.delta":
+      asked?.querySelector(".text").append(event.delta);
+      break;
+    case "response.done":
+      if (asked) answered(asked, event.response);
+      break;
+    case "error":
+      byId("question-error").textContent = event.error.message;
+      if (event.error.event_id === "ask") finish();
+      if (event.error.event_id === "open") leave();
+  }
+}
+
+function drawSlice({ grid, kept, last_time_s: timeS, usage }) {
+  const isKept = new Uint8Array(grid.h * grid.w);
+  for (const token of kept) isKept[token] = 1;
+  const figure = live.article.querySelector(".kept");
+  const frame = live.sent.get(timeS) ?? null;
+  for (const earlier of [...live.sent.keys()].filter((each) => each <= timeS)) live.sent.delete(earlier);
+  figure.querySelector(".frames").replaceChildren(drawn(frame, grid, isKept, timeS));
+  figure.querySelector("figcaption").textContent = `${kept.length} of ${isKept.length} visual tokens are new, the others are dimmed.`;
+  figure.hidden = false;
+  list(live.article, {
+    "Frames": usage.used_frames,
+    "Left out": usage.dropped_frames,
+    "Tokens seen": usage.media_tokens_full,
+    "Kept": usage.media_tokens,
+    "Held now": usage.held_tokens,
+  });
+}
+
+export function ask() {
+  if (live.asked) return;
+  clearErrors();
+  const article = newArticle();
+  article.querySelector("h2").textContent = byId("question").value;
+  live.article.after(article);
+  live.asked = article;
+  setBusy(true);
+  tell(item({ type: "input_text", text: byId("question").value }));
+  tell({ type: "response.create", event_id: "ask", response: { max_output_tokens: Number(byId("longest").value) } });
+}
+
+export function stopAnswer() {
+  tell({ type: "response.cancel" });
+}
+
+function answered(article, { status, usage }) {
+  if (status === "incomplete") article.querySelector(".text").append(" […]");
+  const { time_to_first_token_s: firstS, generate_s: generateS } = usage.framesieve;
+  list(article, {
+    "Prompt tokens": usage.input_tokens,
+    "From the cache": usage.input_token_details.cached_tokens,
+    "First token": `${ms(firstS)} ms`,
+    "All others": `${ms(generateS)} ms`,
+  });
+  finish();
+}
+
+// The question is answered, or never will be.
+function finish() {
+  const { asked } = live;
+  if (!asked) return;
+  if (!asked.querySelector(".text").textContent) asked.remove();
+  asked.ariaBusy = "false";
+  live.asked = null;
+  setBusy(false);
+}

@@ -1,0 +1,131 @@
+// The chosen clip: its preview, its limits, and how it gets to the server: uploaded once, or where uploads are off
+// inside of each question.
+
+import { byId, sizeOf } from "./elements.js";
+import { clearErrors, showError } from "./errors.js";
+import { upload, version } from "./server.js";
+
+// {file, source: the path on this server that has the file, or null, kind: "video" or "image", url: for the browser,
+//  sending: a promise of the uploaded file's id, stop: an AbortController while it is sent}
+let clip = null;
+
+// The chosen clip, or null with a word about that.
+export function needed() {
+  if (!clip) {
+    byId("file-error").textContent = "Choose a clip first.";
+    byId("file").focus();
+  }
+  return clip;
+}
+
+export async function choose(file, source = null) {
+  forget();
+  clearErrors();
+  const [, kind] = /^(video|image)\//.exec(file.type || "video/unknown") ?? []; // the bytes tell the server what it is
+  if (!kind) {
+    byId("file-error").textContent = `${file.name} is neither a video nor an image.`;
+    return;
+  }
+  const mine = clip = { file, source, kind, url: URL.createObjectURL(file), sending: null, stop: null };
+  byId("file-name").textContent = `${file.name}, ${sizeOf(file.size)}`;
+  const preview = byId(kind === "video" ? "player" : "picture");
+  preview.src = clip.url;
+  preview.hidden = false;
+  try {
+    const limits = await version();
+    if (clip !== mine) return;
+    const excess = excessOf(file, limits);
+    if (excess) forget();
+    byId("file-error").textContent = excess;
+    if (!excess && limits.uploads) await uploaded(mine);
+  } catch (error) {
+    showError(error, file.name);
+  }
+}
+
+export function forget() {
+  if (!clip) return;
+  clip.stop?.abort();
+  URL.revokeObjectURL(clip.url);
+  clip = null;
+  for (const id of ["player", "picture"]) byId(id).removeAttribute("src");
+  for (const id of ["player", "picture", "upload"]) byId(id).hidden = true;
+  for (const id of ["file-name", "preview-note"]) byId(id).textContent = "";
+}
+
+// The clip as a part of a question.
+export async function partOf(mine, signal) {
+  if ((await version()).uploads) {
+    signal.addEventListener("abort", () => mine.stop?.abort());
+    return filePart(await uploaded(mine));
+  }
+  return urlPart(mine, await dataUrl(mine.file));
+}
+
+export function filePart(id) {
+  return { type: "file", file: { file_id: id } };
+}
+
+export function urlPart({ kind }, url) {
+  return { type: `${kind}_url`, [`${kind}_url`]: { url } };
+}
+
+// After the server deleted the file: the next question sends it again.
+export function expired(mine) {
+  mine.sending = null;
+}
+
+function excessOf({ name, size }, { max_inline_bytes: inlineBytes, uploads }) {
+  const limit = uploads ? uploads.file_bytes : inlineBytes;
+  if (size <= limit) return "";
+  const setting = uploads
+    ? "the gateway with a larger --upload-max-bytes (framesieve serve: --gateway-upload-max-bytes)"
+    : "the gateway and preprocessing with --upload-root (framesieve serve does)";
+  return `${name} has ${sizeOf(size)}, and this server takes at most ${sizeOf(limit)} from the page. Cut the clip or `
+    + `encode it smaller, ask about its URL by the API, or start ${setting}.`;
+}
+
+function uploaded(mine) {
+  mine.sending ??= send(mine).catch((error) => {
+    mine.sending = null;
+    throw error;
+  });
+  return mine.sending;
+}
+
+async function send(mine) {
+  const [place, progress, text] = [byId("upload"), byId("upload-progress"), byId("upload-text")];
+  mine.stop = new AbortController();
+  progress.value = 0;
+  text.textContent = "Sending the clip";
+  place.hidden = false;
+  try {
+    return await upload(mine.file, mine.stop.signal, (sent, all) => {
+      progress.value = sent / all;
+      text.textContent = sent < all ? `${sizeOf(sent)} of ${sizeOf(all)} sent` : "Sent; the server stores the clip";
+    });
+  } finally {
+    mine.stop = null;
+    if (clip === mine) place.hidden = true;
+  }
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+function cannotShow() {
+  const { kind, file } = clip;
+  byId(kind === "video" ? "player" : "picture").hidden = true;
+  byId("preview-note").textContent = `This browser cannot ${kind === "video" ? "play" : "show"} ${file.name}. The server may still answer.`;
+}
+
+byId("player").addEventListener("error", () => { if (clip) cannotShow(); });
+byId("player").addEventListener("loadedmetadata", () => { if (clip && !byId("player").videoWidth) cannotShow(); }); // sound alone
+byId("picture").addEventListener("error", () => { if (clip) cannotShow(); });
+byId("stop-upload").addEventListener("click", () => clip.stop?.abort());

@@ -1,0 +1,89 @@
+// Draws what an answer cost, and which tokens of the clip were kept.
+
+import { element, list, ms, percent } from "./elements.js";
+
+const STAGE_COLOURS = {
+  fetch: "#7a6ff0", plan: "#4f8ff7", decode: "#26a69a", resize: "#66bb6a", wait_for_encoder: "#c0ca33",
+  encode: "#ffb300", prune: "#fb8c00", transfer: "#f4511e", wait_for_prefill: "#d81b60", prefill: "#8e24aa",
+};
+const MAX_SLICES = 64;
+const TOKEN_PX = 24; // the side of a token in a drawn frame
+
+export function drawCost(article, usage) {
+  const { prompt_tokens_full: full, time_to_first_token_s: firstS, generate_s: generateS, stages_s: stages } = usage.framesieve;
+  list(article, {
+    "Prompt tokens": full,
+    "After pruning": usage.prompt_tokens,
+    "From the cache": usage.prompt_tokens_details.cached_tokens,
+    "First token": `${ms(firstS)} ms`,
+    "All others": `${ms(generateS)} ms`,
+  });
+  const used = Object.entries(stages).filter(([, seconds]) => seconds > 0);
+  article.querySelector(".bar").replaceChildren(...used.map(([stage, seconds]) => {
+    const part = element("span", { title: `${stage.replaceAll("_", " ")}: ${(seconds * 1000).toFixed(1)} ms` });
+    part.style.flexGrow = seconds * 1000; // a sum below 1 would not fill the bar
+    part.style.background = STAGE_COLOURS[stage];
+    return part;
+  }));
+  article.querySelector(".bar").setAttribute("aria-label", "Stages of the time to the first token");
+  article.querySelector(".stages figcaption").replaceChildren("Time to the first token, in ms: ", ...used.filter(([, seconds]) => ms(seconds)).map(([stage, seconds]) => {
+    const key = element("span", { className: "key", textContent: `${stage.replaceAll("_", " ")} ${ms(seconds)}` });
+    key.style.borderColor = STAGE_COLOURS[stage];
+    return key;
+  }));
+  article.querySelector(".stages").hidden = false;
+}
+
+// kept: a medium of /v1/framesieve/kept. url: of the clip.
+export async function drawKept(article, { grid, kept, frame_times_s: times }, url, signal) {
+  const { t, h, w } = grid;
+  const isKept = new Uint8Array(t * h * w);
+  for (const token of kept) isKept[token] = 1;
+  const figure = article.querySelector(".kept");
+  const shown = Math.min(t, MAX_SLICES);
+  const video = await opened(url);
+  figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept, the others `
+    + `(${percent(1 - kept.length / (t * h * w))}) are dimmed.`
+    + (shown < t ? ` The first ${shown} of ${t} slices are shown.` : "")
+    + (video ? "" : " This browser cannot play the clip, so its pictures are missing.");
+  figure.hidden = false;
+  for (let slice = 0; slice < shown && !signal.aborted; slice += 1) {
+    const ofSlice = isKept.subarray(slice * h * w, (slice + 1) * h * w);
+    const timeS = times[slice * times.length / t];
+    if (video) await seek(video, timeS);
+    const frame = element("div", {});
+    frame.append(drawn(video, grid, ofSlice, timeS), element("span", { className: "time", textContent: `${timeS.toFixed(1)} s` }));
+    figure.querySelector(".frames").append(frame);
+  }
+}
+
+// A canvas with a slice's frame, in which the tokens that were not kept are dimmed. picture: null for none.
+export function drawn(picture, { h, w }, isKept, timeS) {
+  const canvas = element("canvas", { width: w * TOKEN_PX, height: h * TOKEN_PX, role: "img" });
+  const count = isKept.reduce((sum, one) => sum + one, 0);
+  canvas.ariaLabel = canvas.title = `Second ${timeS.toFixed(1)}: ${count} of ${h * w} tokens kept`;
+  const context = canvas.getContext("2d");
+  if (picture) context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  context.fillStyle = "rgb(20 22 26 / 80%)";
+  isKept.forEach((one, token) => {
+    if (!one) context.fillRect((token % w) * TOKEN_PX, Math.floor(token / w) * TOKEN_PX, TOKEN_PX, TOKEN_PX);
+  });
+  return canvas;
+}
+
+// A <video> with its first frame, or null where this browser cannot decode the clip.
+function opened(url) {
+  return new Promise((resolve) => {
+    const video = element("video", { muted: true, preload: "auto" });
+    video.onloadeddata = () => resolve(video.videoWidth ? video : null);
+    video.onerror = () => resolve(null);
+    video.src = url;
+  });
+}
+
+function seek(video, timeS) {
+  return new Promise((resolve) => {
+    video.onseeked = resolve;
+    video.currentTime = timeS + 0.001; // inside the frame that begins then
+  });
+}

@@ -1,0 +1,36 @@
+// What the service is: its model, the pruning of requests that name none, and the methods that it takes.
+
+import { byId } from "./elements.js";
+import { fetched } from "./server.js";
+
+let thresholded = null; // the pruning whose rate follows from the clip, or null where no method has a threshold
+let isKnown = false;
+
+export function automatic() {
+  return thresholded;
+}
+
+// Reads it once, and begins the form with the service's own pruning.
+export async function knowService() {
+  if (isKnown) return;
+  const { data: [{ id, pruning, pruning_methods: methods }] } = await (await fetched("v1/models")).json();
+  isKnown = true;
+  byId("model").textContent = `Model: ${id}`;
+  for (const option of byId("method").options) option.disabled = !methods.some(({ name }) => name === option.value);
+  const offered = [...byId("method").options].filter((option) => !option.disabled).map((option) => option.value);
+  byId("method").value = [pruning.method, byId("method").value, offered[0]].find((name) => offered.includes(name));
+  const suggested = methods.find((method) => method.suggested_threshold !== null);
+  if (pruning.threshold !== null) thresholded = pruning;
+  else if (suggested) thresholded = { rate: 0, method: suggested.name, threshold: suggested.suggested_threshold };
+  byId("automatic").parentElement.hidden = !thresholded;
+  if (pruning.threshold !== null) byId("automatic").click();
+  begin(byId("rate"), pruning.rate);
+  if (pruning.rate || pruning.threshold !== null) begin(byId("other-rate"), 0);
+}
+
+// Sets a slider that the user has not moved.
+function begin(slider, rate) {
+  if (slider.value !== slider.defaultValue) return;
+  slider.value = rate;
+  slider.dispatchEvent(new Event("input"));
+}

@@ -1,0 +1,66 @@
+// A question as text: for a shell with curl, and in Python by OpenAI's client. Both read the clip's file from the working
+// directory, and the token from the variable FRAMESIEVE_TOKEN.
+
+import { filePart, urlPart } from "./clip.js";
+import { unique } from "./elements.js";
+import { addressOf } from "./server.js";
+
+// clip: {file, source: the path on this server that has the file, or null, …}. bodyOf: the question's, by the clip's part.
+export function curl(clip, bodyOf, { takesUploads, hasToken }) {
+  const place = unique();
+  const body = quoted(JSON.stringify(bodyOf(partWith(place, clip, takesUploads)), null, 2));
+  const token = hasToken ? ' -H "Authorization: Bearer $FRAMESIEVE_TOKEN"' : "";
+  const ask = `curl -sS ${quoted(addressOf("v1/chat/completions"))}${token} -H 'Content-Type: application/json' -d`;
+  const name = quoted(clip.file.name);
+  const lines = clip.source ? [`curl -sS ${quoted(addressOf(clip.source))} -o ${name}`] : [];
+  if (takesUploads) {
+    const form = quoted(`file=@"${clip.file.name.replace(/["\\]/g, "\\$&")}"`);
+    const upload = `curl -sS ${quoted(addressOf("v1/files"))}${token} -F ${form}`;
+    lines.push(`id=$(${upload} | grep -oE 'file-[0-9a-f]{64}' | head -n 1)`, `${ask} ${body.replace(place, "'\"$id\"'")}`);
+  } else {
+    const [before, after] = body.split(place);
+    lines.push(`{ printf %s ${before}'; base64 < ${name} | tr -d '\\n'; printf %s '${after}; } | ${ask} @-`); // too long for an argument
+  }
+  return `${lines.join("\n")}\n`;
+}
+
+export function python(clip, bodyOf, { takesUploads, hasToken }) {
+  const place = unique();
+  const { messages, max_completion_tokens: longest, ...others } = bodyOf(partWith(place, clip, takesUploads));
+  const value = takesUploads ? [`"${place}"`, "clip.id"] : [`${place}"`, '" + base64.b64encode(clip).decode()'];
+  const name = JSON.stringify(clip.file.name);
+  const token = hasToken ? 'os.environ["FRAMESIEVE_TOKEN"]' : '"unused"';
+  return `${[
+    ...(takesUploads ? [] : ["import base64"]),
+    ...(hasToken ? ["import os"] : []),
+    "from pathlib import Path",
+    ...(clip.source ? ["from urllib.request import urlretrieve"] : []),
+    "",
+    "from openai import OpenAI  # pip install openai",
+    "",
+    ...(clip.source ? [`urlretrieve(${JSON.stringify(addressOf(clip.source))}, ${name})`] : []),
+    `client = OpenAI(base_url=${JSON.stringify(addressOf("v1"))}, api_key=${token})`,
+    takesUploads ? `clip = client.files.create(file=Path(${name}), purpose="user_data")` : `clip = Path(${name}).read_bytes()`,
+    "answer = client.chat.completions.create(",
+    "    model=client.models.list().data[0].id,",
+    `    messages=${indented(messages).replace(...value)},`,
+    `    max_completion_tokens=${longest},`,
+    `    extra_body=${indented(others)},`,
+    ")",
+    "print(answer.choices[0].message.content)",
+  ].join("\n")}\n`;
+}
+
+// The clip's part, in which `place` stands for what the text fills in: the file's id, or its bytes in base64.
+function partWith(place, clip, takesUploads) {
+  return takesUploads ? filePart(place) : urlPart(clip, `data:${clip.file.type};base64,${place}`);
+}
+
+// JSON without true, false and null is Python.
+function indented(value) {
+  return JSON.stringify(value, null, 4).replaceAll("\n", "\n    ");
+}
+
+function quoted(text) {
+  return `'${text.replaceAll("'", "'\\''")}'`;
+}
