@@ -24,7 +24,7 @@ EXTRAS ?= dev
 	@$(PYTHON) -m venv .venv
 	@echo "setup, 2 of 3: $(TORCH): 200 MB from PyTorch's CPU index, if PIP_EXTRA_INDEX_URL names it; 6 GB with CUDA"
 	@$(PIP_INSTALL) "$(TORCH)"
-	@echo "setup, 3 of 3: the other packages, about 500 MB, and the code of protos/ (1 to 3 minutes)"
+	@echo "setup, 3 of 3: the other packages, about 500 MB to download, and the code of protos/ (1 to 3 minutes)"
 	@$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@ framesieve/v1/.generated
 

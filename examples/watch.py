@@ -43,11 +43,13 @@ async def main(clip: str = "demo/clip.mp4", question: str = "What moves?", speed
     trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
     client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
     async with client, client.live(triggers=[trigger]) as session:
-        await asyncio.gather(tell(session), play(clip, session, float(speed)))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(tell(session))
+            tasks.create_task(play(clip, session, float(speed)))
 
 
 if __name__ == "__main__":
     try:
         asyncio.run(main(*sys.argv[1:]))
-    except (FramesieveError, OSError) as error:
-        sys.exit(f"{error}")
+    except* (FramesieveError, OSError, av.FFmpegError) as errors:
+        sys.exit(f"{errors.exceptions[0]}")

@@ -31,9 +31,9 @@ class Refused(Exception):
 
 
 class Backend(Protocol):
-    async def usual_method(self) -> str:
-        """The method by which the server prunes where a request names a rate and no method; "none" of a server that
-        does not tell. Raises as `answer`."""
+    async def usual_method(self) -> str | None:
+        """The method by which the server prunes where a request names a rate and no method; None of a server that does
+        not tell. Raises as `answer`."""
         ...
 
     async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:
@@ -49,7 +49,7 @@ class GrpcBackend:
     def __init__(self, client: FramesieveClient) -> None:
         self._client = client
 
-    async def usual_method(self) -> str:
+    async def usual_method(self) -> str | None:
         return (await self._client.models())[0].pruning_method
 
     async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:

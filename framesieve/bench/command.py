@@ -196,7 +196,9 @@ def bench(
         with served(base_url or server, start, model, metrics or ()) as target:
             if method is None and pruning_threshold is None:
                 usual = asyncio.run(usual_method(target.address, given))
-                prunings = tuple(dataclasses.replace(each, method=usual) for each in prunings)
+                if usual is None and any(each.rate for each in prunings):
+                    raise typer.BadParameter(f"--pruning-rate needs --method: {target.address} does not tell its own")
+                prunings = tuple(dataclasses.replace(each, method=usual or NONE) for each in prunings)
             loop = clients or (None if rate else _CLIENTS)
             run = Run(target.address, asked, prunings, loop, rate, extent, warmup, seed, options, given, target.metrics)
             outcome = asyncio.run(measure(run))

@@ -21,7 +21,6 @@ from framesieve.client.answer import STAGES, Timings, Usage
 from framesieve.client.credentials import Access, credentials_of
 from framesieve.client.prompt import Image, Options, Part, Text
 from framesieve.common.contract.errors import DeadlinePassed, InvalidRequest, PeerContract, Unavailable
-from framesieve.common.contract.retention import NONE
 
 _PATH = "/v1/chat/completions"
 _DONE = b"[DONE]"
@@ -57,14 +56,14 @@ class HttpBackend:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def usual_method(self) -> str:
+    async def usual_method(self) -> str | None:
         try:
             answer = await self._http.get("/v1/models")
         except httpx.HTTPError as error:
             raise Unavailable(f"no server answers at {self._url}: {error!r}", "gateway") from error
         with suppress(ValueError, KeyError, TypeError, IndexError):
             return str(answer.json()["data"][0]["pruning"]["method"])
-        return NONE
+        return None
 
     async def answer(self, parts: tuple[Part, ...], options: Options, arrived: Callable[[int], None]) -> Cost:
         """As of `Backend`. A chunk with text counts as one token, as in `vllm bench serve`."""

@@ -148,7 +148,7 @@ async def connected(server: str, access: Access) -> AsyncIterator[Backend]:
             yield GrpcBackend(client)
 
 
-async def usual_method(server: str, access: Access) -> str:
+async def usual_method(server: str, access: Access) -> str | None:
     """As of `Backend`."""
     async with connected(server, access) as backend:
         return await backend.usual_method()

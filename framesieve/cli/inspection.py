@@ -130,10 +130,10 @@ def inspect(
 
 def _suggested(method: str) -> Said:
     """What is drawn of a method where nobody says how much to drop. Raises BadParameter for one that needs a rate."""
-    said = said_pruning(None, method, None)
     if method not in (SUGGESTED.method, NONE):
+        said_pruning(None, method, None)  # refuses a method that does not exist
         raise typer.BadParameter(f"--method {method} needs --pruning-rate, such as 0.75")
-    return said if method == NONE else Said(method=method, threshold=SUGGESTED.threshold)
+    return Said(method=method, threshold=None if method == NONE else SUGGESTED.threshold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -122,7 +122,7 @@ def serve(
                 f"[bold]framesieve listens at {first}{listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True
             )
             server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
-            stderr.print(f'  framesieve ask clip.mp4 "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
+            stderr.print(f'  framesieve ask CLIP "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
             stderr.print(default_pruning(listen), soft_wrap=True)
             stack.watch()
         finally:
@@ -133,7 +133,7 @@ def serve(
 def default_pruning(generation: str) -> str:
     """How videos are pruned for which a request says nothing, as the service tells it, and how to change that."""
     environment = os.environ.get
-    access = Access(token=environment("FRAMESIEVE_TOKEN"))
+    access = Access(token=environment("FRAMESIEVE_TOKEN") or None)
     if cert := environment("FRAMESIEVE_TLS_CERT"):
         access |= Access(
             tls_ca=environment("FRAMESIEVE_UPSTREAM_TLS_CA"), tls_cert=cert, tls_key=environment("FRAMESIEVE_TLS_KEY")
@@ -145,15 +145,15 @@ def default_pruning(generation: str) -> str:
 
     try:
         model, *_ = asyncio.run(models())
-    except FramesieveError as error:
+    except (FramesieveError, StartupError) as error:  # StartupError: of a token or certificate that is not for this
         return f"How videos are pruned by default is not known here ({error}): ListModels (GET /v1/models) tells it."
     pruning = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
     if [each.name for each in model.pruning_methods] == [NONE]:
         return "Videos are not pruned: this model takes no pruning."
     if not pruning.drops:
         return (
-            "Videos are not pruned unless a request asks for it (framesieve ask --pruning-rate 0.75). "
-            "For all requests: framesieve serve --generation-pruning-rate 0.75"
+            "Videos are not pruned unless a request asks for it, as this one does; live sessions drop what does not "
+            "change. For all requests: framesieve serve --generation-pruning-rate 0.75"
         )
     amounts = [f"rate {pruning.rate:g}"] if pruning.rate else []
     if pruning.threshold is not None:

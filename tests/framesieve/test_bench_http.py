@@ -62,7 +62,11 @@ def test_another_server_gets_openais_fields_and_is_measured(
     path.write_text(json.dumps([{"conversations": turns, "video": "/media/a clip.mp4"}]))
     load = ("--requests", "2", "--warmup", "0", "--workload", str(path), "--on-server", "--max-new-tokens", "9")
     rates = ("--pruning-rate", "0", "--pruning-rate", "0.5")
-    result = framesieve("bench", "--base-url", f"http://localhost:{server.server_port}/v1", *load, *rates, "--json")
+    asked = ("bench", "--base-url", f"http://localhost:{server.server_port}/v1", *load, *rates)
+    untold = framesieve(*asked)
+    assert (untold.exit_code, server.bodies) == (2, [])
+    assert "--pruning-rate needs --method" in untold.stderr
+    result = framesieve(*asked, "--method", "evs", "--json")
     assert result.exit_code == 0, result.output
     video = {"type": "video_url", "video_url": {"url": "file:///media/a%20clip.mp4"}}
     plain = {
@@ -72,11 +76,10 @@ def test_another_server_gets_openais_fields_and_is_measured(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    pruned = {**plain, "pruning": {"rate": 0.5, "method": "none"}}
+    pruned = {**plain, "pruning": {"rate": 0.5, "method": "evs"}}
     assert server.bodies == [plain, plain, pruned, pruned]
     assert server.tokens == {f"Bearer {TOKEN}"}
     told = json.loads(result.stdout)
-    assert told["run"]["pruning"] == "none"  # the server lists no method
     load, _ = told["by_pruning"]
     assert (load["answered"], load["prompt_tokens"], load["completion_tokens"]) == (2, 60, 6)
     assert (load["retained"], load["stages_s"], load["held_s"]) == (None, {}, None)

@@ -181,11 +181,11 @@ def test_under_nohup_a_hangup_has_no_effect_and_requests_that_are_cut_off_make_s
 
 
 def test_serve_says_how_videos_are_pruned_by_default_as_generation_tells_it(
-    services: FakeServices, address: str
+    services: FakeServices, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert default_pruning(address) == (
-        "Videos are not pruned unless a request asks for it (framesieve ask --pruning-rate 0.75). "
-        "For all requests: framesieve serve --generation-pruning-rate 0.75"
+        "Videos are not pruned unless a request asks for it, as this one does; live sessions drop what does not "
+        "change. For all requests: framesieve serve --generation-pruning-rate 0.75"
     )
     services.methods, services.rate, services.threshold = ("none", "pixel_change"), 0.5, 0.25
     assert default_pruning(address).startswith(
@@ -194,3 +194,5 @@ def test_serve_says_how_videos_are_pruned_by_default_as_generation_tells_it(
     services.methods, services.rate, services.threshold = ("none",), 0.0, None
     assert default_pruning(address) == "Videos are not pruned: this model takes no pruning."
     assert "GET /v1/models" in default_pruning(f"{address}.nowhere")
+    monkeypatch.setenv("FRAMESIEVE_TOKEN", "short")  # which no client may send
+    assert "GET /v1/models" in default_pruning(address)

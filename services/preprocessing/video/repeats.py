@@ -19,7 +19,7 @@ from framesieve.services.preprocessing.video.slices import Slice
 _DOMAIN = b"framesieve slice v1"
 
 
-def repeats_of(plan: MediaPlan, cache_salt: str = "") -> Repeats | None:
+def repeats_of(plan: MediaPlan, cache_salt: str) -> Repeats | None:
     """For the slices of a video; None for an image, whose tiles differ."""
     return Repeats(plan, cache_salt) if plan.modality is Modality.VIDEO else None
 
