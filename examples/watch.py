@@ -42,10 +42,9 @@ async def tell(session: LiveSession) -> None:
 async def main(clip: str = "demo/clip.mp4", question: str = "What moves?", speed: str = "1") -> None:
     trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
     client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
-    async with client, client.live(triggers=[trigger]) as session:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(tell(session))
-            tasks.create_task(play(clip, session, float(speed)))
+    async with client, client.live(triggers=[trigger]) as session, asyncio.TaskGroup() as tasks:
+        tasks.create_task(tell(session))
+        tasks.create_task(play(clip, session, float(speed)))
 
 
 if __name__ == "__main__":
