@@ -14,8 +14,8 @@ import sys
 
 import gi
 
-gi.require_version("Gst", "1.0")
-gi.require_version("GstRtspServer", "1.0")
+for name in ("Gst", "GstRtsp", "GstRtspServer"):
+    gi.require_version(name, "1.0")
 from gi.repository import Gio, GLib, Gst, GstRtsp, GstRtspServer  # noqa: E402
 
 wanted = json.loads(sys.argv[1])
@@ -29,7 +29,8 @@ if users or cert:
     if cert:
         auth.set_tls_certificate(Gio.TlsCertificate.new_from_files(cert, wanted["key"]))
     if users:
-        auth.set_supported_methods(GstRtsp.RTSPAuthMethod.DIGEST if wanted.get("digest") else GstRtsp.RTSPAuthMethod.BASIC)
+        methods = GstRtsp.RTSPAuthMethod
+        auth.set_supported_methods(methods.DIGEST if wanted.get("digest") else methods.BASIC)
     role = GstRtspServer.RTSPToken()
     role.set_string("media.factory.role", "user")
     for name, password in users.items():
