@@ -52,5 +52,6 @@ def _runs() -> bool:
 
 
 def played(path: Path, track: str) -> str:
-    """A pipeline that plays a video file in MP4, with that track of its codec ("h264", "h265")."""
-    return f"filesrc location={path} ! qtdemux ! {track}parse config-interval=-1 ! rtp{track}pay name=pay0 pt=96"
+    """A pipeline that plays a video file in MP4, with that track: "h264", "h265" or "jpeg"."""
+    parse = "jpegparse" if track == "jpeg" else f"{track}parse config-interval=-1"
+    return f"filesrc location={path} ! qtdemux ! {parse} ! rtp{track}pay name=pay0 pt={26 if track == 'jpeg' else 96}"

@@ -82,11 +82,11 @@ def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator
 
 
 def played_frames(
-    url: str, fps: float, name: str, came: Callable[[], None] = lambda: None
+    url: str, fps: float, name: str, came: Callable[[int], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
     """As `stream_frames`, of what an RTSP server plays. It is told when its reader leaves.
 
-    url: with a user name and a password, if it asks for them. came: called for each packet.
+    url: with a user name and a password, if it asks for them. came: called with the bytes of each packet, 0 at the end.
     """
     try:
         container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING)
@@ -104,9 +104,9 @@ def played_frames(
 
 
 def opened_frames(
-    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[], None] = lambda: None
+    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[int], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
-    """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: called for each packet."""
+    """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: called with the bytes of each packet, 0 at the end."""
     intervals, clock = Intervals(fps), _Clock()
     stream = video_stream(container, name)
     if stream.codec_context is None:
@@ -143,7 +143,7 @@ class _Bytes:
 
 
 def _decoded(
-    container: InputContainer, stream: VideoStream, name: str, came: Callable[[], None]
+    container: InputContainer, stream: VideoStream, name: str, came: Callable[[int], None]
 ) -> Iterator[VideoFrame]:
     packets, codec = container.demux(stream), decoder_of(stream)
     began = False
@@ -159,7 +159,7 @@ def _decoded(
             raise MediaRejected(text, field=name, remedy=remedy) from error
         if packet is None:
             return
-        came()
+        came(packet.size)
         try:
             frames = codec.decode(packet)
         except MemoryError:

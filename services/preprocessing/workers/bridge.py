@@ -20,7 +20,7 @@ import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread
 
 from framesieve.services.preprocessing.workers.limits import give_up_sockets
 from framesieve.services.preprocessing.workers.protocol import PROGRESS_S
@@ -28,6 +28,7 @@ from framesieve.services.preprocessing.workers.protocol import PROGRESS_S
 _PIECE_BYTES = 2**16
 _WAIT_S = 0.5
 _READ_UP_S = 0.005
+_GOODBYE_S = 1.0
 # Small, so that a decoder that takes nothing is noticed soon.
 _BUFFER_BYTES = 2**16
 _REDIRECTION = b"RTSP/1.0 3"
@@ -49,12 +50,15 @@ class Bridge:
         self._camera, self._listener, self._silent_s, self._came = camera, listener, silent_s, came
         camera.settimeout(_WAIT_S)
         self._video_s = time.monotonic()
+        self._ended = Event()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def see(self) -> None:
-        """A packet of video came."""
+    def see(self, size_bytes: int) -> None:
+        """A packet of video came from FFmpeg; one of no bytes when it has read the end of the stream."""
         self._video_s = time.monotonic()
+        if not size_bytes:
+            self._ended.set()
 
     def close(self) -> None:
         """Returns once the camera was told everything that FFmpeg said before it closed its connection."""
@@ -64,15 +68,16 @@ class Bridge:
         client, descriptor = self._accepted()
         try:
             give_up_sockets()
-            self.failed = self._carry(client)
+            failed = self._carry(client)
         except OSError as error:
-            self.failed = f"cannot be played: {error}"
-        if self.failed:
+            failed = f"cannot be played: {error}"
+        if failed:
             with suppress(OSError):  # FFmpeg has closed it
                 while _waiting(client, termios.TIOCOUTQ) or _waiting(descriptor, termios.FIONREAD):
                     time.sleep(_READ_UP_S)
-            # Unlike an end, a reset cannot be taken for that of the stream.
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            # A camera that says goodbye may close its connection at once. FFmpeg takes any end for the stream's.
+            if not self._ended.wait(_GOODBYE_S):
+                self.failed = failed
         client.close()
         self._camera.close()
 

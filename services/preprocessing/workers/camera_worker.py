@@ -28,6 +28,8 @@ def camera_frames(task: Task) -> Generator[Piece, None, None]:
     bridge = Bridge(_connection(task), task.listener, facts.seconds("silent_s"), task.came)
     try:
         yield from frame_pieces(played_frames(url, facts.seconds("fps"), name, bridge.see))
+        if bridge.failed:
+            raise MediaRejected(bridge.failed, field=name)
     except MediaRejected as error:
         raise MediaRejected(bridge.failed, field=name) if bridge.failed else error from None
     finally:
