@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,8 @@ async def camera(**wanted: Any) -> AsyncIterator[Camera]:
         async with asyncio.timeout(60):
             yield Camera(int(await process.stdout.readline()), process.pid)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # the test has ended it
+            process.kill()
         await process.wait()
 
 

@@ -6,6 +6,7 @@ Argument: JSON with
     cert, key  for rtsps, in PEM
     users      passwords by name
     digest     whether passwords are asked for by Digest; otherwise by Basic
+    udp        whether packets are sent by UDP alone; otherwise in the connection
 It prints its port once it listens.
 """
 
@@ -42,7 +43,7 @@ if users or cert:
 for path, pipeline in wanted["mounts"].items():
     factory = GstRtspServer.RTSPMediaFactory()
     factory.set_launch(f"( {pipeline} )")
-    factory.set_protocols(GstRtsp.RTSPLowerTrans.TCP)
+    factory.set_protocols(GstRtsp.RTSPLowerTrans.UDP if wanted.get("udp") else GstRtsp.RTSPLowerTrans.TCP)
     if users or cert:
         permissions = GstRtspServer.RTSPPermissions()
         permissions.add_permission_for_role("user", "media.factory.access", True)

@@ -106,7 +106,7 @@ def played_frames(
 def opened_frames(
     container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[int], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
-    """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: called with the bytes of each packet, 0 at the end."""
+    """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: as in `played_frames`."""
     intervals, clock = Intervals(fps), _Clock()
     stream = video_stream(container, name)
     if stream.codec_context is None:

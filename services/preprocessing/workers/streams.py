@@ -145,9 +145,7 @@ class StreamWorkers:
         raise WorkerFault(Fault.SLOW, f"it made no progress for {stall_s:g} s")
 
 
-def _begin(
-    worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]
-) -> None:
+def _begin(worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]) -> None:
     """Sends the job, whose file and numbers are empty, but for the authorities of a camera's certificate."""
     nothing = sealed(memoryview(b""))
     try:
