@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from framesieve.common.process import free_port
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2 import LiveClip, LiveFrame, RawFrame
 from tests import media
-from tests.integration.fleet import Stack, running
+from tests.cameras import camera
+from tests.integration.fleet import Stack, exported, running
 from tests.integration.test_live import QUESTION, Watching, watching
 from tests.preprocessing.media_server import head, serving
 from tests.processes import children
@@ -162,6 +164,36 @@ async def test_a_source_that_is_lost_is_opened_again_and_the_session_goes_on(sta
         await live.send(frame=LiveFrame(picture=PNG))
         with pytest.raises(grpc.aio.AioRpcError, match="frame must not be sent: this session's frames come by source"):
             await live.until("slice")
+
+
+async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_password_is_never_shown(
+    stack: Stack,
+) -> None:
+    password = "xyzzy-7"
+    source = f"rtsp://user:{password}@localhost:{PORT}/live"
+
+    @asynccontextmanager
+    async def filming(width: int) -> AsyncIterator[None]:
+        picture = f"video/x-raw,format=I420,width={width},height=112,framerate=10/1"
+        pipeline = f"videotestsrc is-live=true pattern=ball ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
+        async with camera(mounts={"/live": pipeline}, users={"user": password}, digest=True, port=PORT):
+            yield
+
+    async with AsyncExitStack() as session:
+        async with filming(112):
+            live = await session.enter_async_context(watching(stack.address, source=source))
+            await live.until("slice")
+        lost = await live.until("stream")
+        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        assert "open.source could not be played: the connection broke off" in lost.reason
+        async with filming(168):
+            await live.until("restarted")
+            await live.until("slice")
+            assert (await live.ask(QUESTION))[0]
+    assert "the source of a live session was lost" in stack.log("generation")
+    for name in stack.services:
+        assert password not in stack.log(name)
+        assert password not in exported(stack.metrics_ports[name])
 
 
 async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack: Stack) -> None:

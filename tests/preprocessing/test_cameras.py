@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import io
 import os
@@ -201,6 +202,7 @@ async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number:
         os.kill(server.pid, number)
         code, _, text = await refused(watched.call)
         assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, f"open.url {why}")
+    gc.collect()  # the error's traceback holds the last frame
 
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
@@ -213,7 +215,7 @@ async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service:
         watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
         for _ in range(2):
             assert await watched.next()
-        assert np.diff([time_s for time_s, _ in watched.frames]) == pytest.approx(2, abs=0.1)
+        assert watched.frames[-1][0] - watched.frames[-2][0] == pytest.approx(2, abs=0.1)
         watched.call.cancel()
 
 

@@ -214,6 +214,8 @@ async def test_pictures_by_http_have_the_times_at_which_they_come(service: Servi
             "open.url must start with http:// or https:// or rtsp",
         ),
         ("rtsp://a:b@c@clip.test/", "INVALID_ARGUMENT", "open.url must be rtsp://[user:password@]host"),
+        ("rtsp://a%0d%0ab:c@clip.test/", "INVALID_ARGUMENT", "open.url has a user name or a password with control"),
+        (f"rtsp://a:{'%40' * 42}@clip.test/", "INVALID_ARGUMENT", "of more than 127 characters together"),
         ("concat:x", "PERMISSION_DENIED", "open.url must start with"),
     ],
 )

@@ -99,7 +99,6 @@ async def newest(events: Events) -> AsyncGenerator[tuple[StreamFrame, int]]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-        del task  # or its exception, whose traceback has the frames here, would hold the last one until it is collected
 
 
 def _frame_responses(frame: StreamFrame, replaced: int) -> Iterator[WatchResponse]:
