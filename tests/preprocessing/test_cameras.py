@@ -71,8 +71,9 @@ def assert_shown(watched: Watched, film: Path) -> None:
             for frame in container.decode(video=0)
         }
     film_s = [float(times[pixels.tobytes()]) for _, pixels in watched.frames]
-    assert np.diff(film_s) == pytest.approx(0.5, abs=0.05)
-    assert np.diff([time_s for time_s, _ in watched.frames]) == pytest.approx(np.diff(film_s), abs=0.002)
+    steps_s = np.diff(film_s)  # on a busy machine, newer frames may take the place of some
+    assert ((0.4 < steps_s) & (steps_s < 1.6)).all()
+    assert np.diff([time_s for time_s, _ in watched.frames]) == pytest.approx(steps_s, abs=0.002)
 
 
 @asynccontextmanager

@@ -215,8 +215,9 @@ class _Pictures:
     def __init__(self, stream: VideoStream, turned: bool, name: str) -> None:
         self._stream, self._turned, self._name = stream, turned, name
         self._converter = RgbConverter(name)
-        # What a container declares goes before what its stream does, until that changes.
-        self._aspect, self._coded_aspect = stream.sample_aspect_ratio, stream.codec_context.sample_aspect_ratio
+        self._aspect = stream.sample_aspect_ratio
+        self._coded_aspect: Fraction | None = None
+        self._began = False
 
     def of(self, frame: VideoFrame) -> UInt8Array:
         pixels = self._converter.rgb(frame)
@@ -228,8 +229,10 @@ class _Pictures:
     def _sent_size(self, frame: VideoFrame) -> tuple[int, int]:
         """Width and height with square pixels, within the largest size that is sent, before it is turned upright."""
         coded_aspect = self._stream.codec_context.sample_aspect_ratio
-        if coded_aspect != self._coded_aspect:
-            self._aspect = self._coded_aspect = coded_aspect
+        # What a container declares goes before what its video does, until that changes.
+        if self._began and coded_aspect != self._coded_aspect:
+            self._aspect = coded_aspect
+        self._began, self._coded_aspect = True, coded_aspect
         aspect = self._aspect or 1
         width = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width
         check_frame_size(self._name, frame.height, width)

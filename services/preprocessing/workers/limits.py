@@ -42,7 +42,7 @@ _SIOCSIFFLAGS, _IFF_UP_AND_RUNNING = 0x8914, 0x41
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS = 1, 1
 # By machine: the name of its system calls (AUDIT_ARCH), and the numbers of seccomp, socket and connect.
 _SYSTEM_CALLS = {"x86_64": (0xC000003E, 317, 41, 42), "aarch64": (0xC00000B7, 277, 198, 203)}
-# The largest number of x86_64's calls; from there on those of x32 have other ones.
+# From there on the calls of x32 begin, which an x86_64 kernel may serve under other numbers.
 _X32 = 0x40000000
 _BPF_LOAD, _BPF_EQUAL, _BPF_AT_LEAST, _BPF_RETURN = 0x20, 0x15, 0x35, 0x06
 _SECCOMP_ALLOW, _SECCOMP_EACCES = 0x7FFF0000, 0x00050000 | 13
@@ -131,16 +131,21 @@ def give_up_sockets() -> None:
     """
     if platform.machine() not in _SYSTEM_CALLS:
         raise OSError(f"the system calls of {platform.machine()} are not known")
-    arch, seccomp, *forbidden = _SYSTEM_CALLS[platform.machine()]
-    program = (
-        *((_BPF_LOAD, 0, 0, 4), (_BPF_EQUAL, 0, 5, arch)),
-        *((_BPF_LOAD, 0, 0, 0), (_BPF_AT_LEAST, 3, 0, _X32), *((_BPF_EQUAL, 2 - i, 0, forbidden[i]) for i in (0, 1))),
-        *((_BPF_RETURN, 0, 0, _SECCOMP_ALLOW), (_BPF_RETURN, 0, 0, _SECCOMP_EACCES)),
+    arch, seccomp_call, socket_call, connect_call = _SYSTEM_CALLS[platform.machine()]
+    program = (  # a condition skips so many instructions if it holds, and so many if it does not
+        (_BPF_LOAD, 0, 0, 4),  # the machine
+        (_BPF_EQUAL, 0, 5, arch),
+        (_BPF_LOAD, 0, 0, 0),  # the number of the call
+        (_BPF_AT_LEAST, 3, 0, _X32),
+        (_BPF_EQUAL, 2, 0, socket_call),
+        (_BPF_EQUAL, 1, 0, connect_call),
+        (_BPF_RETURN, 0, 0, _SECCOMP_ALLOW),
+        (_BPF_RETURN, 0, 0, _SECCOMP_EACCES),
     )
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(instructions))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS, filters):
+    if libc.syscall(seccomp_call, _SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS, filters):
         raise OSError(ctypes.get_errno(), "seccomp")
 
 
