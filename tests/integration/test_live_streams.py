@@ -25,11 +25,14 @@ from tests.processes import children
 
 PORT = free_port()
 STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
+PASSWORD = "xyzzy-7"
 PNG = media.picture(112, 112)
 
 
 @pytest.fixture(scope="module")
-def stack(checkpoints: Callable[[str], Path]) -> Iterator[Stack]:
+def stack(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    passwords = tmp_path_factory.mktemp("secrets") / "netrc"
+    passwords.write_text(f"machine localhost login user password {PASSWORD}\n")
     flags = {
         "generation": ("--kv-cache-tokens", "4096", "--live-tokens", "2048"),
         "preprocessing": (
@@ -37,6 +40,8 @@ def stack(checkpoints: Callable[[str], Path]) -> Iterator[Stack]:
             f"80,{PORT}",
             "--allow-media-domain",
             "*,localhost=127.0.0.0/8,localhost=::1",
+            "--media-credentials-file",
+            str(passwords),
         ),
     }
     with running(checkpoints("qwen2_5_vl"), flags=flags) as made:
@@ -169,14 +174,13 @@ async def test_a_source_that_is_lost_is_opened_again_and_the_session_goes_on(sta
 async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_password_is_never_shown(
     stack: Stack,
 ) -> None:
-    password = "xyzzy-7"
-    source = f"rtsp://user:{password}@localhost:{PORT}/live"
+    source, in_file = (f"rtsp://{login}localhost:{PORT}/live" for login in (f"user:{PASSWORD}@", ""))
 
     @asynccontextmanager
     async def filming(width: int) -> AsyncIterator[None]:
         picture = f"video/x-raw,format=I420,width={width},height=112,framerate=10/1"
         pipeline = f"videotestsrc is-live=true pattern=ball ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
-        async with camera(mounts={"/live": pipeline}, users={"user": password}, digest=True, port=PORT):
+        async with camera(mounts={"/live": pipeline}, users={"user": PASSWORD}, digest=True, port=PORT):
             yield
 
     async with AsyncExitStack() as session:
@@ -190,10 +194,12 @@ async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_
             await live.until("restarted")
             await live.until("slice")
             assert (await live.ask(QUESTION))[0]
+            async with watching(stack.address, source=in_file) as other:
+                await other.until("slice")
     assert "the source of a live session was lost" in stack.log("generation")
     for name in stack.services:
-        assert password not in stack.log(name)
-        assert password not in exported(stack.metrics_ports[name])
+        assert PASSWORD not in stack.log(name)
+        assert PASSWORD not in exported(stack.metrics_ports[name])
 
 
 async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack: Stack) -> None:
