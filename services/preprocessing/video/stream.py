@@ -47,7 +47,8 @@ _TICKS_PER_S = 1_000_000
 _MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
 _PROBING = {"probesize": str(2**20), "analyzeduration": "1000000"}
-# Packets come in the one connection that is made, and tracks without video are not asked for.
+# Packets come in the one connection that is made, and tracks without video are not asked for. Without "rtsp" among the
+# protocols, FFmpeg follows no redirect.
 _PLAYING = {"protocol_whitelist": "tcp", "rtsp_transport": "tcp", "allowed_media_types": "video"}
 _REMEDY = "send what can be read without seeking: MPEG-TS, fragmented MP4 or WebM"
 # Searched for a display matrix.

@@ -3,8 +3,8 @@
     FFmpeg ─▶ loopback ─▶ Bridge ─▶ the camera's connection
            ◀─          ◀─        ◀─
 
-FFmpeg connects by itself, so it is given a port of this process's own. It is the only place where it ever connects to:
-once it has, this process can make no further socket. What a server says of other addresses is only text.
+FFmpeg connects by itself, so it is given a port of this process's own, which takes one connection. What a server says
+of other addresses is only text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 
-from framesieve.services.preprocessing.workers.limits import give_up_sockets
 from framesieve.services.preprocessing.workers.protocol import PROGRESS_S
 
 _PIECE_BYTES = 2**16
@@ -66,12 +65,7 @@ class Bridge:
 
     def _run(self) -> None:
         client, descriptor = self._accepted()
-        try:
-            give_up_sockets()
-            failed = self._carry(client)
-        except OSError as error:
-            failed = f"cannot be played: {error}"
-        if failed:
+        if failed := self._carry(client):
             with suppress(OSError):  # FFmpeg has closed it
                 while _waiting(client, termios.TIOCOUTQ) or _waiting(descriptor, termios.FIONREAD):
                     time.sleep(_READ_UP_S)

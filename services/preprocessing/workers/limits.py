@@ -1,7 +1,7 @@
 """The limits of one job, and the sandbox of a worker process, which is in place before it reads untrusted bytes.
 
 It knows nothing of jobs. Where the kernel lacks one mechanism (Landlock, user namespaces), the others still hold.
-Source: prctl(2), landlock(7), seccomp(2), netdevice(7), and the structures of linux/landlock.h and linux/filter.h.
+Source: prctl(2), landlock(7), netdevice(7), and the structures of linux/landlock.h.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import platform
 import resource
 import signal
 import socket
@@ -39,13 +38,6 @@ _LANDLOCK_SIZES = {1: 8, 4: 16, 6: 24}
 _LANDLOCK_PORTS_ABI = 4
 
 _SIOCSIFFLAGS, _IFF_UP_AND_RUNNING = 0x8914, 0x41
-_SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS = 1, 1
-# By machine: the name of its system calls (AUDIT_ARCH), and the numbers of seccomp, socket and connect.
-_SYSTEM_CALLS = {"x86_64": (0xC000003E, 317, 41, 42), "aarch64": (0xC00000B7, 277, 198, 203)}
-# From there on the calls of x32 begin, which an x86_64 kernel may serve under other numbers.
-_X32 = 0x40000000
-_BPF_LOAD, _BPF_EQUAL, _BPF_AT_LEAST, _BPF_RETURN = 0x20, 0x15, 0x35, 0x06
-_SECCOMP_ALLOW, _SECCOMP_EACCES = 0x7FFF0000, 0x00050000 | 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +114,6 @@ def confine(memory_bytes: int, parent: int, listens: bool = False) -> Confined:
     if os.getppid() != parent:
         os._exit(0)
     return Confined(granted, listener)
-
-
-def give_up_sockets() -> None:
-    """From now on no thread of this process can make or connect a socket, whatever else confines it.
-
-    Raises OSError where the kernel cannot do this, or on a machine whose system calls are not known.
-    """
-    if platform.machine() not in _SYSTEM_CALLS:
-        raise OSError(f"the system calls of {platform.machine()} are not known")
-    arch, seccomp_call, socket_call, connect_call = _SYSTEM_CALLS[platform.machine()]
-    program = (  # a condition skips so many instructions if it holds, and so many if it does not
-        (_BPF_LOAD, 0, 0, 4),  # the machine
-        (_BPF_EQUAL, 0, 5, arch),
-        (_BPF_LOAD, 0, 0, 0),  # the number of the call
-        (_BPF_AT_LEAST, 3, 0, _X32),
-        (_BPF_EQUAL, 2, 0, socket_call),
-        (_BPF_EQUAL, 1, 0, connect_call),
-        (_BPF_RETURN, 0, 0, _SECCOMP_ALLOW),
-        (_BPF_RETURN, 0, 0, _SECCOMP_EACCES),
-    )
-    instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
-    filters = struct.pack("@HP", len(program), ctypes.addressof(instructions))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(seccomp_call, _SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS, filters):
-        raise OSError(ctypes.get_errno(), "seccomp")
 
 
 def _listener(own_network: bool) -> socket.socket:
