@@ -11,7 +11,6 @@ from PIL import Image
 
 from framesieve.cli.terminal import warn
 from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.sources.source import Source
 from framesieve.services.preprocessing.video.packets import read_packets
 from framesieve.services.preprocessing.video.pictures import is_picture, read_picture
@@ -53,7 +52,7 @@ def _frames(source: str, fps: float) -> Iterator[StreamFrame]:
         if file.seekable():
             yield from _film(Source(name, b"", file.fileno()), fps)
         else:  # a pipe
-            yield from stream_frames(lambda: file.read(_READ_BYTES), Form.CONTAINER, fps, name)
+            yield from stream_frames(lambda: file.read(_READ_BYTES), fps, name)
 
 
 def _film(source: Source, fps: float) -> Iterator[StreamFrame]:

@@ -56,7 +56,7 @@ _session = partial(typer.Option, rich_help_panel="Session")
 _EVERY_S = 5.0
 _FPS = 2.0
 # Of sources, which the service watches.
-_SCHEMES = ("http", "https", "rtsp")
+_SCHEMES = ("http", "https", "rtsp", "rtsps")
 
 
 def live(

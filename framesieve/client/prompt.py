@@ -28,6 +28,7 @@ EMBEDS_DTYPES = ("float16", "bfloat16", "float32")
 _SOURCES = ("path", "data", "server_path", "url", "frames", "embeds")
 _URL = re.compile(r"(?:https?|file)://[^/?#]*(?P<path>[^?#]*)|data:", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_LOGIN = re.compile(r"//[^/?#]*@")
 FRAME_SAMPLING = (
     *("fps", "min_frames", "max_frames", "max_pixels", "start_s", "end_s"),
     *("allow_truncated", "num_frames", "frame_indices", "max_slices"),
@@ -334,7 +335,7 @@ class LiveOptions(TypedDict, total=False):
     answer_tokens: of a question and its answer together, 1024 by default.
     window_s: slices that are older than the newest one by more than this go.
     triggers: questions that the session asks by itself, at most 16; `LiveSession.events` tells their answers.
-    source: an rtsp, http or https URL that preprocessing watches under its policy, in place of frames.
+    source: an rtsp, rtsps, http or https URL that preprocessing watches under its policy, in place of frames.
     adapter, request_id: as in `Options`.
     """
 
@@ -371,7 +372,8 @@ def check_scheme(location: StrPath, supported: Sequence[str] = ("http", "https",
     scheme = _SCHEME.match(str(location))
     if scheme and scheme[1].lower() not in supported:
         known = f"{', '.join(supported[:-1])} and {supported[-1]}"
-        raise InvalidRequest(f"{location} has the scheme {scheme[1]}; supported are {known}")
+        shown = _LOGIN.sub("//", str(location))
+        raise InvalidRequest(f"{shown} has the scheme {scheme[1]}; supported are {known}")
 
 
 def file_name(location: StrPath) -> str:

@@ -15,6 +15,7 @@ from framesieve.common.serving.server import run, serve
 from framesieve.common.telemetry.logs import configure_logging
 from framesieve.common.telemetry.metrics import begin, begin_method
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from framesieve.services.preprocessing.fetch.login import logins_of
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
 from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
@@ -55,7 +56,8 @@ async def main() -> ExitStatus:
         confined_by = reading.workers.confined_by & decoding.workers.confined_by
         check_sandbox(confined_by, settings.require_sandbox)
         observed = Observed(FETCHED_BYTES.inc, count_kept("fetch"))
-        with closing(Fetcher(settings.fetch_policy, observed=observed)) as fetcher:
+        logins = logins_of(settings.media_credentials_file)
+        with closing(Fetcher(settings.fetch_policy, observed=observed, logins=logins)) as fetcher:
             servicer = PreprocessingServicer(
                 *(planner, fetcher, quick, slow, reading, decoding, streams, settings.max_inline_bytes),
                 known=indexes(count_kept("index")),

@@ -49,12 +49,18 @@ class PreprocessingSettings(ServiceSettings):
         description="hosts that URLs may name, for example cdn.example.org,*.example.com,minio=10.20.0.0/16. Their "
         "addresses must be public or in the network after =. Unset: every host with a public address",
     )
-    fetch_schemes: Annotated[tuple[Literal["http", "https", "rtsp"], ...], NoDecode] = Field(
-        ("http", "https", "rtsp"),
-        description="allowed schemes of URLs: some of http,https,rtsp (live streams alone); '' turns fetching off",
+    fetch_schemes: Annotated[tuple[Literal["http", "https", "rtsp", "rtsps"], ...], NoDecode] = Field(
+        ("http", "https", "rtsp", "rtsps"),
+        description="allowed schemes of URLs: some of http,https and, for live streams alone, rtsp,rtsps; '' turns "
+        "fetching off",
     )
     fetch_ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], NoDecode] = Field(
-        (80, 443, 554), description="allowed ports of URLs, for example 80,443,9000"
+        (80, 443, 554, 322), description="allowed ports of URLs, for example 80,443,9000"
+    )
+    media_credentials_file: Path | None = Field(
+        None,
+        description="file in netrc's format (machine camera.lan login NAME password WORD) with the user names and "
+        "passwords of hosts that live streams come from. Whoever may watch a URL of such a host uses them",
     )
     fetch_max_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of one fetched URL; a live stream has no limit"

@@ -144,9 +144,9 @@ def test_what_is_no_video_is_refused_in_plain_words(play: Run, services: FakeSer
     assert result.stderr.startswith(f"MEDIA_REJECTED: 'sampling.film' {text}")
 
 
-@pytest.mark.parametrize("scheme", ["rtmp", "srt", "udp", "rtsps", "file"])
+@pytest.mark.parametrize("scheme", ["rtmp", "srt", "udp", "file"])
 def test_a_scheme_that_is_not_watched_is_refused_by_name(framesieve: Run, scheme: str) -> None:
-    result = framesieve("live", f"{scheme}://camera.example/stream", "?")
+    result = framesieve("live", f"{scheme}://user:password@camera.example/stream", "?")
     assert result.exit_code == 1
-    told = f"{scheme}://camera.example/stream has the scheme {scheme}; supported are http, https and rtsp"
+    told = f"{scheme}://camera.example/stream has the scheme {scheme}; supported are http, https, rtsp and rtsps"
     assert result.stderr == f"INVALID_REQUEST: {told}\n"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,22 @@ from framesieve.common.process import free_port
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2 import LiveClip, LiveFrame, RawFrame
 from tests import media
-from tests.integration.fleet import Stack, running
+from tests.cameras import camera
+from tests.integration.fleet import Stack, exported, running
 from tests.integration.test_live import QUESTION, Watching, watching
 from tests.preprocessing.media_server import head, serving
 from tests.processes import children
 
 PORT = free_port()
 STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
+PASSWORD = "xyzzy-7"
 PNG = media.picture(112, 112)
 
 
 @pytest.fixture(scope="module")
-def stack(checkpoints: Callable[[str], Path]) -> Iterator[Stack]:
+def stack(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    passwords = tmp_path_factory.mktemp("secrets") / "netrc"
+    passwords.write_text(f"machine localhost login user password {PASSWORD}\n")
     flags = {
         "generation": ("--kv-cache-tokens", "4096", "--live-tokens", "2048"),
         "preprocessing": (
@@ -35,6 +40,8 @@ def stack(checkpoints: Callable[[str], Path]) -> Iterator[Stack]:
             f"80,{PORT}",
             "--allow-media-domain",
             "*,localhost=127.0.0.0/8,localhost=::1",
+            "--media-credentials-file",
+            str(passwords),
         ),
     }
     with running(checkpoints("qwen2_5_vl"), flags=flags) as made:
@@ -162,6 +169,37 @@ async def test_a_source_that_is_lost_is_opened_again_and_the_session_goes_on(sta
         await live.send(frame=LiveFrame(picture=PNG))
         with pytest.raises(grpc.aio.AioRpcError, match="frame must not be sent: this session's frames come by source"):
             await live.until("slice")
+
+
+async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_password_is_never_shown(
+    stack: Stack,
+) -> None:
+    source, in_file = (f"rtsp://{login}localhost:{PORT}/live" for login in (f"user:{PASSWORD}@", ""))
+
+    @asynccontextmanager
+    async def filming(width: int) -> AsyncIterator[None]:
+        picture = f"video/x-raw,format=I420,width={width},height=112,framerate=10/1"
+        pipeline = f"videotestsrc is-live=true pattern=ball ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
+        async with camera(mounts={"/live": pipeline}, users={"user": PASSWORD}, digest=True, port=PORT):
+            yield
+
+    async with AsyncExitStack() as session:
+        async with filming(112):
+            live = await session.enter_async_context(watching(stack.address, source=source))
+            await live.until("slice")
+        lost = await live.until("stream")
+        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        assert "open.source could not be played: the connection broke off" in lost.reason
+        async with filming(168):
+            await live.until("restarted")
+            await live.until("slice")
+            assert (await live.ask(QUESTION))[0]
+            async with watching(stack.address, source=in_file) as other:
+                await other.until("slice")
+    assert "the source of a live session was lost" in stack.log("generation")
+    for name in stack.services:
+        assert PASSWORD not in stack.log(name)
+        assert PASSWORD not in exported(stack.metrics_ports[name])
 
 
 async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack: Stack) -> None:

@@ -81,14 +81,17 @@ class Service:
         return self.folder / "media"
 
     @asynccontextmanager
-    async def serving(self, web: Server | None = None, threads: int = 1, held_bytes: int = 2**28) -> AsyncIterator[Any]:
+    async def serving(
+        self, web: Server | None = None, threads: int = 1, held_bytes: int = 2**28, fetcher: Fetcher | None = None
+    ) -> AsyncIterator[Any]:
         """A stub. web: the server may fetch from there, as clip.test. threads: for plans that are not quick."""
         planner = Planner(Checkpoint(self.checkpoint), self.media_root)
         server = grpc.aio.server(
             interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
         )
         with mock.patch.object(tempfile, "tempdir", str(self.folder)):
-            fetcher = fetcher_of(web, observed=Observed(FETCHED_BYTES.inc)) if web else Fetcher(FetchPolicy())
+            if fetcher is None:
+                fetcher = fetcher_of(web, observed=Observed(FETCHED_BYTES.inc)) if web else Fetcher(FetchPolicy())
         async with PlanningThreads(1) as quick, PlanningThreads(threads) as slow:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
             reading, decoding = self.queues.reading, self.queues.decoding

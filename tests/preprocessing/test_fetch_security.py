@@ -128,7 +128,7 @@ async def test_internal_names_give_the_same_error_and_unknown_ones_are_not_forbi
 @pytest.mark.parametrize(
     ("url", "error", "why"),
     [
-        ("http://clip.test:8081/", MediaForbidden, "must have port 80 or 443 or 554, got 8081"),
+        ("http://clip.test:8081/", MediaForbidden, "must have port 80 or 322 or 443 or 554, got 8081"),
         ("http://other.test/", MediaForbidden, "--allow-media-domain does not allow: 'other.test'"),
         ("http://0x7f.1/", InvalidRequest, "not an address in plain form"),
         ("http://clip.test@127.0.0.1/", InvalidRequest, "without a user name"),

@@ -2,9 +2,9 @@
 
 Each host name is resolved once, all of its addresses are checked against the policy, and one of exactly these addresses
 is dialled. httpx gets the address, the Host header and the name that the certificate must hold, so it cannot resolve
-the name again (DNS rebinding); `rtsp` gets the addresses alone. Every redirect repeats the whole check. A connection
-serves one request only. Only httpx's transport is used: it knows no cookies, no proxies from the environment, no
-credentials, no content decoding and no redirects.
+the name again (DNS rebinding); the worker of a camera gets the connection alone. Every redirect repeats the whole
+check. A connection serves one request only. Only httpx's transport is used: it knows no cookies, no proxies from the
+environment, no credentials, no content decoding and no redirects. A password goes to its own host, which asks for it.
 
 Error texts reveal nothing about the internal network: no address, no target of a redirect, and no difference between an
 unknown name and a forbidden one. The log holds the details.
@@ -28,13 +28,13 @@ import httpx
 import structlog
 
 from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, within
-from framesieve.services.preprocessing.fetch import rtsp
 from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
 from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
+from framesieve.services.preprocessing.fetch.camera import Camera, connected
 from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
+from framesieve.services.preprocessing.fetch.login import Login
 from framesieve.services.preprocessing.fetch.policy import FetchPolicy
 from framesieve.services.preprocessing.fetch.urls import STREAM_SCHEMES, Url, parse_url
-from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
@@ -49,6 +49,8 @@ Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
 MAX_CONCURRENT_FETCHES = 128
 
 _PIECE_BYTES = 2**20
+# FFmpeg's RTSP client cuts longer ones.
+_MAX_CAMERA_TARGET = 2048
 
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
@@ -69,6 +71,7 @@ class Fetcher:
     """Fetches URLs under one policy.
 
     resolve: defaults to the system's resolver. tls: defaults to the usual certificate authorities or SSL_CERT_FILE.
+    logins: of hosts that streams come from, by name, where a URL has none.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class Fetcher:
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         observed: Observed = Observed(),
+        logins: Mapping[str, Login] | None = None,
     ) -> None:
         self._policy = policy
+        self._logins = logins or {}
         self._resolve = resolve or SystemResolver(MAX_CONCURRENT_FETCHES).look_up
         self._tls = tls or httpx.create_ssl_context()
         self._disk = DiskBudget(policy.disk_bytes)
@@ -130,8 +135,8 @@ class Fetcher:
         return Source(name, body.digest, body.file.descriptor, body.file.close)
 
     @asynccontextmanager
-    async def stream(self, name: str, url: str) -> AsyncIterator[tuple[Form, AsyncIterator[bytes]]]:
-        """Opens a stream, whose bytes come as the server sends them. Leaving the block closes the connection.
+    async def stream(self, name: str, url: str) -> AsyncIterator[Camera | AsyncIterator[bytes]]:
+        """Opens a stream: a camera, or bytes as the server sends them. Leaving the block closes the connection.
 
         name: of the field that holds the URL, for error texts.
         Opening and reading it raise as `fetch` does, except that a stream has no largest size: MediaRejected also where
@@ -141,17 +146,29 @@ class Fetcher:
             with resource_errors_as_overloaded(name), within(name):
                 try:
                     async with asyncio.timeout(self._policy.total_s):
-                        form, pieces = await self._begin(stack, parse_url(url, STREAM_SCHEMES))
+                        source = await self._begin(stack, parse_url(url, STREAM_SCHEMES))
                 except TimeoutError as error:
                     raise MediaRejected(f"did not begin within the allowed {self._policy.total_s:g} s") from error
-            yield form, self._read(name, pieces)
+            yield source if isinstance(source, Camera) else self._read(name, source)
 
-    async def _begin(self, stack: AsyncExitStack, url: Url) -> tuple[Form, AsyncIterator[bytes]]:
-        if url.scheme == "rtsp":
-            addresses = await self._addresses(url)
-            playing = rtsp.playing(url, addresses, self._policy.connect_s, self._policy.total_s)
-            return Form.RTP, await stack.enter_async_context(playing)
-        return Form.CONTAINER, await self._follow(url, partial(self._open, stack))
+    async def _begin(self, stack: AsyncExitStack, url: Url) -> Camera | AsyncIterator[bytes]:
+        login = url.login or self._logins.get(url.host.name)
+        if url.scheme in ("http", "https"):
+            return await self._follow(url, partial(self._open, stack, replace(url, login=login)))
+        if len(url.target) > _MAX_CAMERA_TARGET:
+            raise InvalidRequest(f"must have a path and a query of at most {_MAX_CAMERA_TARGET} characters")
+        addresses = await self._addresses(url)
+        connection = stack.enter_context(await connected(url, addresses, self._policy.connect_s))
+        encrypted = url.scheme == "rtsps"
+        return Camera(
+            connection,
+            url.target,
+            f"{login.quoted}@" if login else "",
+            url.host.name if encrypted else "",
+            b"".join(self._tls.get_ca_certs(binary_form=True)) if encrypted else b"",
+            self._policy.total_s,
+            self._observed.fetched,
+        )
 
     async def _read(self, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         with within(name):
@@ -160,15 +177,19 @@ class Fetcher:
                 yield piece
 
     async def _open(
-        self, stack: AsyncExitStack, url: Url, addresses: Sequence[IPAddress]
+        self, stack: AsyncExitStack, first: Url, url: Url, addresses: Sequence[IPAddress]
     ) -> AsyncIterator[bytes] | str:
-        """The body as it comes, while `stack` is open; or the Location of a redirect."""
+        """The body as it comes, while `stack` is open; or the Location of a redirect. first: before all redirects."""
+        login = first.login if (first.scheme, first.authority) == (url.scheme, url.authority) else None
         async with AsyncExitStack() as opening:
             with _broken_off(url):
                 transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
                 await opening.enter_async_context(transport)
-                answer = self._answer(transport, url, addresses, {}, read_s=self._policy.total_s)
-                response = await opening.enter_async_context(aclosing(await answer))
+                ask = partial(self._answer, transport, url, addresses, read_s=self._policy.total_s)
+                response = await opening.enter_async_context(aclosing(await ask({})))
+                refused = response.status_code == httpx.codes.UNAUTHORIZED
+                if login and refused and (header := login.authorization(url.target, response)):
+                    response = await opening.enter_async_context(aclosing(await ask({"Authorization": header})))
                 if response.has_redirect_location:
                     return _escaped(response.headers["Location"].encode(response.headers.encoding))
                 _check_answer(response)

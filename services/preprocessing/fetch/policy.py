@@ -61,8 +61,8 @@ class FetchPolicy:
     max_bytes: of one body; streams have no end, and are not stored. disk_bytes: of all open fetched media together.
     """
 
-    schemes: frozenset[str] = frozenset({"http", "https", "rtsp"})
-    ports: frozenset[int] = frozenset({80, 443, 554})
+    schemes: frozenset[str] = frozenset({"http", "https", "rtsp", "rtsps"})
+    ports: frozenset[int] = frozenset({80, 443, 554, 322})
     domains: tuple[AllowedDomain, ...] = ()
     max_bytes: int = 2**30
     disk_bytes: int = 2**32

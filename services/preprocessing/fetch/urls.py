@@ -1,9 +1,9 @@
-"""Parses http(s) and rtsp URLs strictly, so that no two parsers can read one URL differently, and file URLs.
+"""Parses http(s) and rtsp(s) URLs strictly, so that no two parsers can read one URL differently, and file URLs.
 
 A URL follows RFC 3986 in ASCII: other hosts must be in punycode, other paths percent-encoded. Stricter than the RFC
-where parsers differ: no user name, no backslash, no empty port, no escapes in the host, and IPv4 addresses only as four
-decimal numbers. Error texts repeat only the scheme, host and port of a URL, because paths and queries may carry
-signatures. It knows neither the fetch policy nor DNS.
+where parsers differ: a user name for streams alone, no backslash, no empty port, no escapes in the host, IPv4 addresses
+only as four decimal numbers. Error texts repeat only the scheme, host and port of a URL, because user names, paths and
+queries may be secret or carry signatures. It knows neither the fetch policy nor DNS.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from urllib.parse import unquote_to_bytes
 
 from framesieve.common.contract.errors import InvalidRequest, MediaForbidden
 from framesieve.services.preprocessing.fetch.addresses import IPAddress
+from framesieve.services.preprocessing.fetch.login import Login
 
 MAX_URL_CHARACTERS = 8192
 MAX_HOST_CHARACTERS = 253
 
-_DEFAULT_PORTS = {"http": 80, "https": 443, "rtsp": 554}
+_DEFAULT_PORTS = {"http": 80, "https": 443, "rtsp": 554, "rtsps": 322}
 # Of URLs that name a file, and of those that name a stream.
-FILE_SCHEMES, STREAM_SCHEMES = ("http", "https"), ("http", "https", "rtsp")
+FILE_SCHEMES, STREAM_SCHEMES = ("http", "https"), ("http", "https", "rtsp", "rtsps")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _AFTER_SCHEME = re.compile(
-    r"//(?P<host>\[[^\]/?#@]*\]|[^\[\]:/?#@]+)(?::(?P<port>[0-9]{1,5}))?(?P<path>/[^?#]*)?(?P<query>\?[^#]*)?(?:#.*)?"
+    r"//(?:(?P<login>[^\[\]/?#@]*)@)?(?P<host>\[[^\]/?#@]*\]|[^\[\]:/?#@]+)(?::(?P<port>[0-9]{1,5}))?(?P<path>/[^?#]*)?(?P<query>\?[^#]*)?(?:#.*)?"
 )
 _PRINTABLE_ASCII = re.compile(r"[!-\[\]-~]*")  # neither space nor backslash
 _NAME = re.compile(r"(?:(?!-)[a-z0-9_-]{1,63}(?<!-)\.)*(?!-)[a-z0-9_-]{1,63}(?<!-)")
@@ -44,12 +45,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """An http, https or rtsp URL without its fragment. target: path and query as given, at least "/"."""
+    """A URL without its fragment. target: path and query as given, at least "/". login: which its text leaves out."""
 
     scheme: str
     host: Host
     port: int
     target: str
+    login: Login | None = None
 
     @property
     def authority(self) -> str:
@@ -75,10 +77,14 @@ def parse_url(text: str, schemes: Sequence[str] = FILE_SCHEMES) -> Url:
     if name not in schemes:
         raise MediaForbidden(f"must start with {begins}, got {name[:16]!r}")
     parts = _AFTER_SCHEME.fullmatch(text, scheme.end())
-    if parts is None:
-        raise InvalidRequest(f"must be {name}://host[:port][/path], without a user name")
+    takes_login = tuple(schemes) == STREAM_SCHEMES
+    if parts is None or (parts["login"] is not None and not takes_login):
+        form, told = ("[user:password@]", ", percent-encoded") if takes_login else ("", ", without a user name")
+        raise InvalidRequest(f"must be {name}://{form}host[:port][/path]{told}")
     port = int(parts["port"]) if parts["port"] else _DEFAULT_PORTS[name]
-    return Url(name, parse_host(parts["host"]), port, (parts["path"] or "/") + (parts["query"] or ""))
+    target = (parts["path"] or "/") + (parts["query"] or "")
+    login = Login.parse(parts["login"]) if parts["login"] else None
+    return Url(name, parse_host(parts["host"]), port, target, login)
 
 
 def parse_host(text: str) -> Host:

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from framesieve.common.contract.errors import InvalidRequest, within
 from framesieve.common.contract.tensors import MAX_PIECE_BYTES, DType
 from framesieve.common.contract.wire import tensor_chunks
+from framesieve.services.preprocessing.fetch.camera import Camera
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher
-from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.video.stream import StreamFrame
 from framesieve.services.preprocessing.workers.streams import Read, StreamWorkers
 from framesieve.v1 import preprocessing_pb2
@@ -41,7 +42,7 @@ class Watching:
             raise InvalidRequest(field="open.fps", limit=f"above 0 and at most {MAX_FPS:g}", value=opened.fps)
         if not opened.url:
             data = _data(requests)
-            events = self.streams.events("data", Form.CONTAINER, opened.fps, lambda: anext(data, b""))
+            events = self.streams.events("data", opened.fps, lambda: anext(data, b""))
             with self.streams.place("data"):
                 async with aclosing(events):
                     async for event in events:
@@ -52,8 +53,9 @@ class Watching:
                             yield response
             return
         with within("open"), self.streams.place("url"):
-            async with self.fetcher.stream("url", opened.url) as (form, pieces):
-                events = self.streams.events("url", form, opened.fps, lambda: anext(pieces, b""))
+            async with self.fetcher.stream("url", opened.url) as source:
+                more = source if isinstance(source, Camera) else partial(anext, source, b"")
+                events = self.streams.events("url", opened.fps, more)
                 async with aclosing(newest(events)) as frames:
                     async for frame, replaced in frames:
                         for response in _frame_responses(frame, replaced):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 import av
 import numpy as np
@@ -26,7 +25,6 @@ from PIL import Image
 
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
-from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.video.orientation import UPRIGHT, may_be_turned, orientation_of, upright
 from framesieve.services.preprocessing.video.packets import (
     OPEN_OPTIONS,
@@ -48,7 +46,10 @@ _TICKS_PER_S = 1_000_000
 # A clock that begins beyond it begins at 0.
 _MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
-_PROBED_BYTES, _PROBED_US = 2**20, 1_000_000
+_PROBING = {"probesize": str(2**20), "analyzeduration": "1000000"}
+# Packets come in the one connection that is made, and tracks without video are not asked for. Without "rtsp" among the
+# protocols, FFmpeg follows no redirect.
+_PLAYING = {"protocol_whitelist": "tcp", "rtsp_transport": "tcp", "allowed_media_types": "video"}
 _REMEDY = "send what can be read without seeking: MPEG-TS, fragmented MP4 or WebM"
 # Searched for a display matrix.
 _HEAD_BYTES = 2**16
@@ -62,19 +63,51 @@ class StreamFrame:
     time_us: int
 
 
-def stream_frames(more: Callable[[], bytes], form: Form, fps: float, name: str) -> Generator[StreamFrame, None, None]:
+def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator[StreamFrame, None, None]:
     """The frames of a stream that are used, as they come.
 
     more: waits for the next bytes; empty once the stream has ended. name: of the stream, for error texts.
     Raises MediaRejected for bytes that are no video, or where reading cannot go on.
     """
-    file: _File = _Packets(more) if form is Form.RTP else _Bytes(more)
-    with _opened(file, form, name) as container:
+    file = _Bytes(more)
+    try:
+        container = av.open(file, mode="r", options=OPEN_OPTIONS | _PROBING)
+    except MemoryError:
+        raise
+    except (av.FFmpegError, ValueError) as error:
+        if unread := unread_format(io.BytesIO(file.head)):
+            raise MediaRejected(f"is {unread}", field=name) from error
+        raise MediaRejected(f"cannot be read as a video: {reason_of(error)}", field=name, remedy=_REMEDY) from error
+    with container:
         yield from opened_frames(container, fps, name, turned=may_be_turned(io.BytesIO(file.head)))
 
 
-def opened_frames(container: InputContainer, fps: float, name: str, turned: bool) -> Generator[StreamFrame, None, None]:
-    """As `stream_frames`, of what is open. turned: as in `_Pictures`."""
+def played_frames(
+    url: str, fps: float, name: str, came: Callable[[int], None] = lambda _: None
+) -> Generator[StreamFrame, None, None]:
+    """As `stream_frames`, of what an RTSP server plays. It is told when its reader leaves.
+
+    url: with a user name and a password, if it asks for them. came: called with the bytes of each packet, 0 at the end.
+    """
+    try:
+        container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING)
+    except MemoryError:
+        raise
+    except av.error.HTTPUnauthorizedError:
+        text, remedy = "asks for another user name or password", None
+        if "@" not in url:
+            text, remedy = "asks for a user name and a password", "name them: rtsp://user:password@host/path"
+        raise MediaRejected(text, field=name, remedy=remedy) from None
+    except (av.FFmpegError, ValueError) as error:  # whose texts may hold the password
+        raise MediaRejected(f"cannot be played: {reason_of(error)}", field=name) from None
+    with container:
+        yield from opened_frames(container, fps, name, turned=False, came=came)
+
+
+def opened_frames(
+    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[int], None] = lambda _: None
+) -> Generator[StreamFrame, None, None]:
+    """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: as in `played_frames`."""
     intervals, clock = Intervals(fps), _Clock()
     stream = video_stream(container, name)
     if stream.codec_context is None:
@@ -82,10 +115,8 @@ def opened_frames(container: InputContainer, fps: float, name: str, turned: bool
     # Threads that decode frames side by side would hold frames back.
     stream.codec_context.thread_count = 1
     pictures = _Pictures(stream, turned, name)
-    # FFmpeg counts the times of RTP from the first packet on, to which it gives none.
-    first_pts = 0 if container.format.name == "sdp" else None
-    for frame in _decoded(container, stream, name):
-        pts, first_pts = first_pts if frame.pts is None else frame.pts, None
+    for frame in _decoded(container, stream, name, came):
+        pts = frame.pts  # FFmpeg gives none to the first packet of RTP
         if container.format.name in _UNTIMED:
             pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
         if pts is None or frame.time_base is None or frame.is_corrupt:
@@ -95,15 +126,9 @@ def opened_frames(container: InputContainer, fps: float, name: str, turned: bool
             yield StreamFrame(pictures.of(frame), time_us)
 
 
-class _File(Protocol):
+class _Bytes:
     """What PyAV reads. head: the first bytes that came."""
 
-    head: bytes
-
-    def read(self, size: int) -> bytes: ...
-
-
-class _Bytes:
     def __init__(self, more: Callable[[], bytes]) -> None:
         self._more = more
         self._rest = memoryview(b"")
@@ -118,54 +143,9 @@ class _Bytes:
         return part
 
 
-class _Packets:
-    """The description, then one packet for each read. The description ends twice, as FFmpeg asks once more.
-
-    Times of packets are moved so that the first one has 1: FFmpeg takes 0 for none.
-    """
-
-    def __init__(self, more: Callable[[], bytes]) -> None:
-        self._more = more
-        self._described = False
-        self._ends = 2
-        self._moved: int | None = None
-        self._rest = memoryview(b"")
-        self.head = b""
-
-    def read(self, size: int) -> bytes:
-        if not self._described:
-            self._described = True
-            return self._more()[:size]
-        if self._ends:
-            self._ends -= 1
-            return b""
-        if not self._rest:
-            self._rest = memoryview(self._more())
-        length = int.from_bytes(self._rest[:2])
-        packet, self._rest = bytearray(self._rest[2 : 2 + length]), self._rest[2 + length :]
-        if packet:
-            ticks = int.from_bytes(packet[4:8])
-            self._moved = 1 - ticks if self._moved is None else self._moved
-            packet[4:8] = ((ticks + self._moved) % 2**32).to_bytes(4)
-        return bytes(packet[:size])
-
-
-def _opened(file: _File, form: Form, name: str) -> InputContainer:
-    options = OPEN_OPTIONS | {"probesize": str(_PROBED_BYTES), "analyzeduration": str(_PROBED_US)}
-    given = None
-    if form is Form.RTP:
-        given, options = "sdp", options | {"sdp_flags": "custom_io"}  # packets are read from the file as well
-    try:
-        return av.open(file, mode="r", format=given, options=options)
-    except MemoryError:
-        raise
-    except (av.FFmpegError, ValueError) as error:
-        if unread := unread_format(io.BytesIO(file.head)):
-            raise MediaRejected(f"is {unread}", field=name) from error
-        raise MediaRejected(f"cannot be read as a video: {reason_of(error)}", field=name, remedy=_REMEDY) from error
-
-
-def _decoded(container: InputContainer, stream: VideoStream, name: str) -> Iterator[VideoFrame]:
+def _decoded(
+    container: InputContainer, stream: VideoStream, name: str, came: Callable[[int], None]
+) -> Iterator[VideoFrame]:
     packets, codec = container.demux(stream), decoder_of(stream)
     began = False
     while True:
@@ -175,10 +155,12 @@ def _decoded(container: InputContainer, stream: VideoStream, name: str) -> Itera
             packets = container.demux(stream)
             continue
         except av.FFmpegError as error:
-            text, remedy = f"cannot be read any further: {reason_of(error)}", None if began else _REMEDY
+            remedy = None if began or container.format.name == "rtsp" else _REMEDY
+            text = f"cannot be read any further: {reason_of(error)}"
             raise MediaRejected(text, field=name, remedy=remedy) from error
         if packet is None:
             return
+        came(packet.size)
         try:
             frames = codec.decode(packet)
         except MemoryError:
@@ -226,7 +208,7 @@ class Intervals:
 
 
 class _Pictures:
-    """Makes pictures of a stream's frames, all of the first one's size.
+    """Makes pictures of a stream's frames, whose size may change.
 
     turned: whether the stream's header has a display matrix.
     """
@@ -234,18 +216,25 @@ class _Pictures:
     def __init__(self, stream: VideoStream, turned: bool, name: str) -> None:
         self._stream, self._turned, self._name = stream, turned, name
         self._converter = RgbConverter(name)
-        self._size: tuple[int, int] | None = None  # width and height of the first frame, before it is turned upright
+        self._aspect = stream.sample_aspect_ratio
+        self._coded_aspect: Fraction | None = None
+        self._began = False
 
     def of(self, frame: VideoFrame) -> UInt8Array:
         pixels = self._converter.rgb(frame)
-        self._size = self._size or self._sent_size(frame)
-        if self._size != (frame.width, frame.height):
-            pixels = np.asarray(Image.fromarray(pixels).resize(self._size, Image.Resampling.BICUBIC))
+        size = self._sent_size(frame)
+        if size != (frame.width, frame.height):
+            pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
         return upright(pixels, orientation_of(frame) if self._turned else UPRIGHT)
 
     def _sent_size(self, frame: VideoFrame) -> tuple[int, int]:
-        """Width and height with square pixels, within the largest size that is sent."""
-        aspect = self._stream.sample_aspect_ratio or 1
+        """Width and height with square pixels, within the largest size that is sent, before it is turned upright."""
+        coded_aspect = self._stream.codec_context.sample_aspect_ratio
+        # What a container declares goes before what its video does, until that changes.
+        if self._began and coded_aspect != self._coded_aspect:
+            self._aspect = coded_aspect
+        self._began, self._coded_aspect = True, coded_aspect
+        aspect = self._aspect or 1
         width = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width
         check_frame_size(self._name, frame.height, width)
         shrink = max(1.0, math.sqrt(frame.height * width / MAX_RAW_PIXELS))

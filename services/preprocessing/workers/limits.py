@@ -1,15 +1,17 @@
 """The limits of one job, and the sandbox of a worker process, which is in place before it reads untrusted bytes.
 
 It knows nothing of jobs. Where the kernel lacks one mechanism (Landlock, user namespaces), the others still hold.
-Source: prctl(2), landlock(7), and the structures of linux/landlock.h.
+Source: prctl(2), landlock(7), netdevice(7), and the structures of linux/landlock.h.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 import signal
+import socket
 import struct
 import sysconfig
 from collections.abc import Iterator
@@ -27,10 +29,15 @@ _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445
 _LANDLOCK_VERSION_FLAG = 1
 _LANDLOCK_PATH_BENEATH = 1
 _LANDLOCK_READ = 1 << 2 | 1 << 3
+_LANDLOCK_NET_PORT = 2
+_LANDLOCK_CONNECT = 2
 _BIND_AND_CONNECT = _SOCKETS_AND_SIGNALS = 3
 # Rights that can be withheld and the size of the structure that names them, by the first ABI that knows them.
 _LANDLOCK_FILE_RIGHTS = {1: 2**13 - 1, 2: 2**14 - 1, 3: 2**15 - 1, 5: 2**16 - 1}
 _LANDLOCK_SIZES = {1: 8, 4: 16, 6: 24}
+_LANDLOCK_PORTS_ABI = 4
+
+_SIOCSIFFLAGS, _IFF_UP_AND_RUNNING = 0x8914, 0x41
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +70,24 @@ class Mechanism(StrEnum):
     LANDLOCK = "landlock"
 
 
-def confine(memory_bytes: int, parent: int) -> list[Mechanism]:
+@dataclass(frozen=True, slots=True)
+class Confined:
+    """by: the mechanisms that the kernel has granted; without the others, the worker can reach more.
+
+    listener: on the one port to which it can connect, of loopback, if it asked for one.
+    """
+
+    by: list[Mechanism]
+    listener: socket.socket | None
+
+
+def confine(memory_bytes: int, parent: int, listens: bool = False) -> Confined:
     """Irrevocably drops every right that decoding does not need. Call it before starting any thread.
 
     The kernel kills this process first when memory runs out, and at once when `parent` dies. The process keeps its
     open descriptors. It can open only the files of Python's libraries; it cannot use the network, trace or signal
-    other processes, or dump core. memory_bytes: address space beyond what is used now.
-    Returns the mechanisms that the kernel has granted; without the others, the worker can reach more.
+    other processes, or dump core. memory_bytes: address space beyond what is used now. listens: it may connect to
+    itself, see `Confined`.
     """
     with suppress(OSError):  # where /proc is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -85,20 +103,34 @@ def confine(memory_bytes: int, parent: int) -> list[Mechanism]:
     granted = []
     if libc.unshare(_CLONE_NEWUSER_AND_NEWNET) == 0:  # refused in many containers
         granted.append(Mechanism.NAMESPACES)
+    listener = _listener(Mechanism.NAMESPACES in granted) if listens else None
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    if _landlock(libc):
+    if _landlock(libc, listener):
         granted.append(Mechanism.LANDLOCK)
     # Last: a change of credentials, which a new user namespace is, clears it.
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(0)
-    return granted
+    return Confined(granted, listener)
 
 
-def _landlock(libc: ctypes.CDLL) -> bool:
-    """Drops every right to files, and to ports and other processes where the kernel supports it. False without it."""
+def _listener(own_network: bool) -> socket.socket:
+    """Listens on a port of loopback. own_network: loopback is this process's own, and down."""
+    listener = socket.socket()
+    if own_network:
+        fcntl.ioctl(listener, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP_AND_RUNNING))
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
+
+
+def _landlock(libc: ctypes.CDLL, listener: socket.socket | None) -> bool:
+    """Drops every right to files, and to ports and other processes where the kernel supports it. False without it.
+
+    listener: to whose port it may still connect.
+    """
     abi = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION_FLAG)
     if abi < 1:
         return False
@@ -111,6 +143,9 @@ def _landlock(libc: ctypes.CDLL) -> bool:
         with _folder(sysconfig.get_path(name)) as folder:
             rule = struct.pack("=Qi", _LANDLOCK_READ, folder)
             failed |= libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_PATH_BENEATH, rule, 0) != 0
+    if listener and abi >= _LANDLOCK_PORTS_ABI:
+        rule = struct.pack("=2Q", _LANDLOCK_CONNECT, listener.getsockname()[1])
+        failed |= libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_NET_PORT, rule, 0) != 0
     if failed or libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0):
         raise OSError(ctypes.get_errno(), "landlock")
     os.close(ruleset)

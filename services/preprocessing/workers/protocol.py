@@ -7,7 +7,8 @@ one datagram of JSON with fixed keys, arrays come in sealed memory, and anything
     worker   READY       PIECE 0    PIECE 1         PIECE 2 ── DONE      or FAILED ── DONE
 
 A worker that makes one piece for long sends PROGRESS at most once in PROGRESS_S. One that reads a stream asks for more
-of it with READ; DATA answers, with the bytes in sealed memory, or without memory once the stream has ended.
+of it with READ; DATA answers, with the bytes in sealed memory, or without memory once the stream has ended. One that
+plays a camera gets its connection as the third descriptor of JOB, and says with PROGRESS how many bytes came.
 STOP ends a job before its next piece. A worker without a job ignores NEXT and STOP, which crossed its DONE.
 """
 
@@ -32,7 +33,7 @@ MAX_INT = 2**62
 PROGRESS_S = 0.25
 
 _MAX_MESSAGE_BYTES = 2**16
-_MAX_DESCRIPTORS = 2
+_MAX_DESCRIPTORS = 3
 
 
 class Kind(StrEnum):

@@ -5,6 +5,11 @@
 
 So a worker waits for bytes or for the reader of its frames, or it works, which takes at most so long for each answer. A
 stream that crashes or hangs its decoder costs nobody else anything.
+
+    worker    PROGRESS    PIECE       PROGRESS …               of a camera, whose connection it has
+    service                     NEXT
+
+The worker of a camera says PROGRESS while it waits for the camera or takes what it sends.
 """
 
 from __future__ import annotations
@@ -15,13 +20,14 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
 from framesieve.common.contract.errors import MediaDamaged, Overloaded, PeerContract
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
 from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.preprocessing.sources.form import Form
+from framesieve.services.preprocessing.fetch.camera import Camera
 from framesieve.services.preprocessing.sources.source import resource_errors_as_overloaded
 from framesieve.services.preprocessing.video.stream import StreamFrame
 from framesieve.services.preprocessing.workers.job_queue import failure_of
@@ -30,6 +36,8 @@ from framesieve.services.preprocessing.workers.process import Fault, WorkerFault
 from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts, Kind, Message
 
 _WORKER = "framesieve.services.preprocessing.workers.worker"
+_CAMERA_WORKER = "framesieve.services.preprocessing.workers.camera_worker"
+_MAX_PROGRESS_BYTES = 2**40
 # The longest work between two things that a worker says, where --decode-timeout-s is not shorter.
 _STALL_S = 30.0
 _PIECES = 2**31 - 1  # a stream has no end that is known
@@ -66,19 +74,20 @@ class StreamWorkers:
             self.running -= 1
 
     async def events(
-        self, name: str, form: Form, fps: float, more: Callable[[], Awaitable[bytes]]
+        self, name: str, fps: float, source: Camera | Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         """What the worker of a stream does, until the stream ends. Closing the generator ends the worker.
 
-        name: of the stream, for error texts. more: waits for the next bytes; empty once the stream has ended.
+        name: of the stream, for error texts. source: a camera, or a function that waits for the next bytes; they are
+        empty once the stream has ended.
         Raises MediaRejected for bytes that are no video, MediaDamaged where the worker fails, Overloaded where the
-        machine is out of resources, and whatever `more` raises.
+        machine is out of resources, and whatever `source` raises.
         """
         worker: WorkerProcess | None = None
         try:
             with resource_errors_as_overloaded(name):
-                worker = WorkerProcess.start(_WORKER, self._limits)
-                async with aclosing(self._talk(worker, name, form, fps, more)) as events:
+                worker = WorkerProcess.start(_CAMERA_WORKER if isinstance(source, Camera) else _WORKER, self._limits)
+                async with aclosing(self._talk(worker, name, fps, source)) as events:
                     async for event in events:
                         yield event
         except WorkerFault as error:
@@ -94,15 +103,10 @@ class StreamWorkers:
                 await worker.end()
 
     async def _talk(
-        self, worker: WorkerProcess, name: str, form: Form, fps: float, more: Callable[[], Awaitable[bytes]]
+        self, worker: WorkerProcess, name: str, fps: float, source: Camera | Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         await worker.ready()
-        nothing = sealed(memoryview(b""))  # a job's file and numbers, of which a stream has neither
-        facts = {"job": "watched_frames", "media": name, "pieces": _PIECES, "form": form, "fps": float(fps)}
-        try:
-            worker.send(Kind.JOB, Facts(facts), (nothing, nothing))
-        finally:
-            os.close(nothing)
+        _begin(worker, {"media": name, "pieces": _PIECES, "fps": float(fps)}, source)
         worker.send(Kind.NEXT)
         given_bytes, empty = 0, 0
         while True:
@@ -111,10 +115,12 @@ class StreamWorkers:
                 message.close()
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             match message.kind, len(message.descriptors):
-                case Kind.READ, 0:
+                case Kind.PROGRESS, 0 if isinstance(source, Camera):
+                    source.fetched(message.facts.integer("size_bytes", 0, _MAX_PROGRESS_BYTES))
+                case Kind.READ, 0 if not isinstance(source, Camera):
                     if given_bytes:
                         yield Read(given_bytes)
-                    data = await more()
+                    data = await source()
                     given_bytes += len(data)
                     empty += not data
                     if empty > _READS_AFTER_END:
@@ -137,6 +143,24 @@ class StreamWorkers:
             async with asyncio.timeout(stall_s):
                 return await worker.receive()
         raise WorkerFault(Fault.SLOW, f"it made no progress for {stall_s:g} s")
+
+
+def _begin(worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]) -> None:
+    """Sends the job, whose file and numbers are empty, but for the authorities of a camera's certificate."""
+    nothing = sealed(memoryview(b""))
+    try:
+        if not isinstance(source, Camera):
+            worker.send(Kind.JOB, Facts(facts | {"job": "watched_frames"}), (nothing, nothing))
+            return
+        authorities = sealed(memoryview(source.authorities))
+        try:
+            facts |= {"job": "camera_frames", "target": source.target, "login": source.login}
+            facts |= {"tls_host": source.tls_host, "silent_s": source.silent_s}
+            worker.send(Kind.JOB, Facts(facts), (authorities, nothing, source.connection.fileno()))
+        finally:
+            os.close(authorities)
+    finally:
+        os.close(nothing)
 
 
 def _give(worker: WorkerProcess, data: bytes) -> None:

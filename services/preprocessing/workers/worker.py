@@ -14,9 +14,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,13 +28,12 @@ from framesieve.common.contract.errors import FramesieveError, MediaRejected
 from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
 from framesieve.common.process import give_back_freed_memory
 from framesieve.common.sealed_memory import sealed
-from framesieve.services.preprocessing.sources.form import Form
 from framesieve.services.preprocessing.sources.source import Source, check_file_size
 from framesieve.services.preprocessing.video.decode import RemainingPlaces
 from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
 from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
 from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from framesieve.services.preprocessing.video.stream import stream_frames
+from framesieve.services.preprocessing.video.stream import StreamFrame, stream_frames
 from framesieve.services.preprocessing.workers.indexes import (
     index_facts,
     index_of,
@@ -61,7 +60,9 @@ _RETRY_S = 0.01
 class Task:
     """A job as it arrived: the media, its fields, and an array of numbers, int64 [N].
 
-    progress: says that it works. more: waits for the next bytes of a stream; empty once it has ended.
+    progress: says that it works. more: waits for the next bytes of a stream; empty once it has ended. camera: the
+    descriptor of a camera's connection. came: says how many bytes came from it. listener: on the one port to which this
+    process may connect.
     """
 
     source: Source
@@ -70,6 +71,9 @@ class Task:
     numbers: NDArray[np.int64]
     progress: Callable[[], None] = lambda: None
     more: Callable[[], bytes] = lambda: b""
+    came: Callable[[int], None] = lambda _: None
+    camera: int = -1
+    listener: socket.socket | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +151,11 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
 
 def watched_frames(task: Task) -> Generator[Piece, None, None]:
     """The frames of a stream, which comes in answer to READ. The media's file is empty."""
-    form, fps = Form(task.facts.text("form")), task.facts.seconds("fps")
-    for frame in stream_frames(task.more, form, fps, task.source.name):
+    return frame_pieces(stream_frames(task.more, task.facts.seconds("fps"), task.source.name))
+
+
+def frame_pieces(frames: Iterable[StreamFrame]) -> Generator[Piece, None, None]:
+    for frame in frames:
         height, width, _ = frame.pixels.shape
         yield Piece({"time_us": frame.time_us, "height_px": height, "width_px": width}, frame.pixels)
 
@@ -169,25 +176,30 @@ JOBS: JobTable = {
 }
 
 
-def main(jobs: JobTable = JOBS) -> None:
-    """Serves a connection. Arguments: its descriptor, the limits as JSON, and the service's process id."""
+def main(jobs: JobTable = JOBS, listens: bool = False) -> None:
+    """Serves a connection. Arguments: its descriptor, the limits as JSON, and the service's process id.
+
+    listens: see `confine`.
+    """
     connection = socket.socket(fileno=int(sys.argv[1]))
     limits = Limits(**json.loads(sys.argv[2]))
-    granted = confine(limits.memory_bytes, int(sys.argv[3]))
+    confined = confine(limits.memory_bytes, int(sys.argv[3]), listens)
     gc.freeze()  # what is imported stays, and the collections below need not look at it
-    _send(connection, Kind.READY, {"confined_by": granted})
+    _send(connection, Kind.READY, {"confined_by": confined.by})
     while True:
         message = _receive(connection)
         if message.kind is Kind.JOB:
-            _run(connection, message, limits, jobs)
+            _run(connection, message, limits, jobs, confined.listener)
             gc.collect()  # PyAV's containers and streams are reference cycles
             give_back_freed_memory()
 
 
-def _run(connection: socket.socket, message: Message, limits: Limits, jobs: JobTable) -> None:
+def _run(
+    connection: socket.socket, message: Message, limits: Limits, jobs: JobTable, listener: socket.socket | None
+) -> None:
     """Answers each NEXT of a job with a piece, until its last piece, a STOP or a failure."""
     try:
-        task = _task(message, limits, connection)
+        task = replace(_task(message, limits, connection), listener=listener)
         with closing(jobs[message.facts.text("job")](task)) as pieces:
             for _ in range(message.facts.integer("pieces", 0, 2**31)):
                 if _receive(connection).kind is Kind.STOP or (piece := next(pieces, None)) is None:
@@ -230,12 +242,16 @@ def _more(connection: socket.socket) -> bytes:
 
 
 def _task(message: Message, limits: Limits, connection: socket.socket) -> Task:
-    media, numbers = message.descriptors
+    media, numbers, *camera = message.descriptors
     name = message.facts.text("media")
     check_file_size(name, media, limits.file_bytes)
     many = np.frombuffer(os.pread(numbers, os.fstat(numbers).st_size, 0), np.int64)
     source = Source(name, b"", descriptor=media)
-    return Task(source, limits, message.facts, many, _progress(connection), partial(_more, connection))
+    return Task(
+        *(source, limits, message.facts, many, _progress(connection), partial(_more, connection)),
+        came=lambda size_bytes: _send(connection, Kind.PROGRESS, {"size_bytes": size_bytes}),
+        camera=camera[0] if camera else -1,
+    )
 
 
 def _pieces(slices: Generator[Slice, None, None]) -> Generator[Piece, None, None]:

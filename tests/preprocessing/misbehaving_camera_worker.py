@@ -1,0 +1,46 @@
+"""The entry module of camera workers in tests, whose decoder does something else than to play."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Generator
+
+from framesieve.common.contract.errors import MediaRejected
+from framesieve.services.preprocessing.workers import worker
+from framesieve.services.preprocessing.workers.bridge import Bridge
+from framesieve.services.preprocessing.workers.worker import Piece, Task
+
+
+def _hang(task: Task, own: socket.socket) -> None:
+    """Takes nothing of what comes."""
+    time.sleep(3600)
+
+
+def _reach(task: Task, own: socket.socket) -> None:
+    """Tells what it can reach beside the bridge, once that carries something."""
+    own.sendall(b"?")
+    own.recv(1)
+    port = int(task.facts.text("target").removeprefix("/reach"))
+    found = []
+    for address in (("127.0.0.1", port), own.getpeername()):
+        try:
+            socket.create_connection(address, timeout=5)
+        except OSError as error:
+            found.append(type(error).__name__)
+    raise MediaRejected(f"reaches {found}", field=task.source.name)
+
+
+def camera_frames(task: Task) -> Generator[Piece, None, None]:
+    assert task.listener is not None
+    address = task.listener.getsockname()
+    connection = socket.socket(fileno=task.camera)
+    bridge = Bridge(connection.dup(), task.listener, task.facts.seconds("silent_s"), task.came)
+    with socket.create_connection(address) as own:
+        (_reach if "reach" in task.facts.text("target") else _hang)(task, own)
+    bridge.close()
+    yield Piece({})
+
+
+def main() -> None:
+    worker.main({"camera_frames": camera_frames}, listens=True)

@@ -1,0 +1,369 @@
+"""Watch calls that play cameras, with GStreamer's RTSP server and with servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import gc
+import hashlib
+import io
+import os
+import re
+import signal
+import socket
+import ssl
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import grpc
+import numpy as np
+import pytest
+from PIL import Image
+
+from framesieve.common.contract.errors import MediaRejected, StartupError
+from framesieve.services.preprocessing.fetch import login as logins
+from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from framesieve.services.preprocessing.video.stream import played_frames
+from framesieve.services.preprocessing.workers import streams
+from framesieve.services.preprocessing.workers.process import Fault
+from tests.cameras import camera, played
+from tests.certificates import Authority
+from tests.preprocessing.media_server import Resolver, head, policy, redirect, serving
+from tests.preprocessing.service import Service, refused
+from tests.preprocessing.test_watch import Watched, all_of, opened
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FPS = 25
+LIVE = (
+    "videotestsrc is-live=true pattern=ball ! video/x-raw,format=I420,width=64,height=48,framerate={} ! jpegenc ! "
+    "rtpjpegpay name=pay0 pt=26"
+)
+CAMERA = {"/live": LIVE.format("25/1")}
+
+
+def film(path: Path, codec: str, seconds: float, size_px: tuple[int, int] = (64, 96), **options: str) -> int:
+    """Writes a film of noise that moves. Returns the bytes of its packets."""
+    rng = np.random.default_rng(1)
+    size_bytes = 0
+    with av.open(str(path), "w", format="mp4") as container:
+        track = container.add_stream(codec, rate=FPS, options=options)
+        track.height, track.width = size_px
+        track.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        track.codec_context.thread_count = 1
+        for number in range(round(seconds * FPS) + 1):
+            picture = rng.integers(0, 256, (*size_px, 3), np.uint8) if number < seconds * FPS else None
+            frame = None if picture is None else av.VideoFrame.from_ndarray(picture, format="rgb24")
+            for packet in track.encode(frame):
+                size_bytes += packet.size
+                container.mux(packet)
+    return size_bytes
+
+
+def assert_shown(watched: Watched, film: Path) -> None:
+    """All frames are the film's, and between two of them as much time passes as in the film."""
+    with av.open(str(film)) as container:
+        times = {
+            frame.to_ndarray(format="rgb24").tobytes(): frame.pts * frame.time_base
+            for frame in container.decode(video=0)
+        }
+    film_s = [float(times[pixels.tobytes()]) for _, pixels in watched.frames]
+    steps_s = np.diff(film_s)  # on a busy machine, newer frames may take the place of some
+    assert ((steps_s > 0.4) & (steps_s < 1.6)).all()
+    assert np.diff([time_s for time_s, _ in watched.frames]) == pytest.approx(steps_s, abs=0.002)
+
+
+@asynccontextmanager
+async def watching(
+    service: Service,
+    port: int,
+    authority: Authority | None = None,
+    own: dict[str, logins.Login] | None = None,
+    **limits: float,
+) -> AsyncIterator[tuple[Any, list[int]]]:
+    """A stub of a service to which clip.test is 127.0.0.1, and the sizes of what it fetches."""
+    came: list[int] = []
+    tls = ssl.create_default_context(cafile=authority.path) if authority else None
+    observed = Observed(came.append)
+    made = Fetcher(policy(port, **limits), Resolver(clip_test=[["127.0.0.1"]]), tls, observed, own)
+    async with service.serving(fetcher=made) as stub:
+        yield stub, came
+
+
+@pytest.mark.parametrize(
+    ("codec", "track", "seconds", "options"),
+    [
+        # 4 Mbit/s: FFmpeg answers every 280,000 bytes.
+        ("libx264", "h264", 6, {"bf": "2", "preset": "ultrafast", "b": "4000000"}),
+        ("libx265", "h265", 3, {"x265-params": "log-level=none:bframes=2:pools=none:frame-threads=1"}),
+        ("mjpeg", "jpeg", 3, {"huffman": "default"}),
+    ],
+)
+async def test_a_film_is_played_to_its_end(
+    service: Service, tmp_path: Path, codec: str, track: str, seconds: float, options: dict[str, str]
+) -> None:
+    path = tmp_path / "film.mp4"
+    size_bytes = film(path, codec, seconds, (240, 320) if codec == "libx264" else (64, 96), **options)
+    async with camera(mounts={"/film": played(path, track)}) as server, watching(service, server.port) as (stub, came):
+        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/film"))
+        # Those of the first second come at once, and the newest takes the place of the others.
+        watched.frames = [frame for frame in watched.frames if frame[0] > 0.9]
+        assert_shown(watched, path)
+        assert watched.frames[-1][0] > seconds - 1
+        if codec == "libx264":
+            assert sum(came) > 0.9 * size_bytes > 2_500_000
+
+
+async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path) -> None:
+    path = tmp_path / "film.mp4"
+    film(path, "libx264", 3, bf="2")
+    sound = "audiotestsrc is-live=true ! alawenc ! rtppcmapay name=pay0 pt=8"
+    video = played(path, "h264").replace("pay0", "pay1")
+    mounts = {"/film": f"{sound} {video}"}
+    async with camera(mounts=mounts) as server, watching(service, server.port) as (stub, _):
+        watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/film")
+        while len(watched.frames) < 4:
+            assert await watched.next()
+        watched.frames = watched.frames[1:]
+        assert_shown(watched, path)
+        watched.call.cancel()
+
+
+async def first_frame(stub: Any, url: str) -> Watched:
+    watched = await opened(stub, url)
+    while not watched.frames:
+        assert await watched.next()
+    return watched
+
+
+@pytest.mark.parametrize("digest", [False, True], ids=["basic", "digest"])
+async def test_a_camera_gets_its_password_from_the_url_or_from_the_file_and_nobody_else_does(
+    service: Service, tmp_path: Path, capfd: pytest.CaptureFixture[str], digest: bool
+) -> None:
+    file = tmp_path / "netrc"
+    file.write_text('machine clip.test login "us er" password "S3cr@t:word"\n')
+    async with camera(mounts=CAMERA, users={"us er": "S3cr@t:word"}, digest=digest) as server:
+        url = f"rtsp://{{}}clip.test:{server.port}/live"
+        async with watching(service, server.port) as (stub, _):
+            (await first_frame(stub, url.format("us%20er:S3cr%40t%3Aword@"))).call.cancel()
+            for login, why in (
+                ("us%20er:S3cr%40t@", "open.url asks for another user name or password"),
+                ("", "open.url asks for a user name and a password; name them: rtsp://user:password@host/path"),
+            ):
+                code, _, text = await refused((await opened(stub, url.format(login))).call)
+                assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, why)
+        async with watching(service, server.port, own=logins.logins_of(file)) as (stub, _):
+            (await first_frame(stub, url.format(""))).call.cancel()
+    shown = capfd.readouterr()
+    assert "Watch" in shown.out
+    assert "S3cr" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("machine a login b password S3cret nonsense", "line 1, is not in netrc's format"),
+        ("default login b password S3cret", "must not have a default: every host would be told it"),
+        ("machine a login b:c password S3cret", "a user name with a colon"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+async def test_files_of_passwords_that_cannot_be_used_end_the_start(tmp_path: Path, text: str | None, why: str) -> None:
+    if text is not None:
+        (tmp_path / "netrc").write_text(text)
+    with pytest.raises(StartupError, match=why) as refusal:
+        logins.logins_of(tmp_path / "netrc")
+    assert "S3cret" not in str(refusal.value)
+
+
+async def test_an_encrypted_camera_must_have_the_certificate_of_its_name(service: Service, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    for name, valid in (("clip.test", True), ("other.test", False)):
+        issued = authority.issue(name)
+        wanted = {"mounts": CAMERA, "cert": str(issued.cert), "key": str(issued.key)}
+        async with camera(**wanted) as server, watching(service, server.port, authority) as (stub, _):
+            url = f"rtsps://clip.test:{server.port}/live"
+            if valid:
+                (await first_frame(stub, url)).call.cancel()
+                continue
+            _, _, text = await refused((await opened(stub, url)).call)
+            assert text == "open.url cannot be connected to, or has no valid certificate"
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [(signal.SIGKILL, "could not be played: the connection broke off"), (signal.SIGSTOP, "has sent no video for 3 s")],
+)
+async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number: signal.Signals, why: str) -> None:
+    async with camera(mounts=CAMERA) as server, watching(service, server.port, total_s=3.0) as (stub, _):
+        watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
+        os.kill(server.pid, number)
+        code, _, text = await refused(watched.call)
+        assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, f"open.url {why}")
+    gc.collect()  # the error's traceback holds the last frame
+
+
+async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
+    quick = replace(service.queues.streams._limits, stall_s=1.0)
+    queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, service.queues.replaced.append))
+    async with (
+        camera(mounts={"/live": LIVE.format("1/2")}) as server,
+        watching(replace(service, queues=queues), server.port) as (stub, _),
+    ):
+        watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
+        for _ in range(2):
+            assert await watched.next()
+        assert watched.frames[-1][0] - watched.frames[-2][0] == pytest.approx(2, abs=0.1)
+        watched.call.cancel()
+
+
+async def test_frames_have_the_size_and_the_aspect_that_they_were_sent_with(service: Service) -> None:
+    part = (
+        "videotestsrc num-buffers={} ! video/x-raw,width={},height=48,framerate=25/1,pixel-aspect-ratio={} ! x264enc ! "
+        "joined. "
+    )
+    parts = (part.format(*each) for each in ((50, 64, "1/1"), (25, 96, "1/1"), (25, 64, "2/1")))
+    joined = "concat name=joined ! h264parse config-interval=-1 ! rtph264pay name=pay0 pt=96"
+    mounts = {"/film": f"{joined} {' '.join(parts)}"}
+    async with camera(mounts=mounts) as server, watching(service, server.port) as (stub, _):
+        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/film", fps=5))
+        widths = [pixels.shape[1] for _, pixels in watched.frames]
+        assert sorted(set(widths), key=widths.index) == [64, 96, 128]
+
+
+REDIRECTION = "RTSP/1.0 302 X\r\nCSeq: 1\r\nLocation: rtsp://127.0.0.1:{}/\r\n\r\n"
+DESCRIPTION = b"v=0\r\nm=audio 0 RTP/AVP 8\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (REDIRECTION, "redirects to another address, which is not followed"),
+        (b"RTSP/1.0 404 X\r\nCSeq: 1\r\n\r\n", "cannot be played: .*404"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", "could not be played: the connection broke off"),
+        (b"", "could not be played: the connection broke off"),
+    ],
+)
+async def test_servers_that_lead_elsewhere_or_refuse_are_left(service: Service, answer: bytes | str, why: str) -> None:
+    async with serving(b"") as elsewhere:
+        sent = answer.format(elsewhere.port).encode() if isinstance(answer, str) else answer
+        async with serving(sent) as server, service.serving(server) as stub:
+            code, _, text = await refused((await opened(stub, f"rtsp://clip.test:{server.port}/")).call)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert re.fullmatch(f"open.url {why}.*", text)
+            assert (server.connections, elsewhere.connections) == (1, 0)
+
+
+async def test_ffmpeg_follows_no_redirect_by_itself() -> None:
+    """Nothing confines it here, and no bridge looks at what comes."""
+    async with serving(b"") as elsewhere, serving(REDIRECTION.format(elsewhere.port).encode()) as server:
+        url = f"rtsp://user:S3cret@127.0.0.1:{server.port}/"
+        with pytest.raises(MediaRejected, match=r"^url cannot be played: ") as refusal:
+            await asyncio.to_thread(next, played_frames(url, 2, "url"))
+        assert "S3cret" not in "".join(traceback.format_exception(refusal.value))
+        assert (server.connections, elsewhere.connections) == (1, 0)
+
+
+async def test_a_server_that_sends_by_udp_alone_is_refused(service: Service) -> None:
+    async with (
+        camera(mounts=CAMERA, udp=True) as server,
+        watching(service, server.port) as (stub, _),
+    ):
+        _, _, text = await refused((await opened(stub, f"rtsp://clip.test:{server.port}/live")).call)
+        assert text.startswith("open.url cannot be played: ")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("/hang", "open.url cannot be decoded: it made no progress for 1 s"),
+        ("/reach{}", r"open.url reaches \['PermissionError', 'ConnectionRefusedError'\]"),
+    ],
+)
+async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch, target: str, why: str
+) -> None:
+    if target != "/hang" and ctypes.CDLL(None).syscall(444, None, 0, 1) < 4:  # landlock_create_ruleset: its version
+        pytest.skip("this kernel's Landlock knows no ports")
+    monkeypatch.setattr(streams, "_CAMERA_WORKER", "tests.preprocessing.misbehaving_camera_worker")
+    quick = replace(service.queues.streams._limits, stall_s=1.0)
+    faults: list[Fault] = []
+    queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, faults.append))
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while True:
+                writer.write(bytes(2**16))
+                await writer.drain()
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = server.sockets[0].getsockname()[1]
+        async with server, watching(replace(service, queues=queues), port) as (stub, _):
+            url = f"rtsp://clip.test:{port}{target.format(other.getsockname()[1])}"
+            _, _, text = await refused((await opened(stub, url)).call)
+            assert re.fullmatch(why, text)
+            assert faults == ([Fault.SLOW] if target == "/hang" else [])
+
+
+# --- pictures by HTTP with a password ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["Basic", "Digest"])
+async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(file, "JPEG")
+    picture = file.getvalue()
+    asked: list[str] = []
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        sent = re.search(r"(?i)authorization: (.*)\r", server.requests[-1])
+        asked.append(sent[1] if sent else "")
+        if not sent:
+            challenge = f'{scheme} realm="cameras", nonce="n0nce", qop="auth"'
+            writer.write(head(401, f"WWW-Authenticate: {challenge}", "Content-Length: 0"))
+            return
+        writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
+        for _ in range(3):
+            writer.write(
+                b"--next\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n%b\r\n" % (len(picture), picture)
+            )
+
+    async with serving(answer) as server, service.serving(server) as stub:
+        watched = await all_of(await opened(stub, f"http://us%20er:p%40ss@clip.test:{server.port}/x?y=1"))
+        assert watched.frames
+    first, second = asked
+    assert not first
+    if scheme == "Basic":
+        assert second == f"Basic {base64.b64encode(b'us er:p@ss').decode()}"
+        return
+    given = dict(re.findall(r'(\w+)="?([^",]*)', second))
+    # RFC 7616, 3.4.1
+    secret, asked_for = (hashlib.md5(each).hexdigest() for each in (b"us er:cameras:p@ss", b"GET:/x?y=1"))
+    whole = f"{secret}:n0nce:{given['nc']}:{given['cnonce']}:auth:{asked_for}"
+    assert given["response"] == hashlib.md5(whole.encode()).hexdigest()
+
+
+async def test_a_redirect_to_another_host_gets_no_password(service: Service) -> None:
+    challenge = 'WWW-Authenticate: Basic realm="cameras"'
+    async with serving(head(401, challenge, "Content-Length: 0")) as other:
+
+        async def answer(writer: asyncio.StreamWriter) -> None:
+            writer.write(redirect(f"http://clip.test:{other.port}/"))
+
+        async with serving(answer) as server:
+            made = Fetcher(
+                replace(policy(server.port), ports=frozenset({server.port, other.port})),
+                Resolver(clip_test=[["127.0.0.1"]]),
+            )
+            async with service.serving(fetcher=made) as stub:
+                _, _, text = await refused((await opened(stub, f"http://user:word@clip.test:{server.port}/")).call)
+        assert text == "open.url was answered with status 401, only 200 is accepted"
+        assert len(other.requests) == 1
+        assert "uthorization" not in other.requests[0]
