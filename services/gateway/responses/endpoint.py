@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from framesieve.services.gateway.files import Uploads
 from framesieve.services.gateway.http.body import BodyLimit
+from framesieve.services.gateway.http.errors import LARGER_BODIES
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.questions import Question, Questions
 from framesieve.services.gateway.responses.earlier import asked_of, continued, response_of
@@ -26,14 +27,13 @@ from framesieve.services.gateway.responses.store import (
 )
 from framesieve.services.gateway.responses.turns import naming_of, turns_of
 
+_OF_STORE = BodyLimit(CONVERSATION_BYTES, f"the gateway stores {STORE_BYTES} of all callers", LARGER_BODIES)
+
 
 class Responses:
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
         self._store = ResponseStore()
-        of_body, setting = questions.body_limit, f"the gateway stores {STORE_BYTES} of all callers"
-        of_store = BodyLimit(CONVERSATION_BYTES, setting, of_body.remedy)
-        self._limit = min(of_body, of_store, key=lambda limit: limit.size_bytes)
 
     async def endpoint(self, request: Request) -> Response:
         """POST /v1/responses."""
@@ -51,7 +51,8 @@ class Responses:
 
     def _translated(self, body: bytearray, uploads: Uploads, owner: str) -> Question:
         """The question in a body. Raises InvalidRequest."""
-        found = continued(parse(body), self._store, owner, self._limit)
+        limit = min(self._questions.body_limit, _OF_STORE, key=lambda limit: limit.size_bytes)
+        found = continued(parse(body), self._store, owner, limit)
         request, turns = found.request, turns_of(found.request, found.earlier, uploads)
         keep = None
         if request.store is not False and len(body) <= RESPONSE_BYTES:
