@@ -1,9 +1,9 @@
 """URLs of uploaded files, by which the gateway tells preprocessing what to read below the --upload-root of both.
 
-    upload:<sha256 of the caller's token>/<sha256 of the file>
+    upload:<sha256 of the caller's Authorization header>/<sha256 of the file>
 
 The gateway makes such a URL for the file's owner alone, and refuses those that callers write. A caller of gRPC must
-know both digests: of a token, and of a file that was uploaded with it.
+know both digests: of a header, and of a file that was uploaded with it.
 """
 
 from __future__ import annotations

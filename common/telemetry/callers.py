@@ -26,6 +26,8 @@ SECONDS = Counter(
     "Seconds that requests with a prompt ran, each from its arrival to its end, by the name of the caller's token",
     ["client"],
 )
+FAMILIES = frozenset(family.name for counter in (TOKENS, SECONDS) for family in counter.describe())
+"""As collectors name them: without `_total`."""
 
 
 def begin_callers(names: Iterable[str]) -> None:

@@ -87,7 +87,7 @@ async def main() -> ExitStatus:
         kept = Kept(client, settings.encoder, access, files, questions.body_limit)
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
         realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models)
-        app = routes(questions, models, files, kept, realtime, is_well)
+        app = routes(questions, models, files, kept, realtime, is_well, tokens)
         guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)
         status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -16,6 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from framesieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
+from framesieve.common.telemetry.callers import FAMILIES
 from framesieve.services.gateway import openapi
 from framesieve.services.gateway.chat import endpoint as chat
 from framesieve.services.gateway.files import Files
@@ -34,12 +37,21 @@ def routes(
     kept: Kept,
     realtime: Realtime,
     is_well: Callable[[], Awaitable[bool]],
+    tokens: Tokens | None,
 ) -> Router:
-    """The application without its guard."""
+    """The application without its guard. tokens: for those who show one, /metrics has what callers used."""
 
     async def health(request: Request) -> Response:
         well = await is_well()
         return JSONResponse({"status": "serving" if well else "not serving"}, 200 if well else 503)
+
+    without_callers = CollectorRegistry()
+    without_callers.register(_WithoutCallers())
+
+    async def metrics(request: Request) -> Response:
+        is_known = tokens is None or tokens.name_of(request.headers.get(AUTHORIZATION_KEY, "")) is not None
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(REGISTRY if is_known else without_callers), headers={"content-type": kind})
 
     about = {
         "version": version("framesieve"),
@@ -63,7 +75,7 @@ def routes(
         Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
         Route("/health", health),
         Route("/version", told),
-        Route("/metrics", _metrics),
+        Route("/metrics", metrics),
     ]
     found.append(Route("/openapi.json", openapi.endpoint_of(found)))
     return Router([*found, *PAGE_ROUTES], default=_nowhere)
@@ -84,6 +96,6 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
-async def _metrics(request: Request) -> Response:
-    encode, kind = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(REGISTRY), headers={"content-type": kind})
+class _WithoutCallers(Collector):
+    def collect(self) -> Iterator[Metric]:
+        return (family for family in REGISTRY.collect() if family.name not in FAMILIES)

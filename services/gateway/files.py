@@ -1,9 +1,9 @@
 """Uploaded files: sent once, asked about often.
 
     --upload-root/
-      <sha256 of the caller's token>/      each caller finds its own files only
-        <sha256 of the file>               what preprocessing reads, below its own --upload-root
-        <sha256 of the file>.json          name, purpose; its time of change begins the file's lifetime
+      <sha256 of the Authorization header>/      each caller finds its own files only
+        <sha256 of the file>                     what preprocessing reads, below its own --upload-root
+        <sha256 of the file>.json                name, purpose; its time of change begins the file's lifetime
 
 All replicas of the gateway may share the folder. Source of the objects: OpenAI's API reference, "files".
 """
@@ -11,6 +11,7 @@ All replicas of the gateway may share the folder. Source of the objects: OpenAI'
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
@@ -30,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 
 from framesieve.common.contract.errors import InvalidRequest, Overloaded
 from framesieve.common.contract.uploads import upload_url
-from framesieve.services.gateway.http.body import BodyLimit, bounded
+from framesieve.services.gateway.http.body import BodyLimit, announced_bytes, bounded
 from framesieve.services.gateway.http.errors import LARGER_UPLOADS, NotFound
 from framesieve.services.gateway.http.fields import parsed
 from framesieve.services.gateway.http.request_guard import Call
@@ -42,6 +44,10 @@ _FORM_BYTES = 2**16
 Uploads: TypeAlias = Callable[[str], str]
 """The URL of a caller's file for preprocessing, by its id. Raises InvalidRequest."""
 _OFF = "uploads are off: the gateway has no --upload-root"
+_FULL_S = 60.0
+"""After which a full disk may have room again."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class Files:
     def __init__(self, root: Path | None, limits: Limits) -> None:
         self._root = root
         self._limits = limits
+        self._arriving_bytes = 0
         setting = f"--upload-max-bytes is {limits.file_bytes}"
         self._body_limit = BodyLimit(limits.file_bytes + _FORM_BYTES, setting, LARGER_UPLOADS)
 
@@ -87,13 +94,11 @@ class Files:
         owner = Call.of(request).owner
         if request.method == "POST":
             return JSONResponse(await self._upload(request, owner))
-        await request.body()
         asked = parsed(Listing, json.dumps(dict(request.query_params)).encode())
         return JSONResponse(await asyncio.to_thread(self._page, owner, asked))
 
     async def file_endpoint(self, request: Request) -> Response:
         """GET and DELETE /v1/files/{file_id}."""
-        await request.body()
         file_id, owner = request.path_params["file_id"], Call.of(request).owner
         known = self._known(file_id, owner)
         if request.method == "DELETE":
@@ -110,7 +115,12 @@ class Files:
     async def _upload(self, request: Request, owner: str) -> dict[str, Any]:
         self._folder(owner)
         received = bounded(request, self._body_limit, Call.of(request).charge)
+        size_bytes = announced_bytes(request)
+        if size_bytes is None or "content-encoding" in request.headers:
+            size_bytes = self._body_limit.size_bytes
+        self._arriving_bytes += size_bytes
         try:
+            await self._check_disk(size_bytes, self._arriving_bytes)
             async with received.form(max_files=1, max_fields=8) as form:
                 sent = form.get("file")
                 if not isinstance(sent, UploadFile):
@@ -120,16 +130,34 @@ class Files:
                 return await asyncio.to_thread(self._keep, sent, str(form.get("purpose", "user_data")), owner)
         except HTTPException as error:  # of Starlette's form parser
             raise InvalidRequest(f"the body is not multipart/form-data: {error.detail}") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise Overloaded("the disk of --upload-root is full", retry_after_s=_FULL_S) from error
+        finally:
+            self._arriving_bytes -= size_bytes
+
+    async def _check_disk(self, size_bytes: int, arriving_bytes: int) -> None:
+        """arriving_bytes: of this upload, which has size_bytes, and of those that began before it and still run: what
+        ended is found in the folder. Raises Overloaded."""
+        used_bytes = await asyncio.to_thread(self._used_bytes)
+        if used_bytes + arriving_bytes > self._limits.all_bytes:
+            others_bytes = used_bytes + arriving_bytes - size_bytes
+            raise Overloaded(
+                f"uploaded files, and those that arrive, have {others_bytes} bytes, this one {size_bytes} more, "
+                f"--upload-disk-bytes is {self._limits.all_bytes}",
+                retry_after_s=_FULL_S,
+            )
+
+    def _used_bytes(self) -> int:
+        assert self._root is not None
+        used_bytes = 0
+        for path in self._root.glob("*/*"):
+            with suppress(FileNotFoundError):  # it was renamed or deleted
+                used_bytes += path.stat().st_size
+        return used_bytes
 
     def _keep(self, sent: UploadFile, purpose: str, owner: str) -> dict[str, Any]:
-        assert self._root is not None
-        used_bytes = sum(path.stat().st_size for path in self._root.glob("*/*"))
-        if used_bytes + (sent.size or 0) > self._limits.all_bytes:
-            raise Overloaded(
-                f"uploaded files have {used_bytes} bytes, this one {sent.size} more, --upload-disk-bytes is "
-                f"{self._limits.all_bytes}",
-                retry_after_s=60,
-            )
         folder = self._folder(owner)
         folder.mkdir(exist_ok=True)
         digest, arriving = hashlib.sha256(), folder / f".{os.getpid()}-{time.monotonic_ns()}"
@@ -200,9 +228,13 @@ class Files:
 
     def _delete_expired(self, root: Path) -> None:
         for path in root.glob("*/*"):
-            with suppress(FileNotFoundError):
+            try:
                 if path.stat().st_mtime + self._limits.expires_s < time.time():
-                    path.unlink()
+                    path.unlink(missing_ok=True)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.warning("an expired file cannot be deleted", path=str(path), error=str(error))
 
     def _delete(self, path: Path) -> None:
         for each in (path.with_name(f"{path.name}.json"), path):

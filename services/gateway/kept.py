@@ -19,7 +19,7 @@ from framesieve.client.encoding import Encoded, encode
 from framesieve.client.messages import pruning_message
 from framesieve.client.prompt import Image, Pruning, Text, Video
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.retention import EVS
+from framesieve.common.contract.retention import BEFORE_TOWER, EVS
 from framesieve.common.contract.wire import completed, pruning_of
 from framesieve.common.security.tokens import AUTHORIZATION_KEY
 from framesieve.services.gateway.chat.content import conversation
@@ -56,7 +56,7 @@ class Kept:
         media = [part for message in messages for part in message.parts if not isinstance(part, Text)]
         said = chat.pruning.parsed() if chat.pruning else Pruning()
         pruning = await self._completed(said, call.metadata)
-        if said.method is None and pruning.threshold is None:
+        if said.method is None and pruning.threshold is None and pruning.method in BEFORE_TOWER:
             media = [_by_evs(part) if part.embeds else part for part in media]
         access = self._access.copy()
         if token := dict(call.metadata).get(AUTHORIZATION_KEY):
@@ -75,7 +75,7 @@ class Kept:
 
 
 def _by_evs(part: Image | Video) -> Image | Video:
-    """Embeddings have no pixels: where nobody names a method, `evs` chooses among them, as in generation."""
+    """Embeddings have no pixels: where the service alone names a method of pixels, `evs` chooses, as in generation."""
     own = part.pruning or Pruning()
     return part if own.method or own.threshold is not None else replace(part, pruning=replace(own, method=EVS))
 

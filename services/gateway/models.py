@@ -52,7 +52,6 @@ class Models:
 
     async def endpoint(self, request: Request) -> Response:
         """GET /v1/models and /v1/models/{model}."""
-        await request.body()
         self._known = await unless_left(request, self._client.models(metadata=Call.of(request).metadata))
         if (name := request.path_params.get("model")) is None:
             return JSONResponse({"object": "list", "data": [self._object(each) for each in self._known]})

@@ -11,10 +11,13 @@ import io
 import json
 import re
 import signal
+import socket
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -427,6 +430,31 @@ def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client)
     assert http.delete(f"/v1/files/{kept['id']}").json()["deleted"]
     assert http.post("/v1/chat/completions", json=by_id).status_code == 404
     assert http.get("/v1/files").json()["data"] == []
+
+
+def test_uploads_are_bounded_together_while_they_arrive(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "uploads").mkdir()
+    disk = ("--upload-root", str(tmp_path / "uploads"), "--upload-disk-bytes", str(UPLOAD_MAX_BYTES))
+    head = "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: 100-continue\r\n"
+    form = f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {UPLOAD_MAX_BYTES * 9 // 10}\r\n\r\n"
+    with gateway(stack.address, tmp_path, *disk) as door, door.http() as http:
+
+        def sent(number: int, size_bytes: int) -> httpx.Response:
+            return http.post("/v1/files", files={"file": ("a.mp4", bytes([number]) * size_bytes)})
+
+        with socket.create_connection(("127.0.0.1", door.port)) as slow:
+            slow.sendall((head + form).encode())
+            assert b"100 Continue" in slow.recv(1000)
+            refused = sent(0, UPLOAD_MAX_BYTES // 5)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "60")
+            assert f"--upload-disk-bytes is {UPLOAD_MAX_BYTES}" in refused.json()["error"]["message"]
+        deadline = time.monotonic() + 60
+        while sent(0, UPLOAD_MAX_BYTES // 5).status_code != 200:
+            assert time.monotonic() < deadline
+        with ThreadPoolExecutor(16) as threads:
+            answers = list(threads.map(sent, range(128), repeat(UPLOAD_MAX_BYTES // 100)))
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert sum(each["bytes"] for each in http.get("/v1/files").json()["data"]) <= UPLOAD_MAX_BYTES
 
 
 async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(

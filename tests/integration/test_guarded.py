@@ -170,6 +170,8 @@ async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Gu
         with door.http(verify=trusting, headers={"authorization": f"Bearer {carol}"}) as client:
             fresh = client.get("/metrics").text
             assert 'framesieve_client_tokens_total{client="carol",kind="prompt"} 0.0' in fresh
+            for_strangers = client.get("/metrics", headers={"authorization": f"Bearer {MALLORY}"}).text
+            assert families(fresh).keys() - families(for_strangers).keys() == documented("callers").keys()
             asked = http_question("Why?", max_tokens=4)
             usage = client.post("/v1/chat/completions", json=asked).raise_for_status().json()["usage"]
             client.get("/v1/models").raise_for_status()

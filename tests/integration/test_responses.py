@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
 from framesieve.client.answer import Timings, Usage
 from framesieve.client.prompt import Options
+from framesieve.services.gateway.http.body import BodyLimit
 from framesieve.services.gateway.http.errors import TooLarge
 from framesieve.services.gateway.responses.earlier import continued
 from framesieve.services.gateway.responses.request import parse
@@ -343,7 +344,7 @@ def call_item(place: int, status: str = "completed") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
-def test_function_calls_are_items_after_the_text(calling: Gateway, cut_off: bool) -> None:
+def test_function_calls_are_items_after_the_text(calling: Gateway, played: Played, cut_off: bool) -> None:
     body = {"input": "cut off" if cut_off else "Weather?", "tools": [WEATHER | {"strict": None}]}
     with calling.http() as http:
         whole = http.post("/v1/responses", json=body).raise_for_status().json()
@@ -357,6 +358,10 @@ def test_function_calls_are_items_after_the_text(calling: Gateway, cut_off: bool
     ]
     assert whole["status"] == ("incomplete" if cut_off else "completed")
     assert without_ids(events[-1]["response"]) == without_ids(whole)
+    with calling.http() as http:
+        http.post("/v1/responses", json=body | {"previous_response_id": whole["id"]}).raise_for_status()
+    _, answered, _ = played.asked.prompt.messages
+    assert [json.loads(call.arguments)["city"] for call in answered.tool_calls] == ["Kyoto", "Rome"][: 2 - cut_off]
     for index, item in enumerate(whole["output"]):
         own = [event for event in events if event.get("output_index") == index]
         assert [event["item"]["status"] for event in (own[0], own[-1])] == ["in_progress", item["status"]]
@@ -454,6 +459,28 @@ def test_a_conversation_goes_on_as_if_all_its_items_were_sent(calling: Gateway, 
             ask(input="?", previous_response_id=second.id)
 
 
+def test_media_are_pruned_as_their_own_request_said(calling: Gateway, played: Played) -> None:
+    clip = part("video", video_url=CLIP_URL)
+    with calling.http() as http:
+
+        def prunings(previous: str | None, pruning: Any, own: Any = None) -> tuple[str, list[Any]]:
+            """The response's id, and how the videos of the whole conversation are pruned."""
+            asked = {
+                "input": [{"role": "user", "content": [clip | {"pruning": own}]}],
+                "previous_response_id": previous,
+            }
+            told = http.post("/v1/responses", json=asked | {"pruning": pruning}).raise_for_status().json()
+            assert not MessageToDict(played.asked.pruning)
+            videos = [each.video for turn in played.asked.prompt.messages for each in turn.parts if each.video.data]
+            return told["id"], [MessageToDict(each.pruning) for each in videos]
+
+        first, of_first = prunings(None, None)
+        second, of_second = prunings(first, {"method": "random", "seed": 1}, own={"rate": 0.5})
+        _, of_all = prunings(second, {"rate": 0.75})
+    whole = {"method": "random", "rate": 0.5, "seed": "1"}
+    assert (of_first, of_second, of_all) == ([{}], [{}, whole], [{}, whole, {"rate": 0.75}])
+
+
 def test_a_conversation_that_is_continued_counts_in_the_callers_budget(calling: Gateway) -> None:
     half = "x" * (CALLING_MAX_BYTES // 2)
     with calling.http() as http:
@@ -472,12 +499,15 @@ def test_what_a_request_brings_from_the_store_is_bounded() -> None:
     reference = {"type": "item_reference", "id": "msg_1_0"}
 
     def bring(limit_bytes: int, **body: Any) -> int:
-        return continued(parse(json.dumps({"input": "?"} | body).encode()), store, "alice", limit_bytes).stored_bytes
+        limit = BodyLimit(limit_bytes, "--max-inline-bytes is 3", "upload them")
+        return continued(parse(json.dumps({"input": "?"} | body).encode()), store, "alice", limit).stored_bytes
 
     store = ResponseStore()
     run(kept(store, "resp_1", Stored("alice", None, b'{"input": "Hi"}', answered)))
     assert bring(4000, input=[reference] * 3) == 3 * len(answered)
-    with pytest.raises(TooLarge, match=r"^input\[3\] needs .* at most 4000 are allowed; send files by URL"):
+    with pytest.raises(
+        TooLarge, match=r"^input\[3\] needs .* at most 4000 are allowed: --max-inline-bytes is 3; upload"
+    ):
         bring(4000, input=[reference] * 4)
     assert bring(4000, previous_response_id="resp_1") > len(answered)
     with pytest.raises(TooLarge, match=r"^previous_response_id needs"):
@@ -499,10 +529,12 @@ def test_stored_responses_are_bounded_in_bytes() -> None:
         assert not store.keep("resp_0", stored(RESPONSE_BYTES))
         for number in range(1, 6):
             assert store.keep(f"resp_{number}", stored(RESPONSE_BYTES - 2**16, "resp_1" if number == 4 else None))
+        assert not store.keep("resp_6", stored(previous="resp_2"))
 
     run(fill())
-    # The first is continued by the fourth, so that the second is the one that was not used for the longest time.
-    assert [number for number in range(6) if store.find(f"resp_{number}", "alice")] == [1, 3, 4, 5]
+    # The first is continued by the fourth, so that the second is the one that was not used for the longest time. It is
+    # gone when the sixth, which continues it, is answered.
+    assert [number for number in range(7) if store.find(f"resp_{number}", "alice")] == [1, 3, 4, 5]
     assert [name for name, _ in store.conversation("resp_4", "alice") or ()] == ["resp_1", "resp_4"]
 
 

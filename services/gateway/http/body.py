@@ -51,8 +51,7 @@ class BodyLimit:
 def bounded(request: Request, limit: BodyLimit, charge: Charge) -> Request:
     """The request with its body decompressed, which raises TooLarge beyond its limit, UnsupportedEncoding, and
     InvalidRequest where it is not compressed as it says. `charge` is told the size of each piece."""
-    announced = request.headers.get("content-length", "")
-    limit.check(int(announced) if announced.isascii() and announced.isdigit() else 0)
+    limit.check(announced_bytes(request) or 0)
     pieces, received_bytes = _decompressed(request, limit), 0
 
     async def receive() -> Message:
@@ -66,6 +65,12 @@ def bounded(request: Request, limit: BodyLimit, charge: Charge) -> Request:
         return {"type": "http.request", "body": piece, "more_body": True}
 
     return Request(request.scope, receive)
+
+
+def announced_bytes(request: Request) -> int | None:
+    """Of the body as it is sent; None where the request does not tell."""
+    announced = request.headers.get("content-length", "")
+    return int(announced) if announced.isascii() and announced.isdigit() else None
 
 
 async def _decompressed(request: Request, limit: BodyLimit) -> AsyncIterator[bytes]:

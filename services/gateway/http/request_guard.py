@@ -57,9 +57,9 @@ class ClientLeft(Exception):
 class Call:
     """The running request, for its endpoint.
 
-    owner: of uploaded files and stored responses, sha256 of the caller's token. charge: counts bytes of the body for
-    the client's quota; a negative number gives back those of a message that was served. charge_stored: counts bytes
-    that did not come with the request.
+    owner: of uploaded files and stored responses, sha256 of the caller's Authorization header.
+    charge: counts bytes of the body for the client's quota; a negative number gives back those of a message that was
+    served. charge_stored: counts bytes that did not come with the request.
     metadata: of calls to generation. outcome: to be set where an error comes after the response has begun. drain: what
     must end such a response before its time.
     """

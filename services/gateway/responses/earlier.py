@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pydantic import BaseModel
-from pydantic_core import to_json
 
+from framesieve.services.gateway.http.body import BodyLimit
 from framesieve.services.gateway.http.errors import NotFound, PreviousResponseNotFound, TooLarge
 from framesieve.services.gateway.http.fields import parsed
-from framesieve.services.gateway.responses.request import Item, ItemReference, ResponsesRequest
+from framesieve.services.gateway.responses.request import CallItem, Item, ItemReference, ResponsesRequest
 from framesieve.services.gateway.responses.store import ResponseStore, Stored
 
 _KEPT = {"input", "pruning", "mm_processor_kwargs", "media_io_kwargs"}
-_WHY = "it was not stored (store: false), it has expired, or another replica of the gateway has it"
+_WHY = (
+    "was not stored (store: false), was deleted, has expired, made room for others, or is stored by another replica of "
+    "the gateway"
+)
 
 
 class _Answered(BaseModel):
@@ -32,18 +35,8 @@ class Earlier:
 
 
 def asked_of(request: ResponsesRequest) -> bytes:
-    """What a conversation continues of a request, as JSON: its own input, and how the media in it are read.
-
-    Parts without a pruning of their own get the request's: a pruning of the request that continues is for new media.
-    """
-    kept = request.model_dump(mode="json", include=_KEPT, exclude_none=True)
-    pruning = kept.pop("pruning", None)
-    for item in kept["input"] if pruning and isinstance(kept["input"], list) else ():
-        for parts in (item.get("content"), item.get("output")):
-            for part in parts if isinstance(parts, list) else ():
-                if part["type"] in ("input_image", "input_video", "input_file"):
-                    part.setdefault("pruning", pruning)
-    return to_json(kept)
+    """What a conversation continues of a request, as JSON: its own input, and how the media in it are read."""
+    return request.model_dump_json(include=_KEPT, exclude_none=True).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +51,8 @@ class Continued:
     stored_bytes: int
 
 
-def continued(request: ResponsesRequest, store: ResponseStore, owner: str, limit_bytes: int) -> Continued:
-    """limit_bytes: of what comes from the store, however often.
+def continued(request: ResponsesRequest, store: ResponseStore, owner: str, limit: BodyLimit) -> Continued:
+    """limit: of what comes from the store, however often.
 
     Raises PreviousResponseNotFound, NotFound for an item, and TooLarge.
     """
@@ -69,20 +62,23 @@ def continued(request: ResponsesRequest, store: ResponseStore, owner: str, limit
     def count(size_bytes: int, name: str) -> None:
         nonlocal stored_bytes
         stored_bytes += size_bytes
-        if stored_bytes > limit_bytes:
-            text = f"needs {stored_bytes} bytes or more of stored responses, at most {limit_bytes} are allowed"
-            raise TooLarge(text, field=name, remedy="send files by URL, or upload them to /v1/files")
+        if stored_bytes > limit.size_bytes:
+            needed = f"needs {stored_bytes} bytes or more of stored responses"
+            text = f"{needed}, at most {limit.size_bytes} are allowed: {limit.setting}"
+            raise TooLarge(text, field=name, remedy=limit.remedy)
 
     if request.previous_response_id is not None:
         name = "previous_response_id"
         found = store.conversation(request.previous_response_id, owner)
         if found is None:
-            text = f"{request.previous_response_id[:80]!r} is no response that can be continued: {_WHY}"
+            wanted = f"{request.previous_response_id[:80]!r} is no response that can be continued"
+            text = f"{wanted}: it, or one before it, {_WHY}"
             remedy = "send the items of the conversation in `input`"
             raise PreviousResponseNotFound(text, field=name, remedy=remedy)
         for each_id, each in found:
             count(each.size_bytes, name)
-            earlier.append(Earlier(each_id, parsed(ResponsesRequest, each.asked), _output_of(each)))
+            output = [item for item in _output_of(each) if not _is_half_a_call(item)]
+            earlier.append(Earlier(each_id, parsed(ResponsesRequest, each.asked), output))
     if isinstance(request.input, list):
         items = list(request.input)
         for number, item in enumerate(items):
@@ -98,8 +94,13 @@ def _item(item_id: str, stored: Stored | None, name: str) -> Item:
     for item in _output_of(stored) if stored else ():
         if getattr(item, "id", None) == item_id:
             return item
-    text = f"{item_id[:80]!r} is no item of a response that is stored: {_WHY}"
+    text = f"{item_id[:80]!r} is no item of a response that is stored: it {_WHY}"
     raise NotFound(text, field=name, remedy="send the item itself, as clients do with store: false")
+
+
+def _is_half_a_call(item: Item) -> bool:
+    """A call that the answer's length cut off: its arguments are no JSON, and nobody can send its result."""
+    return isinstance(item, CallItem) and item.status == "incomplete"
 
 
 def _output_of(stored: Stored) -> list[Item]:
@@ -109,5 +110,5 @@ def _output_of(stored: Stored) -> list[Item]:
 def response_of(response_id: str, store: ResponseStore, owner: str) -> Stored:
     """Raises NotFound."""
     if (found := store.find(response_id, owner)) is None:
-        raise NotFound(f"{response_id[:80]!r} is no response that is stored: {_WHY}", field="response_id")
+        raise NotFound(f"{response_id[:80]!r} is no response that is stored: it {_WHY}", field="response_id")
     return found

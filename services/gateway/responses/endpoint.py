@@ -10,14 +10,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from framesieve.services.gateway.files import Uploads
+from framesieve.services.gateway.http.body import BodyLimit
+from framesieve.services.gateway.http.errors import LARGER_BODIES
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.questions import Question, Questions
 from framesieve.services.gateway.responses.earlier import asked_of, continued, response_of
 from framesieve.services.gateway.responses.options import options_of
 from framesieve.services.gateway.responses.request import parse
 from framesieve.services.gateway.responses.response import ResponseWriter, repeated
-from framesieve.services.gateway.responses.store import RESPONSE_BYTES, ResponseStore, Stored
+from framesieve.services.gateway.responses.store import (
+    CONVERSATION_BYTES,
+    RESPONSE_BYTES,
+    STORE_BYTES,
+    ResponseStore,
+    Stored,
+)
 from framesieve.services.gateway.responses.turns import naming_of, turns_of
+
+_OF_STORE = BodyLimit(CONVERSATION_BYTES, f"the gateway stores {STORE_BYTES} of all callers", LARGER_BODIES)
 
 
 class Responses:
@@ -32,7 +42,6 @@ class Responses:
 
     async def response_endpoint(self, request: Request) -> Response:
         """GET and DELETE /v1/responses/{response_id}."""
-        await request.body()
         response_id = request.path_params["response_id"]
         found = response_of(response_id, self._store, Call.of(request).owner)
         if request.method == "DELETE":
@@ -42,7 +51,8 @@ class Responses:
 
     def _translated(self, body: bytearray, uploads: Uploads, owner: str) -> Question:
         """The question in a body. Raises InvalidRequest."""
-        found = continued(parse(body), self._store, owner, self._questions.body_limit.size_bytes)
+        limit = min(self._questions.body_limit, _OF_STORE, key=lambda limit: limit.size_bytes)
+        found = continued(parse(body), self._store, owner, limit)
         request, turns = found.request, turns_of(found.request, found.earlier, uploads)
         keep = None
         if request.store is not False and len(body) <= RESPONSE_BYTES:

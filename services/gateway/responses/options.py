@@ -7,16 +7,16 @@ from typing import Literal
 from framesieve.client.prompt import Options
 from framesieve.client.tools import Tool
 from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.options import pruning_of, template_options_of
+from framesieve.services.gateway.chat.options import template_options_of
 from framesieve.services.gateway.chat.request import ObjectFormat
 from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
 
 
 def options_of(request: ResponsesRequest) -> Options:
-    """Raises InvalidRequest for a tool_choice that is none of the tools."""
+    """Without the pruning, which is that of the request's own media (`turns_of`). Raises InvalidRequest for a
+    tool_choice that is none of the tools."""
     tools = [Tool(each.name, each.description, each.parameters, bool(each.strict)) for each in request.tools or ()]
     options = Options(
-        **pruning_of(request),
         max_new_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,

@@ -21,6 +21,8 @@ RESPONSE_BYTES = 2**26
 """Of one: a larger one is not stored."""
 STORED_S = 3600.0
 """Since it was answered, or the last stored response that continues it."""
+CONVERSATION_BYTES = STORE_BYTES - RESPONSE_BYTES
+"""Of those that a request continues: with the next response, it has room in the store."""
 _ENTRY_BYTES = 1024
 """Of a response beside its texts, rounded up."""
 
@@ -62,12 +64,12 @@ class ResponseStore:
         return found[::-1]
 
     def keep(self, response_id: str, stored: Stored) -> bool:
-        """Stores a response, and those before it for as long. False: it is too large."""
-        if stored.size_bytes > RESPONSE_BYTES:
+        """Stores a response, and those before it for as long. False: it is too large, or one before it is gone."""
+        before = self.conversation(stored.previous, stored.owner) if stored.previous else []
+        if before is None or stored.size_bytes > RESPONSE_BYTES:
             return False
         until_s = asyncio.get_running_loop().time() + STORED_S
-        before = self.conversation(stored.previous, stored.owner) if stored.previous else None
-        for each_id, each in (*(before or ()), (response_id, stored)):
+        for each_id, each in (*before, (response_id, stored)):
             self._stored[each_id] = (until_s, each)
             self._stored.move_to_end(each_id)
         self._held_bytes += stored.size_bytes

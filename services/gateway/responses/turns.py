@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from framesieve.client.messages import pruning_message
 from framesieve.client.prompt import Message, Part, Role, Text
 from framesieve.client.tools import ToolCall
-from framesieve.common.contract.errors import path_of, steps_of
+from framesieve.common.contract.errors import path_of, steps_of, within
+from framesieve.common.contract.wire import completed
 from framesieve.services.gateway.chat.content import media, media_names, source_of
 from framesieve.services.gateway.chat.names import FieldNames, MediaNames
-from framesieve.services.gateway.chat.request import Location
+from framesieve.services.gateway.chat.request import Location, Pruning
 from framesieve.services.gateway.files import Uploads
 from framesieve.services.gateway.responses.earlier import Earlier
 from framesieve.services.gateway.responses.request import (
@@ -32,6 +34,7 @@ from framesieve.services.gateway.responses.request import (
     OutputItem,
     ResponsesRequest,
 )
+from framesieve.v1 import prompt_pb2
 
 _LOCATIONS = {
     "input_image": ("image_url", "file_id"),
@@ -64,8 +67,10 @@ class Turn:
 def turns_of(request: ResponsesRequest, earlier: Sequence[Earlier], uploads: Uploads) -> list[Turn]:
     """The request's turns, after those that it continues, whose instructions do not hold any more.
 
-    Raises InvalidRequest for a part that cannot be what it says.
+    Raises InvalidRequest for a part that cannot be what it says, and for a pruning.
     """
+    if request.pruning:
+        request.pruning.parsed()
     turns = [] if request.instructions is None else [_plain("system", request.instructions, "instructions")]
     for each in earlier:
         name = f"previous_response_id {each.id}"
@@ -138,7 +143,18 @@ def _part(part: AnyPart, name: str, request: ResponsesRequest, uploads: Uploads)
     if not isinstance(part, MediaPart):
         return Text(part.text)
     source = source_of(part, _LOCATIONS[part.type], name, uploads)
-    return media(source, name, part, request, asks_for_image=isinstance(part, InputImage))
+    pruned = part.model_copy(update={"pruning": _pruning_of(part, name, request)})
+    return media(source, name, pruned, request, asks_for_image=isinstance(part, InputImage))
+
+
+def _pruning_of(part: MediaPart, name: str, request: ResponsesRequest) -> Pruning | None:
+    """The part's own, and what that leaves unset from its request's, which is not for the media of other turns."""
+    if part.pruning is None or request.pruning is None:
+        return part.pruning or request.pruning
+    with within(name):
+        own = pruning_message(part.pruning.parsed())
+    whole = completed(own, completed(pruning_message(request.pruning.parsed()), prompt_pb2.Pruning()))
+    return Pruning(**{field.name: value for field, value in whole.ListFields()})
 
 
 def naming_of(turns: Sequence[Turn]) -> Callable[[str], str]:

@@ -55,7 +55,9 @@ export function forget() {
 
 // The clip as a part of a question.
 export async function partOf(mine, signal) {
-  if ((await version()).uploads) {
+  const { uploads } = await version();
+  signal.throwIfAborted();
+  if (uploads) {
     signal.addEventListener("abort", () => mine.stop?.abort());
     return filePart(await uploaded(mine));
   }

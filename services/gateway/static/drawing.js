@@ -34,23 +34,25 @@ export function drawCost(article, usage) {
   article.querySelector(".stages").hidden = false;
 }
 
-// kept: a medium of /v1/framesieve/kept. url: of the clip.
+// kept: a medium of /v1/framesieve/kept. url: of the clip, which may end when the signal is aborted.
 export async function drawKept(article, { grid, kept, frame_times_s: times }, url, signal) {
   const { t, h, w } = grid;
   const isKept = new Uint8Array(t * h * w);
   for (const token of kept) isKept[token] = 1;
   const figure = article.querySelector(".kept");
   const shown = Math.min(t, MAX_SLICES);
-  const video = await opened(url);
+  const video = await opened(url, signal);
+  if (signal.aborted) return;
   figure.querySelector("figcaption").textContent = `${kept.length} of ${t * h * w} visual tokens kept, the others `
     + `(${percent(1 - kept.length / (t * h * w))}) are dimmed.`
     + (shown < t ? ` The first ${shown} of ${t} slices are shown.` : "")
     + (video ? "" : " This browser cannot play the clip, so its pictures are missing.");
   figure.hidden = false;
-  for (let slice = 0; slice < shown && !signal.aborted; slice += 1) {
+  for (let slice = 0; slice < shown; slice += 1) {
     const ofSlice = isKept.subarray(slice * h * w, (slice + 1) * h * w);
     const timeS = times[slice * times.length / t];
-    if (video) await seek(video, timeS);
+    if (video) await seek(video, timeS, signal);
+    if (signal.aborted) return;
     const frame = element("div", {});
     frame.append(drawn(video, grid, ofSlice, timeS), element("span", { className: "time", textContent: `${timeS.toFixed(1)} s` }));
     figure.querySelector(".frames").append(frame);
@@ -72,18 +74,22 @@ export function drawn(picture, { h, w }, isKept, timeS) {
 }
 
 // A <video> with its first frame, or null where this browser cannot decode the clip.
-function opened(url) {
+function opened(url, signal) {
   return new Promise((resolve) => {
     const video = element("video", { muted: true, preload: "auto" });
     video.onloadeddata = () => resolve(video.videoWidth ? video : null);
     video.onerror = () => resolve(null);
+    signal.addEventListener("abort", () => resolve(null));
     video.src = url;
   });
 }
 
-function seek(video, timeS) {
+// Also ends where the browser cannot decode on: the slice is then drawn with the last frame.
+function seek(video, timeS, signal) {
   return new Promise((resolve) => {
-    video.onseeked = resolve;
+    video.onseeked = video.onerror = resolve;
+    signal.addEventListener("abort", resolve);
     video.currentTime = timeS + 0.001; // inside the frame that begins then
+    if (video.error || signal.aborted) resolve(); // nothing of it is told any more
   });
 }

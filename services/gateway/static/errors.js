@@ -16,7 +16,7 @@ export function showError(error, clipName) {
     byId("token-error").textContent = error.message;
     byId("token").focus();
   } else if (CLIP_FIELD.test(error.message)) {
-    byId("file-error").textContent = error.message.replace(CLIP_FIELD, clipName);
+    byId("file-error").textContent = error.message.replace(CLIP_FIELD, () => clipName);
   } else {
     byId("question-error").textContent = error.message;
   }

@@ -13,6 +13,7 @@ const COMPARED = "Both answers start alike: neither finds anything in a cache, o
 const WARM_UP = { mm_processor_kwargs: { num_frames: 4 }, max_completion_tokens: 1 };
 
 let running = null; // AbortController of the question
+let drawing = null; // AbortController of what is drawn of its answers; it goes on while the next question is typed
 let turns = []; // {question, answer} of the conversation so far
 let compared = null; // the clip that was compared last
 
@@ -22,17 +23,21 @@ export async function submit() {
   byId("as-text").hidden = true;
   const clip = needed();
   if (!clip) return;
+  drawing?.abort();
   running = new AbortController();
+  const mine = drawing = new AbortController();
+  const answered = [];
   setBusy(true);
   try {
     await knowService();
-    await (byId("compare").checked ? compare : converse)(clip, running.signal);
+    await (byId("compare").checked ? compare : converse)(clip, running.signal, answered);
   } catch (error) {
     showError(error, clip.file.name);
   } finally {
     running = null;
     setBusy(false);
   }
+  for (const [article, bodyOf] of answered) await draw(article, clip, bodyOf, mine.signal);
 }
 
 export function stop() {
@@ -42,6 +47,7 @@ export function stop() {
 // The next question begins another one.
 export function endConversation() {
   stop();
+  drawing?.abort();
   setTurns([]);
 }
 
@@ -50,18 +56,19 @@ export function bodyNow(part) {
   return body(part, byId("compare").checked ? [] : turns, byId("question").value, ownPruning());
 }
 
-async function converse(clip, signal) {
+// answered: gets each article about a video, and the body of its question by the clip's part.
+async function converse(clip, signal, answered) {
   if (!turns.length) byId("answers").replaceChildren();
   byId("answers").classList.add("conversation");
   byId("note").textContent = "";
-  const [question, pruning] = [byId("question").value, ownPruning()];
+  const [earlier, question, pruning] = [turns, byId("question").value, ownPruning()];
   const article = headed(pruning, question);
   byId("answers").prepend(article);
-  const answer = await fill(article, clip, (part) => body(part, turns, question, pruning), signal);
-  if (answer !== null && !signal.aborted) setTurns([...turns, { question, answer }]);
+  const answer = await fill(article, clip, (part) => body(part, earlier, question, pruning), signal, answered);
+  if (answer !== null && !signal.aborted) setTurns([...earlier, { question, answer }]);
 }
 
-async function compare(clip, signal) {
+async function compare(clip, signal, answered) {
   setTurns([]);
   byId("answers").classList.remove("conversation");
   byId("answers").replaceChildren();
@@ -74,7 +81,7 @@ async function compare(clip, signal) {
     const article = headed(pruning, "");
     byId("answers").append(article);
     const cache_salt = unique();
-    await fill(article, clip, (part) => ({ ...body(part, [], question, pruning), cache_salt }), signal);
+    await fill(article, clip, (part) => ({ ...body(part, [], question, pruning), cache_salt }), signal, answered);
   }
 }
 
@@ -105,7 +112,7 @@ function headed({ rate, threshold }, question) {
 
 // Asks, and shows the answer and its cost in the article. bodyOf: the body, by the part of the clip.
 // Returns the text, or null for an answer that broke off.
-async function fill(article, clip, bodyOf, signal) {
+async function fill(article, clip, bodyOf, signal, answered) {
   const text = article.querySelector(".text");
   const streamed = { stream: true, stream_options: { include_usage: true } };
   let [answer, usage] = ["", null];
@@ -121,17 +128,28 @@ async function fill(article, clip, bodyOf, signal) {
     drawCost(article, usage);
     const [{ modality, pruning_rate: rate }] = usage.framesieve.media;
     if (article.dataset.automatic) article.querySelector("h2").textContent += `, by ${percent(rate)}`;
-    if (modality !== "video") return answer;
-    const told = await post("v1/framesieve/kept", bodyOf(await partOf(clip, signal)), signal);
-    await drawKept(article, (await told.json()).media[0], clip.url, signal);
+    if (modality === "video") answered.push([article, bodyOf]);
+    else article.setAttribute("aria-busy", "false");
+    return answer;
   } catch (error) {
+    article.setAttribute("aria-busy", "false");
     if (!text.textContent) article.remove();
     else if (error.name !== "AbortError") article.querySelector(".error").textContent = error.message;
     if (!text.textContent || error.name === "AbortError") throw error;
+    return null;
+  }
+}
+
+// Shows which tokens of a video were kept.
+async function draw(article, clip, bodyOf, signal) {
+  try {
+    const told = await post("v1/framesieve/kept", bodyOf(await partOf(clip, signal)), signal);
+    await drawKept(article, (await told.json()).media[0], clip.url, signal);
+  } catch (error) {
+    if (error.name !== "AbortError") article.querySelector(".error").textContent = error.message;
   } finally {
     article.setAttribute("aria-busy", "false");
   }
-  return usage && answer;
 }
 
 // Asks about the clip, again if the server has deleted its file.

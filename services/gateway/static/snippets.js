@@ -16,7 +16,12 @@ export function curl(clip, bodyOf, { takesUploads, hasToken }) {
   if (takesUploads) {
     const form = quoted(`file=@"${clip.file.name.replace(/["\\]/g, "\\$&")}"`);
     const upload = `curl -sS ${quoted(addressOf("v1/files"))}${token} -F ${form}`;
-    lines.push(`id=$(${upload} | grep -oE 'file-[0-9a-f]{64}' | head -n 1)`, `${ask} ${body.replace(place, "'\"$id\"'")}`);
+    lines.push(
+      `told=$(${upload})`,
+      `id=$(printf %s "$told" | grep -oE 'file-[0-9a-f]{64}' | head -n 1)`,
+      `if [ "$id" ]; then ${ask} ${body.replace(place, "'\"$id\"'")}`,
+      "else printf '%s\\n' \"$told\" >&2; false; fi",
+    );
   } else {
     const [before, after] = body.split(place);
     lines.push(`{ printf %s ${before}'; base64 < ${name} | tr -d '\\n'; printf %s '${after}; } | ${ask} @-`); // too long for an argument
