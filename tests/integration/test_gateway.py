@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from functools import partial
@@ -404,32 +405,39 @@ def test_the_list_of_files_comes_in_pages(door: Gateway) -> None:
             client.files.delete(each.id)
 
 
-def test_an_uploaded_file_is_asked_about_until_it_is_deleted(http: httpx.Client) -> None:
+@pytest.fixture
+def lone(door: Gateway) -> Iterator[httpx.Client]:
+    """A caller whose files no other test sees."""
+    with door.http(headers={"authorization": "Bearer a-caller-with-files-of-its-own"}) as client:
+        yield client
+
+
+def test_an_uploaded_file_is_asked_about_until_it_is_deleted(lone: httpx.Client) -> None:
     files = {"file": ("clip.mp4", CLIP)}
-    kept = http.post("/v1/files", files=files, data={"purpose": "user_data"}).raise_for_status().json()
+    kept = lone.post("/v1/files", files=files, data={"purpose": "user_data"}).raise_for_status().json()
     assert kept["bytes"] == len(CLIP)
     assert kept["expires_at"] > time.time()
-    assert [each["id"] for each in http.get("/v1/files").json()["data"]] == [kept["id"]]
-    assert http.get(f"/v1/files/{kept['id']}").json() == kept
+    assert [each["id"] for each in lone.get("/v1/files").json()["data"]] == [kept["id"]]
+    assert lone.get(f"/v1/files/{kept['id']}").json() == kept
     by_id = question({"type": "file", "file": {"file_id": kept["id"]}}, "What?")
     inline = question(video(CLIP_URL), "What?")
-    first, second = (http.post("/v1/chat/completions", json=body).json() for body in (by_id, inline))
+    first, second = (lone.post("/v1/chat/completions", json=body).json() for body in (by_id, inline))
     assert first["choices"] == second["choices"]
     content = [{"type": "input_file", "file_id": kept["id"]}, {"type": "input_text", "text": "What?"}]
     body = {"input": [{"role": "user", "content": content}], "temperature": 0, "max_output_tokens": 8}
-    answer = http.post("/v1/responses", json=body).json()
+    answer = lone.post("/v1/responses", json=body).json()
     assert answer["output"][0]["content"][0]["text"] == first["choices"][0]["message"]["content"]
     content[0]["type"] = "input_video"
-    assert http.post("/v1/responses", json=body).json()["output"][0]["content"] == answer["output"][0]["content"]
-    stranger = http.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
+    assert lone.post("/v1/responses", json=body).json()["output"][0]["content"] == answer["output"][0]["content"]
+    stranger = lone.get(f"/v1/files/{kept['id']}", headers={"authorization": "Bearer somebody-else-0123456789"})
     assert stranger.status_code == 404
-    large = http.post("/v1/files", files={"file": ("big.mp4", bytes(2 * UPLOAD_MAX_BYTES))})
+    large = lone.post("/v1/files", files={"file": ("big.mp4", bytes(2 * UPLOAD_MAX_BYTES))})
     assert large.status_code == 413
     told = "give larger files as an https URL or a file: path below --media-root"
     assert large.json()["error"]["message"].endswith(f"--upload-max-bytes is {UPLOAD_MAX_BYTES}; {told}")
-    assert http.delete(f"/v1/files/{kept['id']}").json()["deleted"]
-    assert http.post("/v1/chat/completions", json=by_id).status_code == 404
-    assert http.get("/v1/files").json()["data"] == []
+    assert lone.delete(f"/v1/files/{kept['id']}").json()["deleted"]
+    assert lone.post("/v1/chat/completions", json=by_id).status_code == 404
+    assert lone.get("/v1/files").json()["data"] == []
 
 
 def test_uploads_are_bounded_together_while_they_arrive(stack: Stack, tmp_path: Path) -> None:
