@@ -33,7 +33,7 @@ from framesieve.services.preprocessing.video.stream import played_frames
 from framesieve.services.preprocessing.workers import streams
 from framesieve.services.preprocessing.workers.process import Fault
 from tests.cameras import camera, played
-from tests.certificates import Authority
+from tests.certificates import Authority, self_signed
 from tests.preprocessing.media_server import Resolver, head, policy, redirect, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
@@ -83,13 +83,13 @@ def assert_shown(watched: Watched, film: Path) -> None:
 async def watching(
     service: Service,
     port: int,
-    authority: Authority | None = None,
+    trusted: Path | None = None,
     own: dict[str, logins.Login] | None = None,
     **limits: float,
 ) -> AsyncIterator[tuple[Any, list[int]]]:
     """A stub of a service to which clip.test is 127.0.0.1, and the sizes of what it fetches."""
     came: list[int] = []
-    tls = ssl.create_default_context(cafile=authority.path) if authority else None
+    tls = ssl.create_default_context(cafile=trusted) if trusted else None
     observed = Observed(came.append)
     made = Fetcher(policy(port, **limits), Resolver(clip_test=[["127.0.0.1"]]), tls, observed, own)
     async with service.serving(fetcher=made) as stub:
@@ -182,18 +182,25 @@ async def test_files_of_passwords_that_cannot_be_used_end_the_start(tmp_path: Pa
     assert "S3cret" not in str(refusal.value)
 
 
-async def test_an_encrypted_camera_must_have_the_certificate_of_its_name(service: Service, tmp_path: Path) -> None:
+async def test_an_encrypted_camera_must_have_a_certificate_of_its_name_that_is_trusted_as_by_https(
+    service: Service, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     authority = Authority(tmp_path)
-    for name, valid in (("clip.test", True), ("other.test", False)):
-        issued = authority.issue(name)
+    own = self_signed(tmp_path, "clip.test")
+    for issued, trusted, valid in (
+        (authority.issue("clip.test"), authority.path, True),
+        (authority.issue("other.test"), authority.path, False),
+        (own, own.cert, True),
+    ):
         wanted = {"mounts": CAMERA, "cert": str(issued.cert), "key": str(issued.key)}
-        async with camera(**wanted) as server, watching(service, server.port, authority) as (stub, _):
+        async with camera(**wanted) as server, watching(service, server.port, trusted) as (stub, _):
             url = f"rtsps://clip.test:{server.port}/live"
             if valid:
                 (await first_frame(stub, url)).call.cancel()
                 continue
             _, _, text = await refused((await opened(stub, url)).call)
             assert text == "open.url cannot be connected to, or has no valid certificate"
+    assert "certificate is not valid for" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
