@@ -322,7 +322,7 @@ async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
 # --- pictures by HTTP with a password ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["Basic", "Digest"])
+@pytest.mark.parametrize("scheme", ["Basic", "Digest", "Digest nonsense"])
 async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (64, 48)).save(file, "JPEG")
@@ -333,8 +333,10 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
         sent = re.search(r"(?i)authorization: (.*)\r", server.requests[-1])
         asked.append(sent[1] if sent else "")
         if not sent:
-            challenge = f'{scheme} realm="cameras", nonce="n0nce", qop="auth"'
-            writer.write(head(401, f"WWW-Authenticate: {challenge}", "Content-Length: 0"))
+            challenges = [f'WWW-Authenticate: {scheme} realm="cameras", nonce="n0nce", qop="auth"']
+            if "nonsense" in scheme:
+                challenges.append('WWW-Authenticate: Basic realm="cameras"')
+            writer.write(head(401, *challenges, "Content-Length: 0"))
             return
         writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
         for _ in range(3):
@@ -347,7 +349,7 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
         assert watched.frames
     first, second = asked
     assert not first
-    if scheme == "Basic":
+    if scheme != "Digest":
         assert second == f"Basic {base64.b64encode(b'us er:p@ss').decode()}"
         return
     given = dict(re.findall(r'(\w+)="?([^",]*)', second))
@@ -355,6 +357,18 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
     secret, asked_for = (hashlib.md5(each).hexdigest() for each in (b"us er:cameras:p@ss", b"GET:/x?y=1"))
     whole = f"{secret}:n0nce:{given['nc']}:{given['cnonce']}:auth:{asked_for}"
     assert given["response"] == hashlib.md5(whole.encode()).hexdigest()
+
+
+async def test_a_challenge_that_cannot_be_answered_refuses_the_stream(service: Service) -> None:
+    refusal = head(401, "WWW-Authenticate: Digest nonsense", "Content-Length: 0")
+    async with serving(refusal) as server, service.serving(server) as stub:
+        for password, why in (
+            ("word", "was answered with status 401, only 200 is accepted"),
+            ("w%FFrd", "has a user name or a password that is not UTF-8, percent-encoded"),
+        ):
+            url = f"http://user:{password}@clip.test:{server.port}/"
+            code, _, text = await refused((await opened(stub, url)).call)
+            assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, f"open.url {why}")
 
 
 async def test_a_redirect_to_another_host_gets_no_password(service: Service) -> None:
