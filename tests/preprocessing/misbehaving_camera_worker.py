@@ -6,18 +6,27 @@ import ctypes
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Generator
 
 from framesieve.common.contract.errors import MediaRejected
 from framesieve.services.preprocessing.workers import worker
 from framesieve.services.preprocessing.workers.bridge import Bridge
+from framesieve.services.preprocessing.workers.protocol import Kind, Message, send
 from framesieve.services.preprocessing.workers.worker import Piece, Task
 
 
 def _hang(task: Task, own: socket.socket) -> None:
     """Takes nothing of what comes."""
     time.sleep(3600)
+
+
+def _flood(task: Task, own: socket.socket) -> None:
+    """Says without end that it works."""
+    with socket.socket(fileno=os.dup(int(sys.argv[1]))) as service:
+        while True:
+            send(service, Message(Kind.PROGRESS))
 
 
 def _reach(task: Task, own: socket.socket) -> None:
@@ -48,7 +57,8 @@ def camera_frames(task: Task) -> Generator[Piece, None, None]:
     connection = socket.socket(fileno=task.camera)
     bridge = Bridge(connection.dup(), task.listener, task.facts.seconds("silent_s"), task.progress)
     with socket.create_connection(address) as own:
-        (_reach if "reach" in task.facts.text("target") else _hang)(task, own)
+        target = task.facts.text("target")
+        (_reach if "reach" in target else _flood if "flood" in target else _hang)(task, own)
     bridge.close()
     yield Piece({})
 

@@ -33,7 +33,7 @@ from framesieve.services.preprocessing.video.stream import StreamFrame
 from framesieve.services.preprocessing.workers.job_queue import failure_of
 from framesieve.services.preprocessing.workers.limits import Limits
 from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts, Kind, Message
+from framesieve.services.preprocessing.workers.protocol import MAX_INT, PROGRESS_S, Facts, Kind, Message
 
 _WORKER = "framesieve.services.preprocessing.workers.worker"
 _CAMERA_WORKER = "framesieve.services.preprocessing.workers.camera_worker"
@@ -105,6 +105,8 @@ class StreamWorkers:
         self, worker: WorkerProcess, name: str, fps: float, source: Camera | Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         await worker.ready()
+        clock = asyncio.get_running_loop().time
+        began_s, told = clock(), 0
         _begin(worker, {"media": name, "pieces": _PIECES, "fps": float(fps)}, source)
         worker.send(Kind.NEXT)
         given_bytes, empty = 0, 0
@@ -115,7 +117,10 @@ class StreamWorkers:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             match message.kind, len(message.descriptors):
                 case Kind.PROGRESS, 0 if isinstance(source, Camera):
-                    pass
+                    told += 1
+                    if told > (clock() - began_s) / PROGRESS_S + 1:  # a worker may not keep the event loop busy
+                        raise PeerContract("a worker reports progress too often")
+                    await asyncio.sleep(0)  # nor may those that wait already
                 case Kind.READ, 0 if not isinstance(source, Camera):
                     if given_bytes:
                         yield Read(given_bytes)
