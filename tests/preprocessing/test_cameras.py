@@ -34,7 +34,7 @@ from framesieve.services.preprocessing.workers import streams
 from framesieve.services.preprocessing.workers.process import Fault
 from tests.cameras import camera, played
 from tests.certificates import Authority, self_signed
-from tests.preprocessing.media_server import Resolver, head, policy, redirect, serving
+from tests.preprocessing.media_server import Resolver, forever, head, policy, redirect, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
@@ -329,6 +329,7 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
     Image.new("RGB", (64, 48)).save(file, "JPEG")
     picture = file.getvalue()
     asked: list[str] = []
+    left = asyncio.Event()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         sent = re.search(r"(?i)authorization: (.*)\r", server.requests[-1])
@@ -337,8 +338,12 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
             challenges = [f'WWW-Authenticate: {scheme} realm="cameras", nonce="n0nce", qop="auth"']
             if "nonsense" in scheme:
                 challenges.append('WWW-Authenticate: Basic realm="cameras"')
-            writer.write(head(401, *challenges, "Content-Length: 0"))
-            return
+            writer.write(head(401, *challenges, "Content-Length: 999999"))
+            try:
+                await forever(writer, b" ", every_s=0.01)
+            finally:
+                left.set()
+        await left.wait()
         writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
         for _ in range(3):
             writer.write(

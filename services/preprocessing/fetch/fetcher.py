@@ -183,6 +183,7 @@ class Fetcher:
                 response = await opening.enter_async_context(aclosing(await ask({})))
                 refused = response.status_code == httpx.codes.UNAUTHORIZED
                 if login and refused and (header := login.authorization(url.target, response)):
+                    await response.aclose()  # its connection would stay open as long as the stream
                     response = await opening.enter_async_context(aclosing(await ask({"Authorization": header})))
                 if response.has_redirect_location:
                     return _escaped(response.headers["Location"].encode(response.headers.encoding))
