@@ -245,7 +245,9 @@ async def test_frames_have_the_size_and_the_aspect_that_they_were_sent_with(serv
 
 
 REDIRECTION = "RTSP/1.0 302 X\r\nCSeq: 1\r\nLocation: rtsp://127.0.0.1:{}/\r\n\r\n"
-DESCRIPTION = b"v=0\r\nm=audio 0 RTP/AVP 8\r\n"
+# A name that is not UTF-8.
+DESCRIPTION = b"v=0\r\ns=caf\xe9\r\nm=audio 0 RTP/AVP 8\r\n"
+DESCRIBED = b"RTSP/1.0 200 OK\r\nContent-Type: application/sdp\r\nContent-Length: %d\r\n\r\n%b"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,18 @@ async def test_servers_that_lead_elsewhere_or_refuse_are_left(service: Service, 
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert re.fullmatch(f"open.url {why}.*", text)
             assert (server.connections, elsewhere.connections) == (1, 0)
+
+
+async def test_a_camera_without_video_is_refused(service: Service) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        for each in (b"", DESCRIPTION, b""):  # to OPTIONS, DESCRIBE and PLAY
+            writer.write(DESCRIBED % (len(each), each))
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async with serving(answer) as server, service.serving(server) as stub:
+        _, _, text = await refused((await opened(stub, f"rtsp://clip.test:{server.port}/")).call)
+        assert text == "open.url has no video stream"
 
 
 async def test_ffmpeg_follows_no_redirect_by_itself() -> None:

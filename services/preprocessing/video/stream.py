@@ -71,7 +71,7 @@ def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator
     """
     file = _Bytes(more)
     try:
-        container = av.open(file, mode="r", options=OPEN_OPTIONS | _PROBING)
+        container = av.open(file, mode="r", options=OPEN_OPTIONS | _PROBING, metadata_errors="replace")
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError) as error:
@@ -90,7 +90,7 @@ def played_frames(
     url: with a user name and a password, if it asks for them. came: called with the bytes of each packet, 0 at the end.
     """
     try:
-        container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING)
+        container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING, metadata_errors="replace")
     except MemoryError:
         raise
     except av.error.HTTPUnauthorizedError:
