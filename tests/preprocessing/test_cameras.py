@@ -269,7 +269,7 @@ async def test_servers_that_lead_elsewhere_or_refuse_are_left(service: Service, 
             assert (server.connections, elsewhere.connections) == (1, 0)
 
 
-async def test_a_camera_without_video_is_refused(service: Service) -> None:
+async def test_a_camera_without_video_is_refused_and_targets_are_sent_whole(service: Service) -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
         for each in (b"", DESCRIPTION, b""):  # to OPTIONS, DESCRIBE and PLAY
             writer.write(DESCRIBED % (len(each), each))
@@ -277,8 +277,14 @@ async def test_a_camera_without_video_is_refused(service: Service) -> None:
         await asyncio.Event().wait()
 
     async with serving(answer) as server, service.serving(server) as stub:
-        _, _, text = await refused((await opened(stub, f"rtsp://clip.test:{server.port}/")).call)
-        assert text == "open.url has no video stream"
+        url = f"rtsp://clip.test:{server.port}/{2045 * 'a'}"
+        for target, why in (
+            ("b", "has no video stream"),
+            ("bc", "must have a path and a query of at most 2047 characters"),
+        ):
+            _, _, text = await refused((await opened(stub, url + target)).call)
+            assert text == f"open.url {why}"
+        assert server.requests[0].split()[1].endswith("ab")
 
 
 async def test_ffmpeg_follows_no_redirect_by_itself() -> None:

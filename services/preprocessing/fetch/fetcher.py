@@ -51,7 +51,7 @@ MAX_CONCURRENT_FETCHES = 128
 
 _PIECE_BYTES = 2**20
 # FFmpeg's RTSP client cuts longer ones.
-_MAX_CAMERA_TARGET = 2048
+_MAX_CAMERA_TARGET = 2047
 
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
