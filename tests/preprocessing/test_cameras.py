@@ -217,16 +217,16 @@ async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number:
 
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
-    quick = replace(service.queues.streams._limits, stall_s=1.0)
+    quick = replace(service.queues.streams._limits, stall_s=2.0)
     queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, service.queues.replaced.append))
     async with (
-        camera(mounts={"/live": LIVE.format("1/2")}) as server,
-        watching(replace(service, queues=queues), server.port) as (stub, _),
+        camera(mounts={"/live": LIVE.format("1/3")}) as server,
+        watching(replace(service, queues=queues), server.port, total_s=6.0) as (stub, _),
     ):
         watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
         for _ in range(2):
             assert await watched.next()
-        assert watched.frames[-1][0] - watched.frames[-2][0] == pytest.approx(2, abs=0.1)
+        assert watched.frames[-1][0] - watched.frames[-2][0] == pytest.approx(3, abs=0.1)
         watched.call.cancel()
 
 

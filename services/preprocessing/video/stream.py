@@ -48,8 +48,13 @@ _MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
 _PROBING = {"probesize": str(2**20), "analyzeduration": "1000000"}
 # Packets come in the one connection that is made, and tracks without video are not asked for. Without "rtsp" among the
-# protocols, FFmpeg follows no redirect.
-_PLAYING = {"protocol_whitelist": "tcp", "rtsp_transport": "tcp", "allowed_media_types": "video"}
+# protocols, FFmpeg follows no redirect. No frames are waited for to find out their rate.
+_PLAYING = {
+    "protocol_whitelist": "tcp",
+    "rtsp_transport": "tcp",
+    "allowed_media_types": "video",
+    "fpsprobesize": "0",
+}
 _REMEDY = "send what can be read without seeking: MPEG-TS, fragmented MP4 or WebM"
 # Searched for a display matrix.
 _HEAD_BYTES = 2**16
@@ -83,11 +88,12 @@ def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator
 
 
 def played_frames(
-    url: str, fps: float, name: str, came: Callable[[int], None] = lambda _: None
+    url: str, fps: float, name: str, came: Callable[[bool], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
     """As `stream_frames`, of what an RTSP server plays. It is told when its reader leaves.
 
-    url: with a user name and a password, if it asks for them. came: called with the bytes of each packet, 0 at the end.
+    url: with a user name and a password, if it asks for them. came: called once it is open, which takes some packets,
+    and with each packet after that; with False at the end.
     """
     try:
         container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING, metadata_errors="replace")
@@ -101,11 +107,12 @@ def played_frames(
     except (av.FFmpegError, ValueError) as error:  # whose texts may hold the password
         raise MediaRejected(f"cannot be played: {reason_of(error)}", field=name) from None
     with container:
+        came(True)
         yield from opened_frames(container, fps, name, turned=False, came=came)
 
 
 def opened_frames(
-    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[int], None] = lambda _: None
+    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[bool], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
     """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: as in `played_frames`."""
     intervals, clock = Intervals(fps), _Clock()
@@ -144,7 +151,7 @@ class _Bytes:
 
 
 def _decoded(
-    container: InputContainer, stream: VideoStream, name: str, came: Callable[[int], None]
+    container: InputContainer, stream: VideoStream, name: str, came: Callable[[bool], None]
 ) -> Iterator[VideoFrame]:
     packets, codec = container.demux(stream), decoder_of(stream)
     began = False
@@ -160,7 +167,7 @@ def _decoded(
             raise MediaRejected(text, field=name, remedy=remedy) from error
         if packet is None:
             return
-        came(packet.size)
+        came(packet.size > 0)
         try:
             frames = codec.decode(packet)
         except MemoryError:

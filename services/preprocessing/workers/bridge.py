@@ -51,10 +51,10 @@ class Bridge:
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def see(self, size_bytes: int) -> None:
-        """A packet of video came from FFmpeg; one of no bytes when it has read the end of the stream."""
+    def see(self, goes_on: bool) -> None:
+        """A packet of video came from FFmpeg; or it has read the end of the stream."""
         self._video_s = time.monotonic()
-        if not size_bytes:
+        if not goes_on:
             self._ended.set()
 
     def close(self) -> None:
