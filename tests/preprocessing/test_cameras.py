@@ -232,14 +232,15 @@ async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service:
 
 async def test_frames_have_the_size_and_the_aspect_that_they_were_sent_with(service: Service) -> None:
     part = (
-        "videotestsrc num-buffers={} ! video/x-raw,width={},height=48,framerate=25/1,pixel-aspect-ratio={} ! x264enc ! "
-        "joined. "
+        "videotestsrc pattern=ball num-buffers={} ! "
+        "video/x-raw,width={},height=48,framerate=25/1,pixel-aspect-ratio={} ! "
+        "x264enc bframes=2 b-adapt=false ! video/x-h264,profile=main ! joined. "
     )
     parts = (part.format(*each) for each in ((50, 64, "1/1"), (25, 96, "1/1"), (25, 64, "2/1")))
     joined = "concat name=joined ! h264parse config-interval=-1 ! rtph264pay name=pay0 pt=96"
     mounts = {"/film": f"{joined} {' '.join(parts)}"}
     async with camera(mounts=mounts) as server, watching(service, server.port) as (stub, _):
-        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/film", fps=5))
+        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/film", fps=25))
         widths = [pixels.shape[1] for _, pixels in watched.frames]
         assert sorted(set(widths), key=widths.index) == [64, 96, 128]
 

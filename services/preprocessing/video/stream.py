@@ -123,6 +123,7 @@ def opened_frames(
     stream.codec_context.thread_count = 1
     pictures = _Pictures(stream, turned, name)
     for frame in _decoded(container, stream, name, came):
+        pictures.see(frame)
         pts = frame.pts  # FFmpeg gives none to the first packet of RTP
         if container.format.name in _UNTIMED:
             pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
@@ -227,6 +228,19 @@ class _Pictures:
         self._coded_aspect: Fraction | None = None
         self._began = False
 
+    def see(self, frame: VideoFrame) -> None:
+        """Call it with each frame, also with those of which no picture is made.
+
+        What a container declares goes before what its video does, until that changes. The decoder's own may have
+        changed while frames before the change still come: it counts from the next key frame on.
+        """
+        if self._began and not frame.key_frame:
+            return
+        coded_aspect = self._stream.codec_context.sample_aspect_ratio
+        if self._began and coded_aspect != self._coded_aspect:
+            self._aspect = coded_aspect
+        self._began, self._coded_aspect = True, coded_aspect
+
     def of(self, frame: VideoFrame) -> UInt8Array:
         pixels = self._converter.rgb(frame)
         size = self._sent_size(frame)
@@ -236,11 +250,6 @@ class _Pictures:
 
     def _sent_size(self, frame: VideoFrame) -> tuple[int, int]:
         """Width and height with square pixels, within the largest size that is sent, before it is turned upright."""
-        coded_aspect = self._stream.codec_context.sample_aspect_ratio
-        # What a container declares goes before what its video does, until that changes.
-        if self._began and coded_aspect != self._coded_aspect:
-            self._aspect = coded_aspect
-        self._began, self._coded_aspect = True, coded_aspect
         aspect = self._aspect or 1
         width = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width
         check_frame_size(self._name, frame.height, width)
