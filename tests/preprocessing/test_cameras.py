@@ -149,7 +149,7 @@ async def test_a_camera_gets_its_password_from_the_url_or_from_the_file_and_nobo
     file = tmp_path / "netrc"
     file.write_text('machine clip.test login "us er" password "S3cr@t:word"\n')
     async with camera(mounts=CAMERA, users={"us er": "S3cr@t:word"}, digest=digest) as server:
-        url = f"rtsp://{{}}clip.test:{server.port}/live"
+        url = f"rtsp://{{}}clip.test:{server.port}/live?a@b"
         async with watching(service, server.port) as (stub, _):
             (await first_frame(stub, url.format("us%20er:S3cr%40t%3Aword@"))).call.cancel()
             for login, why in (

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from urllib.parse import urlsplit
 
 import av
 import numpy as np
@@ -90,7 +91,7 @@ def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator
 def played_frames(
     url: str, fps: float, name: str, came: Callable[[bool], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
-    """As `stream_frames`, of what an RTSP server plays. It is told when its reader leaves.
+    """As `stream_frames`, of what an RTSP server plays.
 
     url: with a user name and a password, if it asks for them. came: called once it is open, which takes some packets,
     and with each packet after that; with False at the end.
@@ -101,7 +102,7 @@ def played_frames(
         raise
     except av.error.HTTPUnauthorizedError:
         text, remedy = "asks for another user name or password", None
-        if "@" not in url:
+        if "@" not in urlsplit(url).netloc:
             text, remedy = "asks for a user name and a password", "name them: rtsp://user:password@host/path"
         raise MediaRejected(text, field=name, remedy=remedy) from None
     except (av.FFmpegError, ValueError) as error:  # whose texts may hold the password
