@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +36,23 @@ class Authority:
         issued.cert.write_bytes(b"".join(pem.bytes() for pem in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(issued.key)
         return issued
+
+
+def self_signed(folder: Path, name: str) -> Issued:
+    """A certificate that no authority has issued, and that is none itself, as devices have."""
+    issued = Issued(folder / f"{name}.own.cert.pem", folder / f"{name}.own.key.pem")
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    issued.cert.write_bytes(certificate.public_bytes(pem))
+    private, unprotected = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    issued.key.write_bytes(key.private_bytes(pem, private, unprotected))
+    return issued

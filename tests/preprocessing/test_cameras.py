@@ -33,8 +33,8 @@ from framesieve.services.preprocessing.video.stream import played_frames
 from framesieve.services.preprocessing.workers import streams
 from framesieve.services.preprocessing.workers.process import Fault
 from tests.cameras import camera, played
-from tests.certificates import Authority
-from tests.preprocessing.media_server import Resolver, head, policy, redirect, serving
+from tests.certificates import Authority, self_signed
+from tests.preprocessing.media_server import Resolver, forever, head, policy, redirect, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
@@ -83,13 +83,13 @@ def assert_shown(watched: Watched, film: Path) -> None:
 async def watching(
     service: Service,
     port: int,
-    authority: Authority | None = None,
+    trusted: Path | None = None,
     own: dict[str, logins.Login] | None = None,
     **limits: float,
 ) -> AsyncIterator[tuple[Any, list[int]]]:
     """A stub of a service to which clip.test is 127.0.0.1, and the sizes of what it fetches."""
     came: list[int] = []
-    tls = ssl.create_default_context(cafile=authority.path) if authority else None
+    tls = ssl.create_default_context(cafile=trusted) if trusted else None
     observed = Observed(came.append)
     made = Fetcher(policy(port, **limits), Resolver(clip_test=[["127.0.0.1"]]), tls, observed, own)
     async with service.serving(fetcher=made) as stub:
@@ -149,7 +149,7 @@ async def test_a_camera_gets_its_password_from_the_url_or_from_the_file_and_nobo
     file = tmp_path / "netrc"
     file.write_text('machine clip.test login "us er" password "S3cr@t:word"\n')
     async with camera(mounts=CAMERA, users={"us er": "S3cr@t:word"}, digest=digest) as server:
-        url = f"rtsp://{{}}clip.test:{server.port}/live"
+        url = f"rtsp://{{}}clip.test:{server.port}/live?a@b"
         async with watching(service, server.port) as (stub, _):
             (await first_frame(stub, url.format("us%20er:S3cr%40t%3Aword@"))).call.cancel()
             for login, why in (
@@ -182,18 +182,25 @@ async def test_files_of_passwords_that_cannot_be_used_end_the_start(tmp_path: Pa
     assert "S3cret" not in str(refusal.value)
 
 
-async def test_an_encrypted_camera_must_have_the_certificate_of_its_name(service: Service, tmp_path: Path) -> None:
+async def test_an_encrypted_camera_must_have_a_certificate_of_its_name_that_is_trusted_as_by_https(
+    service: Service, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     authority = Authority(tmp_path)
-    for name, valid in (("clip.test", True), ("other.test", False)):
-        issued = authority.issue(name)
+    own = self_signed(tmp_path, "clip.test")
+    for issued, trusted, valid in (
+        (authority.issue("clip.test"), authority.path, True),
+        (authority.issue("other.test"), authority.path, False),
+        (own, own.cert, True),
+    ):
         wanted = {"mounts": CAMERA, "cert": str(issued.cert), "key": str(issued.key)}
-        async with camera(**wanted) as server, watching(service, server.port, authority) as (stub, _):
+        async with camera(**wanted) as server, watching(service, server.port, trusted) as (stub, _):
             url = f"rtsps://clip.test:{server.port}/live"
             if valid:
                 (await first_frame(stub, url)).call.cancel()
                 continue
             _, _, text = await refused((await opened(stub, url)).call)
             assert text == "open.url cannot be connected to, or has no valid certificate"
+    assert "certificate is not valid for" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -210,35 +217,38 @@ async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number:
 
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:
-    quick = replace(service.queues.streams._limits, stall_s=1.0)
+    quick = replace(service.queues.streams._limits, stall_s=2.0)
     queues = replace(service.queues, streams=streams.StreamWorkers(1, quick, service.queues.replaced.append))
     async with (
-        camera(mounts={"/live": LIVE.format("1/2")}) as server,
-        watching(replace(service, queues=queues), server.port) as (stub, _),
+        camera(mounts={"/live": LIVE.format("1/3")}) as server,
+        watching(replace(service, queues=queues), server.port, total_s=6.0) as (stub, _),
     ):
         watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
         for _ in range(2):
             assert await watched.next()
-        assert watched.frames[-1][0] - watched.frames[-2][0] == pytest.approx(2, abs=0.1)
+        assert watched.frames[-1][0] - watched.frames[-2][0] == pytest.approx(3, abs=0.1)
         watched.call.cancel()
 
 
 async def test_frames_have_the_size_and_the_aspect_that_they_were_sent_with(service: Service) -> None:
     part = (
-        "videotestsrc num-buffers={} ! video/x-raw,width={},height=48,framerate=25/1,pixel-aspect-ratio={} ! x264enc ! "
-        "joined. "
+        "videotestsrc pattern=ball num-buffers={} ! "
+        "video/x-raw,width={},height=48,framerate=25/1,pixel-aspect-ratio={} ! "
+        "x264enc bframes=2 b-adapt=false ! video/x-h264,profile=main ! joined. "
     )
     parts = (part.format(*each) for each in ((50, 64, "1/1"), (25, 96, "1/1"), (25, 64, "2/1")))
     joined = "concat name=joined ! h264parse config-interval=-1 ! rtph264pay name=pay0 pt=96"
     mounts = {"/film": f"{joined} {' '.join(parts)}"}
     async with camera(mounts=mounts) as server, watching(service, server.port) as (stub, _):
-        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/film", fps=5))
+        watched = await all_of(await opened(stub, f"rtsp://clip.test:{server.port}/film", fps=25))
         widths = [pixels.shape[1] for _, pixels in watched.frames]
         assert sorted(set(widths), key=widths.index) == [64, 96, 128]
 
 
 REDIRECTION = "RTSP/1.0 302 X\r\nCSeq: 1\r\nLocation: rtsp://127.0.0.1:{}/\r\n\r\n"
-DESCRIPTION = b"v=0\r\nm=audio 0 RTP/AVP 8\r\n"
+# A name that is not UTF-8.
+DESCRIPTION = b"v=0\r\ns=caf\xe9\r\nm=audio 0 RTP/AVP 8\r\n"
+DESCRIBED = b"RTSP/1.0 200 OK\r\nContent-Type: application/sdp\r\nContent-Length: %d\r\n\r\n%b"
 
 
 @pytest.mark.parametrize(
@@ -258,6 +268,24 @@ async def test_servers_that_lead_elsewhere_or_refuse_are_left(service: Service, 
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert re.fullmatch(f"open.url {why}.*", text)
             assert (server.connections, elsewhere.connections) == (1, 0)
+
+
+async def test_a_camera_without_video_is_refused_and_targets_are_sent_whole(service: Service) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        for each in (b"", DESCRIPTION, b""):  # to OPTIONS, DESCRIBE and PLAY
+            writer.write(DESCRIBED % (len(each), each))
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async with serving(answer) as server, service.serving(server) as stub:
+        url = f"rtsp://clip.test:{server.port}/{2045 * 'a'}"
+        for target, why in (
+            ("b", "has no video stream"),
+            ("bc", "must have a path and a query of at most 2047 characters"),
+        ):
+            _, _, text = await refused((await opened(stub, url + target)).call)
+            assert text == f"open.url {why}"
+        assert server.requests[0].split()[1].endswith("ab")
 
 
 async def test_ffmpeg_follows_no_redirect_by_itself() -> None:
@@ -283,13 +311,14 @@ async def test_a_server_that_sends_by_udp_alone_is_refused(service: Service) -> 
     ("target", "why"),
     [
         ("/hang", "open.url cannot be decoded: it made no progress for 1 s"),
-        ("/reach{}", r"open.url reaches \['PermissionError', 'ConnectionRefusedError'\]"),
+        ("/flood", "open.url cannot be decoded: its decoder failed"),
+        ("/reach{}", r"open.url reaches \['EACCES', 'ECONNREFUSED', 'EINVAL', 'EINVAL'\]"),
     ],
 )
 async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
     service: Service, monkeypatch: pytest.MonkeyPatch, target: str, why: str
 ) -> None:
-    if target != "/hang" and ctypes.CDLL(None).syscall(444, None, 0, 1) < 4:  # landlock_create_ruleset: its version
+    if "reach" in target and ctypes.CDLL(None).syscall(444, None, 0, 1) < 4:  # landlock_create_ruleset: its version
         pytest.skip("this kernel's Landlock knows no ports")
     monkeypatch.setattr(streams, "_CAMERA_WORKER", "tests.preprocessing.misbehaving_camera_worker")
     quick = replace(service.queues.streams._limits, stall_s=1.0)
@@ -309,26 +338,33 @@ async def test_a_decoder_that_was_taken_over_is_ended_and_reaches_nothing(
             url = f"rtsp://clip.test:{port}{target.format(other.getsockname()[1])}"
             _, _, text = await refused((await opened(stub, url)).call)
             assert re.fullmatch(why, text)
-            assert faults == ([Fault.SLOW] if target == "/hang" else [])
+            assert faults == {"/hang": [Fault.SLOW], "/flood": [Fault.CONTRACT]}.get(target, [])
 
 
 # --- pictures by HTTP with a password ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["Basic", "Digest"])
+@pytest.mark.parametrize("scheme", ["Basic", "Digest", "Digest nonsense"])
 async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme: str) -> None:
     file = io.BytesIO()
     Image.new("RGB", (64, 48)).save(file, "JPEG")
     picture = file.getvalue()
     asked: list[str] = []
+    left = asyncio.Event()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         sent = re.search(r"(?i)authorization: (.*)\r", server.requests[-1])
         asked.append(sent[1] if sent else "")
         if not sent:
-            challenge = f'{scheme} realm="cameras", nonce="n0nce", qop="auth"'
-            writer.write(head(401, f"WWW-Authenticate: {challenge}", "Content-Length: 0"))
-            return
+            challenges = [f'WWW-Authenticate: {scheme} realm="cameras", nonce="n0nce", qop="auth"']
+            if "nonsense" in scheme:
+                challenges.append('WWW-Authenticate: Basic realm="cameras"')
+            writer.write(head(401, *challenges, "Content-Length: 999999"))
+            try:
+                await forever(writer, b" ", every_s=0.01)
+            finally:
+                left.set()
+        await left.wait()
         writer.write(head(200, "Content-Type: multipart/x-mixed-replace; boundary=next"))
         for _ in range(3):
             writer.write(
@@ -340,7 +376,7 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
         assert watched.frames
     first, second = asked
     assert not first
-    if scheme == "Basic":
+    if scheme != "Digest":
         assert second == f"Basic {base64.b64encode(b'us er:p@ss').decode()}"
         return
     given = dict(re.findall(r'(\w+)="?([^",]*)', second))
@@ -348,6 +384,18 @@ async def test_pictures_by_http_may_ask_for_a_password(service: Service, scheme:
     secret, asked_for = (hashlib.md5(each).hexdigest() for each in (b"us er:cameras:p@ss", b"GET:/x?y=1"))
     whole = f"{secret}:n0nce:{given['nc']}:{given['cnonce']}:auth:{asked_for}"
     assert given["response"] == hashlib.md5(whole.encode()).hexdigest()
+
+
+async def test_a_challenge_that_cannot_be_answered_refuses_the_stream(service: Service) -> None:
+    refusal = head(401, "WWW-Authenticate: Digest nonsense", "Content-Length: 0")
+    async with serving(refusal) as server, service.serving(server) as stub:
+        for password, why in (
+            ("word", "was answered with status 401, only 200 is accepted"),
+            ("w%FFrd", "has a user name or a password that is not UTF-8, percent-encoded"),
+        ):
+            url = f"http://user:{password}@clip.test:{server.port}/"
+            code, _, text = await refused((await opened(stub, url)).call)
+            assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, f"open.url {why}")
 
 
 async def test_a_redirect_to_another_host_gets_no_password(service: Service) -> None:

@@ -2,9 +2,10 @@
 
 Each host name is resolved once, all of its addresses are checked against the policy, and one of exactly these addresses
 is dialled. httpx gets the address, the Host header and the name that the certificate must hold, so it cannot resolve
-the name again (DNS rebinding); the worker of a camera gets the connection alone. Every redirect repeats the whole
-check. A connection serves one request only. Only httpx's transport is used: it knows no cookies, no proxies from the
-environment, no credentials, no content decoding and no redirects. A password goes to its own host, which asks for it.
+the name again (DNS rebinding); the worker of a camera gets what comes by the connection, and not its socket. Every
+redirect repeats the whole check. A connection serves one request only. Only httpx's transport is used: it knows no
+cookies, no proxies from the environment, no credentials, no content decoding and no redirects. A password goes to its
+own host, which asks for it.
 
 Error texts reveal nothing about the internal network: no address, no target of a redirect, and no difference between an
 unknown name and a forbidden one. The log holds the details.
@@ -30,7 +31,7 @@ import structlog
 from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, within
 from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
 from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
-from framesieve.services.preprocessing.fetch.camera import Camera, connected
+from framesieve.services.preprocessing.fetch.camera import Camera, connected, relayed
 from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
 from framesieve.services.preprocessing.fetch.login import Login
 from framesieve.services.preprocessing.fetch.policy import FetchPolicy
@@ -50,7 +51,7 @@ MAX_CONCURRENT_FETCHES = 128
 
 _PIECE_BYTES = 2**20
 # FFmpeg's RTSP client cuts longer ones.
-_MAX_CAMERA_TARGET = 2048
+_MAX_CAMERA_TARGET = 2047
 
 _HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
@@ -158,17 +159,10 @@ class Fetcher:
         if len(url.target) > _MAX_CAMERA_TARGET:
             raise InvalidRequest(f"must have a path and a query of at most {_MAX_CAMERA_TARGET} characters")
         addresses = await self._addresses(url)
-        connection = stack.enter_context(await connected(url, addresses, self._policy.connect_s))
-        encrypted = url.scheme == "rtsps"
-        return Camera(
-            connection,
-            url.target,
-            f"{login.quoted}@" if login else "",
-            url.host.name if encrypted else "",
-            b"".join(self._tls.get_ca_certs(binary_form=True)) if encrypted else b"",
-            self._policy.total_s,
-            self._observed.fetched,
-        )
+        tls = self._tls if url.scheme == "rtsps" else None
+        streams = await connected(url, addresses, self._policy.connect_s, tls)
+        connection = await stack.enter_async_context(relayed(*streams, self._observed.fetched))
+        return Camera(connection, url.target, f"{login.quoted}@" if login else "", self._policy.total_s)
 
     async def _read(self, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         with within(name):
@@ -189,6 +183,7 @@ class Fetcher:
                 response = await opening.enter_async_context(aclosing(await ask({})))
                 refused = response.status_code == httpx.codes.UNAUTHORIZED
                 if login and refused and (header := login.authorization(url.target, response)):
+                    await response.aclose()  # its connection would stay open as long as the stream
                     response = await opening.enter_async_context(aclosing(await ask({"Authorization": header})))
                 if response.has_redirect_location:
                     return _escaped(response.headers["Location"].encode(response.headers.encoding))

@@ -32,9 +32,12 @@ class Login:
 
     @classmethod
     def parse(cls, text: str) -> Login:
-        """user:password, both percent-encoded."""
+        """user:password, both percent-encoded. Raises InvalidRequest for one that cannot be sent."""
         user, _, password = text.partition(":")
-        return cls(unquote(user), unquote(password))
+        try:
+            return cls(unquote(user, errors="strict"), unquote(password, errors="strict"))
+        except UnicodeDecodeError:  # whose text holds the password
+            raise InvalidRequest("has a user name or a password that is not UTF-8, percent-encoded") from None
 
     @property
     def quoted(self) -> str:
@@ -51,9 +54,8 @@ class Login:
         next(flow)
         try:
             answer = flow.send(refusal)
-        except (KeyError, NotImplementedError):  # an algorithm, or a protection, that httpx does not know
-            return None
-        except StopIteration:
+        except (StopIteration, KeyError, ValueError, NotImplementedError, httpx.ProtocolError):
+            # No challenge of Digest, a malformed one, or an algorithm or a protection that httpx does not know.
             if not any(each.lower().startswith("basic") for each in refusal.headers.get_list("www-authenticate")):
                 return None
             flow = httpx.BasicAuth(self.user, self.password).auth_flow(asked)

@@ -81,7 +81,7 @@ def open_video(source: Source) -> Iterator[tuple[InputContainer, VideoStream]]:
         if unread := unread_format(file):
             raise MediaRejected(f"is {unread}", field=source.name)
         try:
-            container = av.open(file, mode="r", options=OPEN_OPTIONS)
+            container = av.open(file, mode="r", options=OPEN_OPTIONS, metadata_errors="replace")
         except MemoryError:
             raise
         except (av.FFmpegError, ValueError) as error:

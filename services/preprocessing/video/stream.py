@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from urllib.parse import urlsplit
 
 import av
 import numpy as np
@@ -48,8 +49,13 @@ _MAX_TIME_US = 2**53
 # Read before the first frame is decoded, to find out what a stream holds.
 _PROBING = {"probesize": str(2**20), "analyzeduration": "1000000"}
 # Packets come in the one connection that is made, and tracks without video are not asked for. Without "rtsp" among the
-# protocols, FFmpeg follows no redirect.
-_PLAYING = {"protocol_whitelist": "tcp", "rtsp_transport": "tcp", "allowed_media_types": "video"}
+# protocols, FFmpeg follows no redirect. No frames are waited for to find out their rate.
+_PLAYING = {
+    "protocol_whitelist": "tcp",
+    "rtsp_transport": "tcp",
+    "allowed_media_types": "video",
+    "fpsprobesize": "0",
+}
 _REMEDY = "send what can be read without seeking: MPEG-TS, fragmented MP4 or WebM"
 # Searched for a display matrix.
 _HEAD_BYTES = 2**16
@@ -71,7 +77,7 @@ def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator
     """
     file = _Bytes(more)
     try:
-        container = av.open(file, mode="r", options=OPEN_OPTIONS | _PROBING)
+        container = av.open(file, mode="r", options=OPEN_OPTIONS | _PROBING, metadata_errors="replace")
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError) as error:
@@ -83,29 +89,31 @@ def stream_frames(more: Callable[[], bytes], fps: float, name: str) -> Generator
 
 
 def played_frames(
-    url: str, fps: float, name: str, came: Callable[[int], None] = lambda _: None
+    url: str, fps: float, name: str, came: Callable[[bool], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
-    """As `stream_frames`, of what an RTSP server plays. It is told when its reader leaves.
+    """As `stream_frames`, of what an RTSP server plays.
 
-    url: with a user name and a password, if it asks for them. came: called with the bytes of each packet, 0 at the end.
+    url: with a user name and a password, if it asks for them. came: called once it is open, which takes some packets,
+    and with each packet after that; with False at the end.
     """
     try:
-        container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING)
+        container = av.open(url, mode="r", format="rtsp", options=_PLAYING | _PROBING, metadata_errors="replace")
     except MemoryError:
         raise
     except av.error.HTTPUnauthorizedError:
         text, remedy = "asks for another user name or password", None
-        if "@" not in url:
+        if "@" not in urlsplit(url).netloc:
             text, remedy = "asks for a user name and a password", "name them: rtsp://user:password@host/path"
         raise MediaRejected(text, field=name, remedy=remedy) from None
     except (av.FFmpegError, ValueError) as error:  # whose texts may hold the password
         raise MediaRejected(f"cannot be played: {reason_of(error)}", field=name) from None
     with container:
+        came(True)
         yield from opened_frames(container, fps, name, turned=False, came=came)
 
 
 def opened_frames(
-    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[int], None] = lambda _: None
+    container: InputContainer, fps: float, name: str, turned: bool, came: Callable[[bool], None] = lambda _: None
 ) -> Generator[StreamFrame, None, None]:
     """As `stream_frames`, of what is open. turned: as in `_Pictures`. came: as in `played_frames`."""
     intervals, clock = Intervals(fps), _Clock()
@@ -116,6 +124,7 @@ def opened_frames(
     stream.codec_context.thread_count = 1
     pictures = _Pictures(stream, turned, name)
     for frame in _decoded(container, stream, name, came):
+        pictures.see(frame)
         pts = frame.pts  # FFmpeg gives none to the first packet of RTP
         if container.format.name in _UNTIMED:
             pts, frame.time_base = time.monotonic_ns(), Fraction(1, 10**9)
@@ -144,7 +153,7 @@ class _Bytes:
 
 
 def _decoded(
-    container: InputContainer, stream: VideoStream, name: str, came: Callable[[int], None]
+    container: InputContainer, stream: VideoStream, name: str, came: Callable[[bool], None]
 ) -> Iterator[VideoFrame]:
     packets, codec = container.demux(stream), decoder_of(stream)
     began = False
@@ -160,7 +169,7 @@ def _decoded(
             raise MediaRejected(text, field=name, remedy=remedy) from error
         if packet is None:
             return
-        came(packet.size)
+        came(packet.size > 0)
         try:
             frames = codec.decode(packet)
         except MemoryError:
@@ -220,6 +229,19 @@ class _Pictures:
         self._coded_aspect: Fraction | None = None
         self._began = False
 
+    def see(self, frame: VideoFrame) -> None:
+        """Call it with each frame, also with those of which no picture is made.
+
+        What a container declares goes before what its video does, until that changes. The decoder's own may have
+        changed while frames before the change still come: it counts from the next key frame on.
+        """
+        if self._began and not frame.key_frame:
+            return
+        coded_aspect = self._stream.codec_context.sample_aspect_ratio
+        if self._began and coded_aspect != self._coded_aspect:
+            self._aspect = coded_aspect
+        self._began, self._coded_aspect = True, coded_aspect
+
     def of(self, frame: VideoFrame) -> UInt8Array:
         pixels = self._converter.rgb(frame)
         size = self._sent_size(frame)
@@ -229,11 +251,6 @@ class _Pictures:
 
     def _sent_size(self, frame: VideoFrame) -> tuple[int, int]:
         """Width and height with square pixels, within the largest size that is sent, before it is turned upright."""
-        coded_aspect = self._stream.codec_context.sample_aspect_ratio
-        # What a container declares goes before what its video does, until that changes.
-        if self._began and coded_aspect != self._coded_aspect:
-            self._aspect = coded_aspect
-        self._began, self._coded_aspect = True, coded_aspect
         aspect = self._aspect or 1
         width = max(1, round(frame.width * aspect)) if aspect > 0 else frame.width
         check_frame_size(self._name, frame.height, width)

@@ -1,7 +1,7 @@
 """Carries bytes between FFmpeg's RTSP client and a camera that is connected already.
 
-    FFmpeg ─▶ loopback ─▶ Bridge ─▶ the camera's connection
-           ◀─          ◀─        ◀─
+    FFmpeg ─▶ loopback ─▶ Bridge ─▶ the service's socket ─▶ camera
+           ◀─          ◀─        ◀─                      ◀─
 
 FFmpeg connects by itself, so it is given a port of this process's own, which takes one connection. What a server says
 of other addresses is only text.
@@ -22,8 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 
-from framesieve.services.preprocessing.workers.protocol import PROGRESS_S
-
 _PIECE_BYTES = 2**16
 _WAIT_S = 0.5
 _READ_UP_S = 0.005
@@ -40,27 +38,27 @@ class Bridge:
     """
 
     def __init__(
-        self, camera: socket.socket, listener: socket.socket, silent_s: float, came: Callable[[int], None]
+        self, camera: socket.socket, listener: socket.socket, silent_s: float, progress: Callable[[], None]
     ) -> None:
-        """camera: connected, with TLS or without. silent_s: how long it may send no video. came: called with the bytes
-        that came, again and again while FFmpeg waits for the camera or takes what it sends.
+        """camera: a socket that speaks with it. silent_s: how long it may send no video. progress: called again and
+        again while FFmpeg waits for the camera or takes what it sends.
         """
         self.failed = ""
-        self._camera, self._listener, self._silent_s, self._came = camera, listener, silent_s, came
+        self._camera, self._listener, self._silent_s, self._progress = camera, listener, silent_s, progress
         camera.settimeout(_WAIT_S)
         self._video_s = time.monotonic()
         self._ended = Event()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def see(self, size_bytes: int) -> None:
-        """A packet of video came from FFmpeg; one of no bytes when it has read the end of the stream."""
+    def see(self, goes_on: bool) -> None:
+        """A packet of video came from FFmpeg; or it has read the end of the stream."""
         self._video_s = time.monotonic()
-        if not size_bytes:
+        if not goes_on:
             self._ended.set()
 
     def close(self) -> None:
-        """Returns once the camera was told everything that FFmpeg said before it closed its connection."""
+        """Returns once everything was passed on that FFmpeg said before it closed its connection."""
         self._thread.join(_WAIT_S)
 
     def _run(self) -> None:
@@ -88,13 +86,9 @@ class Bridge:
 
     def _carry(self, client: socket.socket) -> str:
         """Returns why it ended: empty if FFmpeg closed its connection."""
-        buffered = getattr(self._camera, "pending", lambda: 0)  # of TLS
-        came_bytes, told_s = 0, time.monotonic()
-        while (now_s := time.monotonic()) - self._video_s <= self._silent_s:
-            if now_s - told_s >= PROGRESS_S:
-                self._came(came_bytes)
-                came_bytes, told_s = 0, now_s
-            ready = select.select((client, self._camera), (), (), 0 if buffered() else _WAIT_S)[0]
+        while time.monotonic() - self._video_s <= self._silent_s:
+            self._progress()
+            ready = select.select((client, self._camera), (), (), _WAIT_S)[0]
             if client in ready:
                 try:
                     said = client.recv(_PIECE_BYTES)
@@ -104,18 +98,15 @@ class Bridge:
                     return ""
                 with suppress(OSError):  # what the camera has sent before it went is still read
                     self._camera.sendall(said)
-            if self._camera in ready or buffered():
+            if self._camera in ready:
                 try:
                     data = self._camera.recv(_PIECE_BYTES)
-                except TimeoutError:  # within a record of TLS
-                    continue
                 except OSError:
                     data = b""
                 if not data:
                     return "could not be played: the connection broke off"
                 if data.startswith(_REDIRECTION):
                     return "redirects to another address, which is not followed"
-                came_bytes += len(data)
                 try:
                     client.sendall(data)
                 except OSError:

@@ -74,7 +74,8 @@ class Mechanism(StrEnum):
 class Confined:
     """by: the mechanisms that the kernel has granted; without the others, the worker can reach more.
 
-    listener: on the one port to which it can connect, of loopback, if it asked for one.
+    listener: on loopback and the one port to which it can connect, if it asked for one. Landlock's rule of a port has
+    no address: without namespaces, it can connect to that port of any host.
     """
 
     by: list[Mechanism]
@@ -87,7 +88,7 @@ def confine(memory_bytes: int, parent: int, listens: bool = False) -> Confined:
     The kernel kills this process first when memory runs out, and at once when `parent` dies. The process keeps its
     open descriptors. It can open only the files of Python's libraries; it cannot use the network, trace or signal
     other processes, or dump core. memory_bytes: address space beyond what is used now. listens: it may connect to
-    itself, see `Confined`.
+    itself, and without namespaces to that port of any host, see `Confined`.
     """
     with suppress(OSError):  # where /proc is read-only
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -6,7 +6,7 @@
 So a worker waits for bytes or for the reader of its frames, or it works, which takes at most so long for each answer. A
 stream that crashes or hangs its decoder costs nobody else anything.
 
-    worker    PROGRESS    PIECE       PROGRESS …               of a camera, whose connection it has
+    worker    PROGRESS    PIECE       PROGRESS …               of a camera, whose bytes it gets by a socket
     service                     NEXT
 
 The worker of a camera says PROGRESS while it waits for the camera or takes what it sends.
@@ -33,11 +33,10 @@ from framesieve.services.preprocessing.video.stream import StreamFrame
 from framesieve.services.preprocessing.workers.job_queue import failure_of
 from framesieve.services.preprocessing.workers.limits import Limits
 from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts, Kind, Message
+from framesieve.services.preprocessing.workers.protocol import MAX_INT, PROGRESS_S, Facts, Kind, Message
 
 _WORKER = "framesieve.services.preprocessing.workers.worker"
 _CAMERA_WORKER = "framesieve.services.preprocessing.workers.camera_worker"
-_MAX_PROGRESS_BYTES = 2**40
 # The longest work between two things that a worker says, where --decode-timeout-s is not shorter.
 _STALL_S = 30.0
 _PIECES = 2**31 - 1  # a stream has no end that is known
@@ -106,6 +105,8 @@ class StreamWorkers:
         self, worker: WorkerProcess, name: str, fps: float, source: Camera | Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         await worker.ready()
+        clock = asyncio.get_running_loop().time
+        began_s, told = clock(), 0
         _begin(worker, {"media": name, "pieces": _PIECES, "fps": float(fps)}, source)
         worker.send(Kind.NEXT)
         given_bytes, empty = 0, 0
@@ -116,7 +117,10 @@ class StreamWorkers:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             match message.kind, len(message.descriptors):
                 case Kind.PROGRESS, 0 if isinstance(source, Camera):
-                    source.fetched(message.facts.integer("size_bytes", 0, _MAX_PROGRESS_BYTES))
+                    told += 1
+                    if told > (clock() - began_s) / PROGRESS_S + 1:  # a worker may not keep the event loop busy
+                        raise PeerContract("a worker reports progress too often")
+                    await asyncio.sleep(0)  # nor may those that wait already
                 case Kind.READ, 0 if not isinstance(source, Camera):
                     if given_bytes:
                         yield Read(given_bytes)
@@ -146,19 +150,15 @@ class StreamWorkers:
 
 
 def _begin(worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]) -> None:
-    """Sends the job, whose file and numbers are empty, but for the authorities of a camera's certificate."""
+    """Sends the job, whose file and numbers are empty."""
     nothing = sealed(memoryview(b""))
     try:
         if not isinstance(source, Camera):
             worker.send(Kind.JOB, Facts(facts | {"job": "watched_frames"}), (nothing, nothing))
             return
-        authorities = sealed(memoryview(source.authorities))
-        try:
-            facts |= {"job": "camera_frames", "target": source.target, "login": source.login}
-            facts |= {"tls_host": source.tls_host, "silent_s": source.silent_s}
-            worker.send(Kind.JOB, Facts(facts), (authorities, nothing, source.connection.fileno()))
-        finally:
-            os.close(authorities)
+        facts |= {"job": "camera_frames", "target": source.target, "login": source.login, "silent_s": source.silent_s}
+        with source.connection as connection:
+            worker.send(Kind.JOB, Facts(facts), (nothing, nothing, connection.fileno()))
     finally:
         os.close(nothing)
 

@@ -61,8 +61,7 @@ class Task:
     """A job as it arrived: the media, its fields, and an array of numbers, int64 [N].
 
     progress: says that it works. more: waits for the next bytes of a stream; empty once it has ended. camera: the
-    descriptor of a camera's connection. came: says how many bytes came from it. listener: on the one port to which this
-    process may connect.
+    descriptor of a socket that speaks with a camera. listener: on the one port to which this process may connect.
     """
 
     source: Source
@@ -71,7 +70,6 @@ class Task:
     numbers: NDArray[np.int64]
     progress: Callable[[], None] = lambda: None
     more: Callable[[], bytes] = lambda: b""
-    came: Callable[[int], None] = lambda _: None
     camera: int = -1
     listener: socket.socket | None = None
 
@@ -249,7 +247,6 @@ def _task(message: Message, limits: Limits, connection: socket.socket) -> Task:
     source = Source(name, b"", descriptor=media)
     return Task(
         *(source, limits, message.facts, many, _progress(connection), partial(_more, connection)),
-        came=lambda size_bytes: _send(connection, Kind.PROGRESS, {"size_bytes": size_bytes}),
         camera=camera[0] if camera else -1,
     )
 
