@@ -142,7 +142,9 @@ def open_channel(
     Raises StartupError for an address of another form, and where a token would cross a network in plain text.
     """
     tls = credentials.for_channel(address)
-    options = (*_OPTIONS, ("grpc.service_config", _service_config(by_media, health)))
+    options = [*_OPTIONS, ("grpc.service_config", _service_config(by_media, health))]
+    if health:  # gRPC shares connections among channels, and also their wait before they connect again
+        options.append(("grpc.use_local_subchannel_pool", 1))
     if tls is None:
         return grpc.aio.insecure_channel(_target(address), options)
     return grpc.aio.secure_channel(_target(address), tls, options)

@@ -23,6 +23,7 @@ from framesieve.common.channels import (
     MAX_RECEIVE_BYTES,
     MEDIA_KEY,
     REPLICA_KEY,
+    Reach,
     error_from_status,
     open_channel,
     upstream_errors,
@@ -30,6 +31,7 @@ from framesieve.common.channels import (
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
 from framesieve.common.process import free_port
 from framesieve.common.retries import Attempts, Retries
+from framesieve.common.serving.health import READY
 from framesieve.common.serving.probe import NO_CREDENTIALS, is_serving
 from framesieve.v1 import encoder_pb2_grpc
 from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
@@ -150,6 +152,20 @@ async def test_an_unhealthy_replica_gets_no_calls_until_it_is_healthy(sockets: t
                 in_a_row = in_a_row + 1 if one.calls == before else 0
         await one.report("SERVING")
         await ask_both(channel, one, other)
+
+
+async def test_a_service_can_be_called_as_soon_as_it_listens_although_its_readiness_was_watched_before(
+    sockets: tuple[str, str],
+) -> None:
+    replica = Replica(sockets[0])
+    async with open_channel(replica.address, health=READY) as watched:
+        reaches = Reach(watched)
+        for _ in range(25):  # what was tried in vain is tried again after up to a second
+            assert not reaches()
+            await asyncio.sleep(0.1)
+        async with running(replica), open_channel(replica.address, by_media=True) as channel:
+            await ask(channel, metadata=((MEDIA_KEY, "clip"),))
+    assert replica.calls == 1
 
 
 async def test_a_large_call_that_one_replica_refuses_is_retried_on_another(sockets: tuple[str, str]) -> None:

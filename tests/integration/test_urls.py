@@ -43,7 +43,7 @@ async def test_no_name_of_this_machine_may_be_fetched_from_by_default(
 ) -> None:
     hosts = ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "169.254.169.254"]
     refused = [(f"http://{host}/", "has no address that may be") for host in hosts]
-    refused.append((f"http://localhost:{fetch_port}/", "must have port 80 or 443"))
+    refused.append((f"http://localhost:{fetch_port}/", "must have port 80 or 322 or 443 or 554"))
     alone = Service("preprocessing", tiny_checkpoint, tmp_path)
     with started(alone):
         async with serving(ok(CLIP), port=fetch_port) as canary, open_channel(alone.address) as own:
