@@ -81,7 +81,8 @@ class Pruning:
         return self.method != NONE and (self.rate > 0 or self.threshold is not None)
 
 
-# What is suggested wherever nobody says how much to drop. It fits any video, and cannot drop what changes.
+# The pruning that is suggested where a request names neither a rate nor a threshold. It drops only tokens whose pixels
+# changed by less than the threshold, so the number of dropped tokens follows from the video.
 SUGGESTED = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
 
 
@@ -89,7 +90,7 @@ def usual_method(methods: Sequence[str], config: Mapping[str, Any]) -> str:
     """The method of a rate that comes without one: `pixel_change` where the model takes it, else `evs`; `evs` of
     checkpoints that were trained with it.
 
-    methods: those that the model takes. config: of the checkpoint.
+    methods: the methods that the model takes. config: the checkpoint's config.json.
     """
     return EVS if PIXEL_CHANGE not in methods or config.get(TRAINED_RATE) else PIXEL_CHANGE
 

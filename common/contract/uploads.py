@@ -2,8 +2,8 @@
 
     upload:<sha256 of the caller's Authorization header>/<sha256 of the file>
 
-The gateway makes such a URL for the file's owner alone, and refuses those that callers write. A caller of gRPC must
-know both digests: of a header, and of a file that was uploaded with it.
+The gateway makes such a URL only for the caller that uploaded the file, and refuses requests that contain such a URL. A
+gRPC request may contain one; its caller must know the digest of the file and the digest of the uploader's header.
 """
 
 from __future__ import annotations

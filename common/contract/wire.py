@@ -138,8 +138,9 @@ def pruning_message(pruning: Pruning) -> prompt_pb2.Pruning:
 def completed(message: prompt_pb2.Pruning, default: prompt_pb2.Pruning) -> prompt_pb2.Pruning:
     """A new message: `message`, and what it leaves unset from `default`.
 
-    Where a message names a rate or a method, the default's threshold, which would choose in its place, is left out. One
-    that names a threshold and no method means a method that has one. A method that nobody names stays unset.
+    If the message names a rate or a method, the default's threshold is left out, because it would choose the tokens in
+    their place. If the message names a threshold and no method, the method becomes one that takes a threshold. If
+    neither names a method, the method stays unset.
     """
     whole = prompt_pb2.Pruning()
     whole.CopyFrom(default)

@@ -1,7 +1,7 @@
 """What each caller used, by the name of its token in --auth-tokens-file; without that file there are no series.
 
-A service counts its own callers. A gateway without a token of its own passes its callers' tokens on, and generation
-counts them; one with a token of its own is generation's caller itself, and counts those that it has.
+Each service counts the callers whose tokens it checks. A gateway without a token of its own passes its callers' tokens
+on, so generation counts them. A gateway with a token of its own counts its callers, and generation counts the gateway.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class PreprocessingSettings(ServiceSettings):
     media_credentials_file: Path | None = Field(
         None,
         description="file in netrc's format (machine camera.lan login NAME password WORD) with the user names and "
-        "passwords of hosts that live streams come from. Whoever may watch a URL of such a host uses them",
+        "passwords of hosts that live streams come from; every caller can watch these hosts with them",
     )
     fetch_max_bytes: int = Field(
         2**30, ge=1, description="maximum bytes of one fetched URL; a live stream has no limit"
