@@ -16,6 +16,7 @@ from framesieve.client.encoding import Encoded as Encoded
 from framesieve.client.encoding import encode as encode
 from framesieve.client.live import LiveSession as LiveSession
 from framesieve.client.live_events import DropReason as DropReason
+from framesieve.client.live_events import Filmed as Filmed
 from framesieve.client.live_events import LiveDelta as LiveDelta
 from framesieve.client.live_events import LiveDropped as LiveDropped
 from framesieve.client.live_events import LiveEvent as LiveEvent
@@ -26,7 +27,9 @@ from framesieve.client.live_events import LiveRestarted as LiveRestarted
 from framesieve.client.live_events import LiveSlice as LiveSlice
 from framesieve.client.live_events import LiveStream as LiveStream
 from framesieve.client.live_events import LiveUsage as LiveUsage
+from framesieve.client.live_events import Snapshots as Snapshots
 from framesieve.client.live_events import StreamState as StreamState
+from framesieve.client.live_events import WallClock as WallClock
 from framesieve.client.prompt import Embeds as Embeds
 from framesieve.client.prompt import Frames as Frames
 from framesieve.client.prompt import Image as Image

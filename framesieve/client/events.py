@@ -24,6 +24,7 @@ from framesieve.client.answer import (
 )
 from framesieve.client.live_events import (
     DropReason,
+    Filmed,
     LiveDelta,
     LiveDropped,
     LiveEvent,
@@ -35,6 +36,7 @@ from framesieve.client.live_events import (
     LiveStream,
     LiveUsage,
     StreamState,
+    WallClock,
 )
 from framesieve.client.tools import ToolCallDelta
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, PeerContract, Unavailable
@@ -44,6 +46,7 @@ from framesieve.v1 import generation_pb2
 
 _REASONS = {generation_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}"): each for each in FinishReason}
 _DROPS = {generation_pb2.DropReason.Value(f"DROP_REASON_{each.name}"): each for each in DropReason}
+_CLOCKS = {generation_pb2.WallClock.Value(f"WALL_CLOCK_{each.name}"): each for each in WallClock}
 _STATES = {generation_pb2.StreamState.Value(f"STREAM_STATE_{each.name}"): each for each in StreamState}
 
 Name = TypeVar("Name", bound=Enum)
@@ -91,6 +94,7 @@ class LiveEvents:
                     Grid(**_fields(told.grid)),
                     int32_array(told.kept),
                     LiveUsage(**_fields(told.usage)),
+                    _filmed(told),
                 )
             case "evicted":
                 return LiveEvicted(**_fields(response.evicted))
@@ -113,7 +117,14 @@ class LiveEvents:
             return LiveRefused(message.ask_id, question, _refusal(message))
         finished = _finished(message.finished)
         answer = Answer(self._request_id, (choice_of(finished, deltas),), finished.usage, finished.timings)
-        return LiveFinished(message.ask_id, question, answer, self._seen_s, usage)
+        return LiveFinished(message.ask_id, question, answer, self._seen_s, usage, _filmed(message))
+
+
+def _filmed(message: generation_pb2.LiveSlice | generation_pb2.LiveFinished) -> Filmed | None:
+    if message.wall_clock == generation_pb2.WALL_CLOCK_UNSPECIFIED:
+        return None
+    clock = _known(_CLOCKS, message.wall_clock, "wall clock")
+    return Filmed(message.wall_time_s, clock, message.snapshot)
 
 
 def _refusal(message: generation_pb2.LiveFinished) -> FramesieveError:

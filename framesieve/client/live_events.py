@@ -7,13 +7,31 @@ It knows nothing of protobuf (see `events`). Times are the caller's, in seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
 from framesieve.client.answer import Answer, Delta
 from framesieve.common.contract.errors import FramesieveError
 from framesieve.common.contract.plan import Grid, Int32Array
+
+
+class WallClock(Enum):
+    """Whose clock says when a frame was filmed: the CAMERA's own, which RTSP cameras may send, or the SERVICE's, when
+    the frame came."""
+
+    CAMERA = "camera"
+    SERVICE = "service"
+
+
+@dataclass(frozen=True, slots=True)
+class Filmed:
+    """When a frame was filmed. wall_time_s: in seconds since 1970 (UTC). snapshot: the frame as a picture file, JPEG
+    unless the caller sent another one; empty unless `snapshots` asks for it."""
+
+    wall_time_s: float
+    wall_clock: WallClock
+    snapshot: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +68,7 @@ class LiveFinished:
 
     ask_id: its question's: "ask-0" of the first that was asked, "trigger-0" of the first trigger.
     answer: whole. Its prompt_tokens are all that the session holds, cached_prompt_tokens those before the question.
-    seen_s: the time of the last frame before the question; None before any.
+    seen_s: the time of the last frame before the question; None before any. filmed: that frame.
     """
 
     ask_id: str
@@ -58,6 +76,7 @@ class LiveFinished:
     answer: Answer
     seen_s: float | None
     usage: LiveUsage
+    filmed: Filmed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,7 @@ class LiveSlice:
 
     first_time_s, last_time_s: of its first and its last frame.
     grid: its tokens before pruning; t is 1. kept: int32 [K], strictly increasing indices of those that stayed.
+    filmed: its last frame.
     """
 
     first_time_s: float
@@ -85,6 +105,7 @@ class LiveSlice:
     grid: Grid
     kept: Int32Array
     usage: LiveUsage
+    filmed: Filmed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +118,13 @@ class LiveEvicted:
 
 class DropReason(Enum):
     """Why frames were not used: LATE, because newer ones came before there was time for them, UNAVAILABLE, because the
-    encoder or preprocessing could not be reached, REFUSED, because they cannot be read or have a wrong time."""
+    encoder or preprocessing could not be reached, REFUSED, because they cannot be read or have a wrong time, NO_ROOM,
+    because a service has no room for them."""
 
     LATE = "late"
     UNAVAILABLE = "unavailable"
     REFUSED = "refused"
+    NO_ROOM = "no_room"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +149,19 @@ class LiveRestarted:
 
 class StreamState(Enum):
     """What happened to the encoded video of a session: ENDED, or LOST. Then a source is opened again, and of clips one
-    that begins another stream is waited for."""
+    that begins another stream is waited for. PLAYING: the first frame of a source has come, or the first one after it
+    was opened again."""
 
     ENDED = "ended"
     LOST = "lost"
+    PLAYING = "playing"
+
+
+class Snapshots(Enum):
+    """With which events of a session a picture of the last frame comes: with each answer, or with each slice, too."""
+
+    ANSWERS = "answers"
+    SLICES = "slices"
 
 
 @dataclass(frozen=True, slots=True)

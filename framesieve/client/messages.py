@@ -62,7 +62,7 @@ _FIELD_TYPES = {
 # Of LiveOpen, as LiveOptions has them.
 _SAME_IN_OPEN = (
     *("fps", "max_pixels", "window_tokens", "answer_tokens", "window_s"),
-    *("request_id", "adapter", "source"),
+    *("request_id", "adapter", "source", "source_name", "reopens"),
 )
 
 # What a caller of this package does with files that are too large to send. The command has words of its own.
@@ -130,7 +130,7 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
     """The first request of a live session. Raises InvalidRequest for a value that its field cannot hold."""
     if unknown := options.keys() - LiveOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r} of a live session")
-    system, pruning = options.get("system"), options.get("pruning")
+    system, pruning, snapshots = options.get("system"), options.get("pruning"), options.get("snapshots")
     first = (Message("system", (Text(system),)),) if system else ()
     before = prompt_pb2.Prompt()
     add_messages(before, [*first, *(options.get("history") or ())])
@@ -140,6 +140,7 @@ def live_open(options: LiveOptions) -> generation_pb2.LiveOpen:
         messages=before.messages,
         pruning=None if pruning is None else pruning_message(pruning),
         **{name: options.get(name) for name in _SAME_IN_OPEN},
+        snapshots=snapshots and generation_pb2.Snapshots.Value(f"SNAPSHOTS_{snapshots.name}"),
         triggers=[
             _message(
                 generation_pb2.LiveTrigger,

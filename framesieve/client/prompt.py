@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from framesieve.client.live_events import Snapshots
 from framesieve.client.tools import Tool, ToolCall
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.plan import Grid
@@ -336,6 +337,9 @@ class LiveOptions(TypedDict, total=False):
     window_s: slices that are older than the newest one by more than this go.
     triggers: questions that the session asks by itself, at most 16; `LiveSession.events` tells their answers.
     source: an rtsp, rtsps, http or https URL that preprocessing watches under its policy, in place of frames.
+    source_name: what it is called in metrics and logs. reopens: whether it is opened again whatever ends it, its own
+        end included, and whatever it does before its first frame.
+    snapshots: with which events a picture of the last frame comes; with none by default.
     adapter, request_id: as in `Options`.
     """
 
@@ -349,6 +353,9 @@ class LiveOptions(TypedDict, total=False):
     window_s: float | None
     triggers: Sequence[Trigger]
     source: str | None
+    source_name: str | None
+    reopens: bool | None
+    snapshots: Snapshots | None
     adapter: str | None
     request_id: str | None
 
