@@ -13,7 +13,7 @@ from prometheus_client import disable_created_metrics
 
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access
-from framesieve.common.channels import open_channel
+from framesieve.common.channels import Channels, open_channel
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus
 from framesieve.common.security.quotas import ClientQuotas
@@ -34,8 +34,9 @@ from framesieve.services.gateway.kept import Kept
 from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.questions import Questions
 from framesieve.services.gateway.realtime.endpoint import Realtime
+from framesieve.services.gateway.realtime.live import Generation
+from framesieve.services.gateway.realtime.watch import Watch
 from framesieve.services.gateway.settings import GatewaySettings
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 _HEALTH_S = 1.0
 
@@ -86,8 +87,9 @@ async def main() -> ExitStatus:
         questions = Questions(client, models, files, settings.max_inline_bytes)
         kept = Kept(client, settings.encoder, access, files, questions.body_limit)
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
-        realtime = Realtime(GenerationServiceStub(channel), credentials.metadata, models)
-        app = routes(questions, models, files, kept, realtime, is_well, tokens)
+        live = Generation(Channels(settings.generation, credentials), credentials.metadata)
+        realtime, watch = Realtime(live, models), Watch(live, models, questions.body_limit)
+        app = routes(questions, models, files, kept, realtime, watch, is_well, tokens)
         guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)
         status = await serve(with_cors(guard, origins), guard.drain, settings)
         expiring.cancel()

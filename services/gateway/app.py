@@ -27,6 +27,7 @@ from framesieve.services.gateway.models import Models
 from framesieve.services.gateway.page import PAGE_ROUTES
 from framesieve.services.gateway.questions import Questions
 from framesieve.services.gateway.realtime.endpoint import Realtime
+from framesieve.services.gateway.realtime.watch import Watch
 from framesieve.services.gateway.responses.endpoint import Responses
 
 
@@ -36,6 +37,7 @@ def routes(
     files: Files,
     kept: Kept,
     realtime: Realtime,
+    watch: Watch,
     is_well: Callable[[], Awaitable[bool]],
     tokens: Tokens | None,
 ) -> Router:
@@ -73,6 +75,7 @@ def routes(
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
         Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
+        Route("/v1/framesieve/live", watch.endpoint, methods=["POST"]),
         Route("/health", health),
         Route("/version", told),
         Route("/metrics", metrics),

@@ -21,6 +21,7 @@ from framesieve.services.gateway.chat.request import ChatRequest
 from framesieve.services.gateway.files import Listing
 from framesieve.services.gateway.http.errors import STATUS_TEXTS
 from framesieve.services.gateway.http.request_guard import route_of
+from framesieve.services.gateway.realtime.request import SessionFields
 from framesieve.services.gateway.responses.request import ResponsesRequest
 
 Schema: TypeAlias = dict[str, Any]
@@ -99,6 +100,12 @@ _OPERATIONS = {
         "The tokens that pruning keeps of the media of a question.",
         "For each medium: `modality`, `grid`, `frame_times_s`, `kept`.",
         ChatRequest,
+    ),
+    ("POST", "/v1/framesieve/live"): _Operation(
+        "Watches a camera, and asks about it, until the client leaves.",
+        "The events of Realtime, each with its `type` as its name.",
+        SessionFields,
+        kinds=(_EVENTS,),
     ),
     ("GET", "/health"): _Operation("Whether a question can be answered.", "`status`. With 503: not now."),
     ("GET", "/metrics"): _Operation("Prometheus' metrics.", "Prometheus' text format.", kinds=(_TEXT,)),

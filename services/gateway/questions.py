@@ -31,7 +31,7 @@ from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
 
-_PING_S = 15
+PING_S = 15
 
 ServerSent: TypeAlias = dict[str, str]
 """A server-sent event: its `data` and, where the API names its events, its `event`."""
@@ -100,7 +100,7 @@ class Questions:
             # Errors up to here, among them all of the prompt, have their HTTP status.
             accepted = await unless_left(request, anext(events))
         assert isinstance(accepted, Accepted)
-        return EventSourceResponse(_sent(writer, accepted, events, question.name_of, call), ping=_PING_S, sep="\n")
+        return EventSourceResponse(_sent(writer, accepted, events, question.name_of, call), ping=PING_S, sep="\n")
 
 
 async def _sent(

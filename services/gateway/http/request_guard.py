@@ -40,6 +40,7 @@ METHODS = {
     "/v1/realtime": "Realtime",
     "/v1/files": "Files",
     "/v1/framesieve/kept": "Kept",
+    "/v1/framesieve/live": "Live",
 }
 """The methods in metrics and logs, by the path that they begin with."""
 

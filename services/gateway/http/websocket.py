@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 MAX_PARTS = 2**14
 """Of a message. Empty ones would have no end: its size bounds bytes alone."""
@@ -25,6 +26,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         is_unread = self.transport.is_closing() and not self.writable.is_set()
         if is_unread or len(self.frames) > MAX_PARTS:
             self.transport.abort()
+
+    def handle_text(self, event: Frame) -> None:
+        """The application gets texts as bytes, which say their size, and decodes them beside the event loop."""
+        self.handle_bytes(event)
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from framesieve.client.client import Metadata
-from framesieve.common.channels import REQUEST_ID_KEY
 from framesieve.common.contract.errors import Unavailable
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.services.gateway.models import Models
-from framesieve.services.gateway.realtime.events import ServerEvent, error_event
-from framesieve.services.gateway.realtime.live import Live
+from framesieve.services.gateway.realtime.events import Names, ServerEvent, dumped, error_event
+from framesieve.services.gateway.realtime.live import Generation
 from framesieve.services.gateway.realtime.session import Session
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 _SUBPROTOCOL = "realtime"
 _SERVICE_RESTART, _INTERNAL_ERROR = 1012, 1011
@@ -25,38 +22,36 @@ _SERVICE_RESTART, _INTERNAL_ERROR = 1012, 1011
 
 
 class Realtime:
-    """metadata: of calls to generation, beside the caller's."""
-
-    def __init__(self, generation: GenerationServiceStub, metadata: Metadata, models: Models) -> None:
+    def __init__(self, generation: Generation, models: Models) -> None:
         self._generation = generation
-        self._metadata = metadata
         self._models = models
 
     async def endpoint(self, socket: WebSocket) -> None:
         call, name = Call.of(socket), socket.query_params.get("model")
         model = await self._models.find(name, call.metadata)
-        live = Live(self._generation, ((REQUEST_ID_KEY, call.request_id), *call.metadata, *self._metadata))
         await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in socket.scope["subprotocols"] else None)
-        session = Session(partial(_send, socket), live, model, name, call.request_id, call.charge)
+        send, names = partial(_send, socket), Names()
         with suppress(WebSocketDisconnect):
             try:
-                async with call.drain.limited():
+                async with call.drain.limited(), self._generation.live(call) as live:
+                    session = Session(names, send, live, model, name, call.request_id, call.charge)
                     await session.run(_messages(socket))
             except WebSocketDisconnect:
                 raise
             except Exception as error:
                 told = call.outcome.refuse(error, call.method)
-                await _send(socket, error_event(session.names, told, None))
+                await send(error_event(names, told, None))
                 leaving = isinstance(told, Unavailable) and told.stage == "gateway"
                 await socket.close(_SERVICE_RESTART if leaving else _INTERNAL_ERROR)
 
 
 async def _send(socket: WebSocket, event: ServerEvent) -> None:
-    await socket.send_text(json.dumps(event, separators=(",", ":")))
+    """Deltas are small; other events may have a picture, or what the client wrote."""
+    is_small = event["type"].endswith(".delta")
+    await socket.send_text(dumped(event) if is_small else await asyncio.to_thread(dumped, event))
 
 
-async def _messages(socket: WebSocket) -> AsyncIterator[str]:
-    """Until the client leaves."""
+async def _messages(socket: WebSocket) -> AsyncIterator[bytes]:
+    """Until the client leaves. The server gives all messages as bytes, see `WebSocketProtocol`."""
     while (message := await socket.receive())["type"] != "websocket.disconnect":
-        text = message.get("text")
-        yield message["bytes"].decode(errors="replace") if text is None else text
+        yield message["bytes"]

@@ -11,6 +11,8 @@ An answer that does not stay has no conversation.item events. Source: OpenAI's A
 
 from __future__ import annotations
 
+import base64
+import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,9 +24,10 @@ from framesieve.common.contract.wire import int32_array
 from framesieve.services.gateway.http.errors import body_of
 from framesieve.services.gateway.realtime.request import ResponseFields, SessionFields, UserMessage
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveFinished, LiveResponse, LiveUsage
+from framesieve.v1.generation_pb2 import LiveFinished, LiveResponse, LiveSlice, LiveUsage
 
 ServerEvent: TypeAlias = dict[str, Any]
+"""A value of JSON, but for pictures, which are bytes."""
 
 _STATUSES = {
     generation_pb2.FINISH_REASON_STOP: ("completed", None),
@@ -35,7 +38,16 @@ _DROPS = {
     generation_pb2.DROP_REASON_LATE: "late",
     generation_pb2.DROP_REASON_UNAVAILABLE: "unavailable",
     generation_pb2.DROP_REASON_REFUSED: "refused",
+    generation_pb2.DROP_REASON_NO_ROOM: "no_room",
 }
+_STATES = {
+    generation_pb2.STREAM_STATE_PLAYING: "playing",
+    generation_pb2.STREAM_STATE_LOST: "lost",
+    generation_pb2.STREAM_STATE_ENDED: "ended",
+}
+_CLOCKS = {generation_pb2.WALL_CLOCK_CAMERA: "camera", generation_pb2.WALL_CLOCK_SERVICE: "service"}
+_KINDS = {b"\x89PNG": "png", b"RIFF": "webp"}
+"""Of pictures, by their first bytes. The services make JPEG."""
 
 
 class Names:
@@ -50,6 +62,15 @@ class Names:
 
     def event(self, kind: str, **fields: Any) -> ServerEvent:
         return {"type": kind, "event_id": self.new("event"), **fields}
+
+
+def dumped(event: ServerEvent) -> str:
+    """The event in JSON, in ASCII, its pictures as data: URLs. One with a picture takes long: call it in a thread."""
+    return json.dumps(event, separators=(",", ":"), default=_data_url)
+
+
+def _data_url(picture: bytes) -> str:
+    return f"data:image/{_KINDS.get(picture[:4], 'jpeg')};base64,{base64.b64encode(picture).decode()}"
 
 
 def error_event(names: Names, error: FramesieveError, event_id: str | None) -> ServerEvent:
@@ -168,7 +189,7 @@ class Answer:
             if self.stays:
                 yield self.names.event("conversation.item.done", item=output[0], previous_item_id=self.previous)
         response = self._object(status, details=details, output=output, usage=_usage(finished))
-        yield self.names.event("response.done", response=response)
+        yield self.names.event("response.done", response=response | {"framesieve": _filmed(finished)})
 
     def _begin(self) -> Iterator[ServerEvent]:
         if self.begun:
@@ -233,6 +254,14 @@ def _session_usage(usage: LiveUsage) -> dict[str, int]:
     return {each.name: getattr(usage, each.name) for each in LiveUsage.DESCRIPTOR.fields}
 
 
+def _filmed(told: LiveFinished | LiveSlice) -> dict[str, Any]:
+    """When its last frame was filmed, by whose clock, and the frame where the session asks for it."""
+    filmed: dict[str, Any] = {}
+    if clock := _CLOCKS.get(told.wall_clock):
+        filmed |= {"wall_time_s": told.wall_time_s, "wall_clock": clock}
+    return filmed | ({"snapshot": told.snapshot} if told.snapshot else {})
+
+
 def own_event(names: Names, response: LiveResponse) -> ServerEvent | None:
     """What a session tells beside its answers; None for other responses."""
     match response.WhichOneof("response"):
@@ -245,7 +274,12 @@ def own_event(names: Names, response: LiveResponse) -> ServerEvent | None:
                 grid={"t": piece.grid.t, "h": piece.grid.h, "w": piece.grid.w},
                 kept=int32_array(piece.kept).tolist(),
                 usage=_session_usage(piece.usage),
+                **_filmed(piece),
             )
+        case "stream":
+            stream = response.stream
+            reason = stream.reason.removeprefix("open.source ")
+            return names.event("framesieve.stream", state=_STATES.get(stream.state, "other"), reason=reason)
         case "evicted":
             evicted = response.evicted
             return names.event("framesieve.evicted", segments=evicted.segments, tokens=evicted.tokens)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from framesieve.client.client import Metadata
-from framesieve.common.channels import read_from, write_to
+from framesieve.common.channels import REQUEST_ID_KEY, Channels, read_from, write_to
 from framesieve.common.contract.errors import FramesieveError, PeerContract
-from framesieve.v1.generation_pb2 import LiveOpen, LiveRequest, LiveResponse
+from framesieve.services.gateway.http.request_guard import Call
+from framesieve.v1.generation_pb2 import LiveClose, LiveOpen, LiveRequest, LiveResponse
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+
+
+class Generation:
+    """Generation's live sessions. metadata: of calls, beside the caller's."""
+
+    def __init__(self, channels: Channels, metadata: Metadata) -> None:
+        self._channels = channels
+        self._metadata = metadata
+
+    @asynccontextmanager
+    async def live(self, call: Call) -> AsyncGenerator[Live]:
+        """Ends the session at the end."""
+        metadata = ((REQUEST_ID_KEY, call.request_id), *call.metadata, *self._metadata)
+        async with self._channels.one() as channel:
+            live = Live(GenerationServiceStub(channel), metadata)
+            try:
+                yield live
+            finally:
+                live.cancel()
 
 
 class Live:
@@ -29,14 +49,14 @@ class Live:
         if self._call is not None:
             try:
                 with suppress(FramesieveError):  # it may be lost already
-                    await self.send(close={})
-                    while await read_from(self._call, "generation") is not None:
+                    await self.close()
+                    async for _ in self.responses():
                         pass
             finally:
                 self.cancel()
         self._call = self._generation.Live(metadata=self._metadata)
         try:
-            await self.send(open=message)
+            await self.send(LiveRequest(open=message))
             accepted = await read_from(self._call, "generation")
             if accepted is None or not accepted.HasField("accepted"):
                 raise PeerContract("generation did not accept a live session, and did not refuse it")
@@ -44,9 +64,13 @@ class Live:
             self.cancel()
             raise
 
-    async def send(self, **request: Any) -> None:
+    async def send(self, request: LiveRequest) -> None:
         """Waits until generation takes it. If the call has ended, `responses` tells why."""
-        await write_to(self._call, LiveRequest(**request))
+        await write_to(self._call, request)
+
+    async def close(self) -> None:
+        """Nothing more is sent: the responses end after those to what was asked."""
+        await self.send(LiveRequest(close=LiveClose()))
 
     async def responses(self) -> AsyncIterator[LiveResponse]:
         """Raises the FramesieveError with which the call ends."""

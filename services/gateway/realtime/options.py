@@ -35,6 +35,10 @@ def open_message(session: SessionFields, request_id: str, adapter: str | None) -
         answer_tokens=own.answer_tokens,
         request_id=request_id,
         adapter=adapter,
+        source=own.source,
+        source_name=own.source_name,
+        reopens=own.reopens,
+        snapshots=own.snapshots and generation_pb2.Snapshots.Value(f"SNAPSHOTS_{own.snapshots.upper()}"),
     )
     for index, trigger in enumerate(own.triggers or ()):
         name = f"open.triggers[{index}]"

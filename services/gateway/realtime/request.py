@@ -106,6 +106,11 @@ class Trigger(Strict):
 class LiveFields(Strict):
     """What a session has beyond OpenAI's fields: gRPC's LiveOpen."""
 
+    source: str | None = None
+    source_name: str | None = None
+    reopens: bool | None = None
+    snapshots: Literal["answers", "slices"] | None = None
+
     pruning: Pruning | None = None
     fps: float | None = None
     max_pixels: Pixels | None = None
@@ -210,23 +215,23 @@ class _Message(RootModel[ClientEvent]):
     root: Annotated[ClientEvent, Field(discriminator="type")]
 
 
-def parse(message: str) -> tuple[ClientEvent | InvalidRequest, str | None]:
+def parse(message: bytes) -> tuple[ClientEvent | InvalidRequest, str | None]:
     """The event, or why there is none, which names the first wrong field; and the id that the client gave it."""
     try:
-        event = parsed(_Message, message.encode()).root
+        event = parsed(_Message, message).root
     except InvalidRequest as error:
         kind, event_id = _strings(message, "type", "event_id")
         return InvalidRequest(REFUSED[kind], field=kind) if kind in REFUSED else error, event_id
     return event, event.event_id
 
 
-def event_id_of(message: str) -> str | None:
+def event_id_of(message: bytes) -> str | None:
     """The id that the client gave an event, whatever else is wrong with it."""
     (event_id,) = _strings(message, "event_id")
     return event_id
 
 
-def _strings(message: str, *names: str) -> list[str | None]:
+def _strings(message: bytes, *names: str) -> list[str | None]:
     """Those of an event's fields that are short strings."""
     try:
         value: Any = from_json(message)

@@ -1,6 +1,6 @@
 """One session: the client's events become requests of a Live call, and its responses events.
 
-    client ── session.update ─────────▶ open           anew until something was seen or asked
+    client ── session.update ─────────▶ open           anew until something was seen or asked, or with a source
            ── conversation.item.create ▶ frame          texts are kept for the next response
            ── response.create ────────▶ ask
            ◀───────── events ────────── slice, delta, finished, …
@@ -15,27 +15,17 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from functools import partial
 from typing import TypeAlias
 
 from framesieve.common.contract.data_urls import parse_data_url
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Unavailable, within
 from framesieve.common.security.quotas import Charge
-from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.gateway.http.errors import in_words
 from framesieve.services.gateway.models import Named
-from framesieve.services.gateway.realtime.events import (
-    Answer,
-    Conversation,
-    Names,
-    ServerEvent,
-    error_event,
-    item_events,
-    own_event,
-    session_object,
-)
+from framesieve.services.gateway.realtime.answers import Answers
+from framesieve.services.gateway.realtime.events import Names, ServerEvent, error_event, item_events, session_object
 from framesieve.services.gateway.realtime.live import Live
-from framesieve.services.gateway.realtime.options import ask_message, limit_of, name_of, open_message, trigger_id
+from framesieve.services.gateway.realtime.options import ask_message, limit_of, name_of, open_message
 from framesieve.services.gateway.realtime.request import (
     ClientEvent,
     InputImage,
@@ -51,14 +41,7 @@ from framesieve.services.gateway.realtime.request import (
     event_id_of,
     parse,
 )
-from framesieve.v1.generation_pb2 import (
-    DROP_REASON_REFUSED,
-    FINISH_REASON_REFUSED,
-    LiveDropped,
-    LiveFinished,
-    LiveFrame,
-    LiveOpen,
-)
+from framesieve.v1.generation_pb2 import LiveCancel, LiveFrame, LiveOpen, LiveRequest
 
 Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
@@ -72,25 +55,31 @@ class Session:
     """send: waits while the client does not read. asked_model: the name that the client called its model by."""
 
     def __init__(
-        self, send: Send, live: Live, model: Named, asked_model: str | None, request_id: str, charge: Charge
+        self,
+        names: Names,
+        send: Send,
+        live: Live,
+        model: Named,
+        asked_model: str | None,
+        request_id: str,
+        charge: Charge,
     ) -> None:
-        self.names = Names()
+        self._names = names
         self._send, self._live, self._request_id, self._charge = send, live, request_id, charge
         self._model, self._models = model, {None, model.name, asked_model}
-        self._id, self._conversation = self.names.new("sess"), Conversation(self.names.new("conv"))
+        self._id, self._answers = self._names.new("sess"), Answers(self._names, self._sender)
         self._fields = SessionFields()
         self._opened: LiveOpen | None = None
         self._group = asyncio.TaskGroup()
-        self._watching: asyncio.Task[None] | None = None  # from the first frame or question on
+        self._watching: asyncio.Task[None] | None = None  # from the first frame or question on, or a source
         self._since = time.monotonic()
         self._shown, self._shown_s = 0, -math.inf  # frames so far, and the time of the last one
         # Of the last frames: the client's event, and the part of its item.
         self._sent: deque[tuple[str | None, int]] = deque(maxlen=MAX_KNOWN_FRAMES)
         self._texts: list[str] = []  # for the next response
         self._kept_characters = 0  # of these texts
-        self._answers: dict[str, Answer] = {}  # that are not finished, by the id that generation knows
 
-    async def run(self, messages: AsyncIterator[str]) -> None:
+    async def run(self, messages: AsyncIterator[bytes]) -> None:
         """Serves the session until the messages end. Raises the FramesieveError with which generation ends it."""
         try:
             await self._tell("session.created")
@@ -101,11 +90,9 @@ class Session:
                     self._watching.cancel()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:
-            self._live.cancel()
 
     async def _tell(self, kind: str) -> None:
-        await self._send(self.names.event(kind, session=session_object(self._id, self._model.name, self._fields)))
+        await self._send(self._names.event(kind, session=session_object(self._id, self._model.name, self._fields)))
 
     async def _send_all(self, events: Iterable[ServerEvent]) -> None:
         for event in events:
@@ -113,13 +100,12 @@ class Session:
 
     # --- the client's events -------------------------------------------------------------------------------------
 
-    async def _take(self, message: str) -> None:
+    async def _take(self, message: bytes) -> None:
         """Serves one event. An error that is about it is told, and the session goes on."""
-        charged = len(message)
         try:
-            self._charge(charged)
+            self._charge(len(message))
         except FramesieveError as error:
-            await self._send(error_event(self.names, error, await asyncio.to_thread(event_id_of, message)))
+            await self._send(error_event(self._names, error, await asyncio.to_thread(event_id_of, message)))
             return
         try:
             event, event_id = await asyncio.to_thread(parse, message)
@@ -127,9 +113,9 @@ class Session:
                 with in_words(name_of):
                     await self._serve(event)
             except FramesieveError as error:
-                await self._send(error_event(self.names, error, event_id))
+                await self._send(error_event(self._names, error, event_id))
         finally:
-            self._charge(-charged)
+            self._charge(-len(message))
 
     async def _serve(self, event: ClientEvent | InvalidRequest) -> None:
         match event:
@@ -152,53 +138,63 @@ class Session:
         if self._watching:
             for name, unset in (("instructions", ""), ("framesieve", LiveFields())):
                 if (getattr(fields, name) or unset) != (getattr(self._fields, name) or unset):
-                    raise InvalidRequest("must not change after the first frame or response", field=f"session.{name}")
-        elif (opened := open_message(fields, self._request_id, self._model.adapter)) != self._opened:
-            await self._open(opened)
+                    text = "must not change after the first frame or response, or once a source is watched"
+                    raise InvalidRequest(text, field=f"session.{name}")
+        else:
+            await self._open(fields)
         self._fields = fields
         await self._tell("session.updated")
+        if _source_of(fields):
+            await self._begin()
 
-    async def _open(self, opened: LiveOpen) -> None:
-        self._opened = None
-        await self._live.open(opened)
-        self._opened = opened
+    async def _open(self, fields: SessionFields) -> None:
+        """Opens the session in generation, unless it is open with these fields."""
+        opened = await asyncio.to_thread(open_message, fields, self._request_id, self._model.adapter)
+        if opened != self._opened:
+            self._opened = None
+            await self._live.open(opened)
+            self._opened = opened
+        self._answers.opened(fields, opened)
 
     async def _begin(self) -> None:
-        """Before the first frame or question."""
-        if self._opened is None:
-            await self._open(open_message(self._fields, self._request_id, self._model.adapter))
+        """Before the first frame or question, and after a source was named."""
         if self._watching is None:
+            await self._open(self._fields)
             self._watching = self._group.create_task(self._watch())
 
     async def _add(self, event: ItemCreate) -> None:
-        item, last = event.item, self._conversation.last or "root"
+        item, last = event.item, self._answers.conversation.last or "root"
         if event.previous_item_id not in (None, last):
             limit = f"unset, or {last}: items are added at the end"
             raise InvalidRequest(field="previous_item_id", limit=limit, value=event.previous_item_id)
-        frames = list(self._frames(item))
         texts = [part.text for part in item.content if isinstance(part, InputText)]
         kept = self._kept_characters + sum(map(len, texts))
         if kept > MAX_KEPT_CHARACTERS:
             limit = f"at most {MAX_KEPT_CHARACTERS} characters of text before a response"
             raise InvalidRequest(field="item.content", limit=limit, value=kept)
+        now_s = time.monotonic() - self._since
+        frames = await asyncio.to_thread(lambda: list(self._frames(item, now_s)))  # pictures take long
         if frames:
             await self._begin()
-        for place, frame in frames:
-            self._shown, self._shown_s = self._shown + 1, frame.time_s
+        for place, request in frames:
+            self._shown, self._shown_s = self._shown + 1, request.frame.time_s
             self._sent.append((event.event_id, place))
-            await self._live.send(frame=frame)
+            await self._live.send(request)
         self._texts += texts
         self._kept_characters = kept
-        item_id = item.id or self.names.new("item")
-        await self._send_all(item_events(self.names, item, item_id, self._conversation.add(item_id)))
+        item_id = item.id or self._names.new("item")
+        await self._send_all(item_events(self._names, item, item_id, self._answers.conversation.add(item_id)))
 
-    def _frames(self, item: UserMessage) -> Iterator[tuple[int, LiveFrame]]:
-        """With the part's place in the item. Raises InvalidRequest for what is no data: URL, and for a time before that
-        of the last frame."""
-        now_s, shown_s = time.monotonic() - self._since, self._shown_s
+    def _frames(self, item: UserMessage, now_s: float) -> Iterator[tuple[int, LiveRequest]]:
+        """With the part's place in the item. Raises InvalidRequest for what is no data: URL, for a time before that of the
+        last frame, and for any frame where the session has a source."""
+        shown_s = self._shown_s
         for place, part in enumerate(item.content):
             if not isinstance(part, InputImage):
                 continue
+            if _source_of(self._fields):
+                text = "must not be sent: this session's frames come by its source"
+                raise InvalidRequest(text, field=f"item.content[{place}]")
             with within(f"item.content[{place}].image_url"):
                 picture = parse_data_url(part.image_url).data
             time_s = max(now_s, shown_s) if part.time_s is None else part.time_s
@@ -206,89 +202,36 @@ class Session:
                 limit = "finite" if math.isinf(shown_s) else f"finite, and at least {shown_s:g}, of the frame before it"
                 raise InvalidRequest(field=f"item.content[{place}].time_s", limit=limit, value=time_s)
             shown_s = time_s
-            yield place, LiveFrame(picture=picture, time_s=time_s)
+            yield place, LiveRequest(frame=LiveFrame(picture=picture, time_s=time_s))
+
+    def _sender(self, number: int) -> tuple[str | None, int] | None:
+        place = number - (self._shown - len(self._sent))
+        return self._sent[place] if 0 <= place < len(self._sent) else None
 
     async def _ask(self, fields: ResponseFields, event_id: str | None) -> None:
         texts = self._texts + ([fields.instructions] if fields.instructions else [])
         if not texts:
             limit = "set, where no item with input_text came before"
             raise InvalidRequest(field="response.instructions", limit=limit)
-        answer = self._answer(fields, limit_of(fields, self._fields), event_id)
+        answer = self._answers.new(fields, limit_of(fields, self._fields), event_id)
         asked = ask_message(answer.id, texts, fields, self._fields)
         await self._begin()
         self._texts, self._kept_characters = [], 0
-        self._answers[answer.id] = answer
-        await self._send(answer.created())
-        await self._live.send(ask=asked)
+        await self._send(self._answers.add(answer.id, answer))
+        await self._live.send(LiveRequest(ask=asked))
 
     async def _cancel(self, response_id: str | None) -> None:
-        waiting = [answer.id for answer in self._answers.values()]
+        waiting = self._answers.waiting
         if not waiting or response_id not in (None, *waiting):
             raise InvalidRequest("there is no such response in progress", field="response_id", value=response_id)
-        await self._live.send(cancel={})
-
-    # --- generation's responses ----------------------------------------------------------------------------------
+        await self._live.send(LiveRequest(cancel=LiveCancel()))
 
     async def _watch(self) -> None:
-        async for response in self._live.responses():
-            match response.WhichOneof("response"):
-                case "delta":
-                    answer = await self._answer_of(response.delta.ask_id)
-                    await self._send_all(answer.delta(response.delta.delta.text))
-                case "finished":
-                    await self._finish(response.finished)
-                case _:
-                    add_request_stats(prompt_tokens=sum(response.slice.kept.shape))  # [K]; of others: none
-                    if response.dropped.reason == DROP_REASON_REFUSED:
-                        await self._send(self._refused(response.dropped))
-                    if event := own_event(self.names, response):
-                        await self._send(event)
+        with in_words(name_of):
+            async for response in self._live.responses():
+                await self._send_all(self._answers.events(response))
         raise Unavailable("generation ended the session", "generation")
 
-    async def _finish(self, finished: LiveFinished) -> None:
-        answer = await self._answer_of(finished.ask_id)
-        del self._answers[finished.ask_id]
-        usage = finished.finished.usage
-        asked = usage.prompt_tokens - usage.cached_prompt_tokens  # without what the session held before it
-        add_request_stats(prompt_tokens=asked, completion_tokens=usage.completion_tokens)
-        if error := _error_of(finished):
-            await self._send(error_event(self.names, error, answer.event_id))
-        await self._send_all(answer.finished(finished, error))
 
-    def _refused(self, dropped: LiveDropped) -> ServerEvent:
-        """The error about a frame that was refused."""
-        place, event_id, part = dropped.frame - (self._shown - len(self._sent)), None, None
-        if dropped.HasField("frame") and 0 <= place < len(self._sent):
-            event_id, part = self._sent[place]
-        error = _refusal(dropped.error, dropped.error_field, partial(name_of, part=part))
-        return error_event(self.names, error, event_id)
-
-    async def _answer_of(self, ask_id: str) -> Answer:
-        """The answer that is being told, or one that a trigger asked for."""
-        if ask_id not in self._answers:
-            triggers = (self._fields.framesieve and self._fields.framesieve.triggers) or ()
-            [(index, trigger)] = [each for each in enumerate(triggers) if trigger_id(each[0]) == ask_id]
-            assert self._opened is not None
-            limit = self._opened.triggers[index].ask.sampling.max_new_tokens or None  # which it keeps
-            self._answers[ask_id] = answer = self._answer(trigger.response, limit, None)
-            await self._send(answer.created())
-        return self._answers[ask_id]
-
-    def _answer(self, fields: ResponseFields, limit: int | None, event_id: str | None) -> Answer:
-        return Answer(self.names, fields, limit, self._conversation, event_id)
-
-
-def _error_of(finished: LiveFinished) -> FramesieveError | None:
-    """Why a question has no answer; None: it has one."""
-    if not finished.error:
-        return None
-    if finished.finished.reason != FINISH_REASON_REFUSED:
-        return Unavailable(finished.error, "generation")
-    return _refusal(finished.error, finished.error_field, name_of)
-
-
-def _refusal(error: str, field: str, name: Callable[[str], str]) -> InvalidRequest:
-    """The error that generation told. field: what it is about, in gRPC's name; empty: nothing."""
-    if not field:
-        return InvalidRequest(error)
-    return InvalidRequest(error.removeprefix(f"{field} "), field=name(field))
+def _source_of(session: SessionFields) -> str | None:
+    return session.framesieve.source if session.framesieve else None
