@@ -152,9 +152,8 @@ def open_channel(
     """
     tls = credentials.for_channel(address)
     options = [*_OPTIONS, ("grpc.service_config", _service_config(by_media, health))]
-    if (
-        health or own_connections
-    ):  # gRPC shares connections among channels, and also their wait before they connect again
+    # gRPC shares connections among channels, and also their wait before they connect again.
+    if health or own_connections:
         options.append(("grpc.use_local_subchannel_pool", 1))
     if tls is None:
         return grpc.aio.insecure_channel(_target(address), options)
@@ -162,8 +161,8 @@ def open_channel(
 
 
 class Channels:
-    """Channels to one service for calls that stay open, each for at most `most` calls and with connections of its own, so
-    that no other call waits behind them. A channel without calls is closed."""
+    """Channels to a service for calls that stay open: each has connections of its own, so that no other call waits
+    behind them, and takes at most `most` calls. One without calls is closed."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS, most: int = MAX_LASTING_CALLS) -> None:
         self._address, self._credentials, self._most = address, credentials, most

@@ -33,10 +33,13 @@ class Gateway:
 
 
 @contextmanager
-def gateway(generation: str, folder: Path, *flags: str, tls: Path | None = None) -> Iterator[Gateway]:
-    """tls: the authority that its certificate, given by flags, is of."""
+def gateway(
+    generation: str, folder: Path, *flags: str, tls: Path | None = None, program: str | None = None
+) -> Iterator[Gateway]:
+    """tls: the authority that its certificate, given by flags, is of. program: as of `Service`."""
     port = free_port()
-    command = [sys.executable, "-m", "framesieve.services.gateway", "--generation", generation]
+    code = ("-m", "framesieve.services.gateway") if program is None else ("-c", program)
+    command = [sys.executable, *code, "--generation", generation]
     command += ["--listen", f"127.0.0.1:{port}", *flags]
     log = folder / f"gateway-{port}.log"
     with log.open("wb") as output:

@@ -8,7 +8,8 @@ import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from inspect import isclass
 from pathlib import Path
 from types import NoneType
@@ -41,8 +42,9 @@ from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProto
 from framesieve.services.gateway.realtime.request import REFUSED, parse
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
-from tests.integration.fleet import Stack, running, until
-from tests.integration.gateway import Gateway, data_url, gateway
+from tests.integration.conftest import upstream_of
+from tests.integration.fleet import Service, Stack, running, started, until
+from tests.integration.gateway import Gateway, data_url, gateway, question
 from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
 
 FRAMES = [data_url("image/png", picture) for picture in PICTURES]
@@ -364,7 +366,7 @@ async def test_every_field_of_openais_schema_is_taken_at_its_neutral_value(door:
             if fields != {"response": {"input": []}}:  # a context of its own
                 await taken(texts, "conversation.item.done")
                 await taken({"type": "response.create"} | fields, "response.done")
-        event, _ = parse(json.dumps({"type": "response.cancel", "response_id": None, "event_id": None}))
+        event, _ = parse(b'{"type": "response.cancel", "response_id": null, "event_id": null}')
         assert not isinstance(event, InvalidRequest)
 
 
@@ -398,6 +400,7 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
     (tmp_path / "tokens").write_text(f"alice {TOKEN}\n")
     flags = ["--auth-tokens-file", str(tmp_path / "tokens"), "--cors-origins", "https://page.example"]
     flags += ["--max-inline-bytes", "300000", "--max-requests", "1", "--drain-s", "0.2"]
+    flags += ["--max-bytes-per-client", "1000000"]
     key = {"additional_headers": {"authorization": f"Bearer {TOKEN}"}}
     with gateway(stack.address, tmp_path, *flags) as guarded:
         assert await refusal(guarded) == (401, "authentication_error")
@@ -412,6 +415,11 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
             assert socket.subprotocol == "realtime"
             await socket.recv()
             assert await refusal(guarded, **key) == (429, "rate_limit_error")
+            for letters, param in ((600_000, None), (400_000, "response_id")):  # each letter is two bytes
+                event = {"type": "response.cancel", "event_id": f"of {letters}", "response_id": "é" * letters}
+                await socket.send(json.dumps(event, ensure_ascii=False))
+                error = json.loads(await socket.recv())["error"]
+                assert (error["event_id"], error["param"]) == (event["event_id"], param)
             with suppress(ConnectionClosed):
                 await socket.send("x" * 5_000_000)
             await socket.wait_closed()
@@ -435,6 +443,28 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
         "OK": 3,
         "UNAVAILABLE": 1,
     }
+
+
+FEW_STREAMS = 4
+# Generation, which runs so many calls of each connection at a time.
+OF_FEW_STREAMS = f"""
+import runpy
+from framesieve.common.serving import guards
+guards._OPTIONS += (("grpc.max_concurrent_streams", {FEW_STREAMS}),)
+runpy.run_module("framesieve.services.generation", run_name="__main__", alter_sys=True)
+"""
+
+
+async def test_sessions_do_not_keep_others_from_generation(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("--kv-cache-tokens", "16384", "--live-tokens", "8192", *upstream_of(stack))
+    generation = Service("generation", tiny_checkpoint, tmp_path, flags, program=OF_FEW_STREAMS)
+    with started(generation), gateway(generation.address, tmp_path) as busy, busy.http() as http:
+        async with AsyncExitStack() as sessions:
+            for _ in range(FEW_STREAMS - 1):  # one is the channel's check of health
+                await sessions.enter_async_context(talking(busy))
+            assert (await asyncio.to_thread(http.get, "/health")).status_code == 200
+            answer = await asyncio.to_thread(partial(http.post, "/v1/chat/completions", json=question("What moves?")))
+            assert answer.status_code == 200
 
 
 async def test_a_message_of_parts_without_end_ends_the_connection(door: Gateway) -> None:

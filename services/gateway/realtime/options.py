@@ -38,7 +38,7 @@ def open_message(session: SessionFields, request_id: str, adapter: str | None) -
         source=own.source,
         source_name=own.source_name,
         reopens=own.reopens,
-        snapshots=own.snapshots and generation_pb2.Snapshots.Value(f"SNAPSHOTS_{own.snapshots.upper()}"),
+        snapshots=f"SNAPSHOTS_{own.snapshots.upper()}" if own.snapshots else None,
     )
     for index, trigger in enumerate(own.triggers or ()):
         name = f"open.triggers[{index}]"

@@ -186,8 +186,8 @@ class Session:
         await self._send_all(item_events(self._names, item, item_id, self._answers.conversation.add(item_id)))
 
     def _frames(self, item: UserMessage, now_s: float) -> Iterator[tuple[int, LiveRequest]]:
-        """With the part's place in the item. Raises InvalidRequest for what is no data: URL, for a time before that of the
-        last frame, and for any frame where the session has a source."""
+        """With the part's place in the item. Raises InvalidRequest for what is no data: URL, for a time before that of
+        the last frame, and for any frame of a session that has a source."""
         shown_s = self._shown_s
         for place, part in enumerate(item.content):
             if not isinstance(part, InputImage):

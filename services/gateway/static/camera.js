@@ -1,4 +1,5 @@
-// Watches a camera by /v1/realtime: sends its frames, draws what was new in them, and asks about what it has seen.
+// Watches a camera by /v1/realtime, draws what was new in its frames, and asks about what it has seen. The browser's own
+// camera is filmed here; the server opens a camera that has a URL.
 
 import { drawn } from "./drawing.js";
 import { byId, element, list, ms, newArticle, setBusy } from "./elements.js";
@@ -11,42 +12,48 @@ const MAX_WAITING_BYTES = 2 ** 20; // of frames that are not sent yet: beyond it
 const MAX_FRAMES_KEPT = 64; // of those that may still be drawn
 const QUESTION_TOKENS = 256; // room for the text of a question
 
-let live = null; // what the camera is watched with, see watch()
+const SOURCE = "session.framesieve.source";
+const STATES = { playing: "The camera plays.", lost: "The camera is lost, and is opened again:", ended: "The camera's video has ended." };
 
-export function isOn() {
-  return live !== null;
+let live = null; // what a camera is watched with, see watch()
+
+// button: of a kind of camera; none: of any.
+export function isOn(button = live?.button) {
+  return live !== null && live.button === button;
 }
 
 // begun: is called once the camera can be used.
-export async function watch(begun) {
+export async function watch(button, begun) {
   clearErrors();
-  let stream;
-  try {
-    if (!navigator.mediaDevices) throw new Error("browsers give it to pages from https or localhost only.");
-    stream = await navigator.mediaDevices.getUserMedia({ video: { width: FRAME_PX } });
-  } catch (error) {
-    byId("file-error").textContent = `The camera cannot be used: ${error.message}`;
+  const source = button.id === "watch" ? byId("source").value.trim() : null;
+  if (source === "") {
+    byId("file-error").textContent = "Give the URL of a camera first.";
+    byId("source").focus();
     return;
   }
+  const stream = source ? null : await filmed();
+  if (!source && !stream) return;
   let socket;
   try {
     socket = connected();
   } catch (error) { // of a token with characters that no subprotocol may have
-    for (const track of stream.getTracks()) track.stop();
+    stop(stream);
     showError(error);
     return;
   }
   leave();
   begun();
   const article = newArticle();
-  // sent: the frames by their times. article: what was seen last. asked: the article of the question that is answered.
-  live = { socket, stream, article, sent: new Map(), timer: 0, asked: null };
+  // sent: the frames of the browser's camera by their times. article: what was seen last, at lastS. asked: the article
+  // of the question that is answered.
+  live = { button, label: button.textContent, source, socket, stream, article, sent: new Map(), timer: 0, asked: null, lastS: null };
   socket.onmessage = ({ data }) => { if (live?.socket === socket) handle(JSON.parse(data)); };
   socket.onclose = ({ code }) => { if (live?.socket === socket) lost(code); };
-  byId("player").hidden = byId("player").controls = false;
+  byId("player").controls = false;
+  byId("player").hidden = !stream;
   byId("player").srcObject = stream;
   byId("player").play().catch(() => {}); // it was left before it began
-  byId("camera").textContent = "Stop the camera";
+  button.textContent = "Stop the camera";
   byId("file-name").textContent = "What does not change is dropped, whatever the rate.";
   for (const group of document.querySelectorAll(".of-clip")) group.disabled = true;
   article.classList.add("live");
@@ -56,6 +63,21 @@ export async function watch(begun) {
   byId("answers").classList.remove("conversation");
   byId("answers").replaceChildren(article);
   byId("note").textContent = "";
+}
+
+// The browser's camera, or null with a word about that.
+async function filmed() {
+  try {
+    if (!navigator.mediaDevices) throw new Error("browsers give it to pages from https or localhost only.");
+    return await navigator.mediaDevices.getUserMedia({ video: { width: FRAME_PX } });
+  } catch (error) {
+    byId("file-error").textContent = `The camera cannot be used: ${error.message}`;
+    return null;
+  }
+}
+
+function stop(stream) {
+  for (const track of stream?.getTracks() ?? []) track.stop();
 }
 
 function connected() {
@@ -68,27 +90,27 @@ function connected() {
 
 export function leave() {
   if (!live) return;
-  const { socket, stream, timer, article } = live;
+  const { button, label, socket, stream, timer, article } = live;
   finish();
   live = null;
   clearInterval(timer);
   socket.close();
-  for (const track of stream.getTracks()) track.stop();
+  stop(stream);
   article.ariaBusy = "false";
   byId("player").srcObject = null;
   byId("player").hidden = byId("player").controls = true;
-  byId("camera").textContent = "Use the camera";
-  byId("file-name").textContent = "";
+  button.textContent = label;
+  for (const id of ["file-name", "preview-note"]) byId(id).textContent = "";
   for (const group of document.querySelectorAll(".of-clip")) group.disabled = false;
 }
 
 // The server ended the connection, or refused it: browsers do not tell why.
 async function lost(code) {
   leave();
-  const isRefused = code === 1006 && !byId("question-error").textContent;
+  if (byId("file-error").textContent || byId("question-error").textContent) return;
   try {
-    if (isRefused) await fetched("v1/models");
-    byId("question-error").textContent ||= "The server ended the live session.";
+    if (code === 1006) await fetched("v1/models");
+    byId("question-error").textContent = "The server ended the live session.";
   } catch (error) {
     showError(error);
   }
@@ -118,11 +140,16 @@ function handle(event) {
   switch (event.type) {
     case "session.created": {
       const answer_tokens = QUESTION_TOKENS + Number(byId("longest").value);
-      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { answer_tokens } } });
+      const ofSource = live.source ? { source: live.source, snapshots: "slices" } : {};
+      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { answer_tokens, ...ofSource } } });
       break;
     }
     case "session.updated":
-      live.timer = setInterval(sendFrame, FRAME_MS);
+      if (live.stream) live.timer = setInterval(sendFrame, FRAME_MS);
+      else byId("preview-note").textContent = "The camera is being opened.";
+      break;
+    case "framesieve.stream":
+      byId("preview-note").textContent = `${STATES[event.state]} ${event.reason}`;
       break;
     case "framesieve.slice":
       drawSlice(event);
@@ -134,18 +161,21 @@ function handle(event) {
       if (asked) answered(asked, event.response);
       break;
     case "error":
-      byId("question-error").textContent = event.error.message;
+      byId(event.error.param === SOURCE ? "file-error" : "question-error").textContent = event.error.message.replace(SOURCE, "The camera");
       if (event.error.event_id === "ask") finish();
       if (event.error.event_id === "open") leave();
   }
 }
 
-function drawSlice({ grid, kept, last_time_s: timeS, usage }) {
+async function drawSlice({ grid, kept, last_time_s: timeS, usage, snapshot, wall_time_s: wallS }) {
+  const frame = snapshot ? element("img", { src: snapshot }) : live.sent.get(timeS) ?? null;
+  for (const earlier of [...live.sent.keys()].filter((each) => each <= timeS)) live.sent.delete(earlier);
+  live.lastS = timeS;
+  await frame?.decode?.();
+  if (live?.lastS !== timeS) return; // a newer one came
   const isKept = new Uint8Array(grid.h * grid.w);
   for (const token of kept) isKept[token] = 1;
   const figure = live.article.querySelector(".kept");
-  const frame = live.sent.get(timeS) ?? null;
-  for (const earlier of [...live.sent.keys()].filter((each) => each <= timeS)) live.sent.delete(earlier);
   figure.querySelector(".frames").replaceChildren(drawn(frame, grid, isKept, timeS));
   figure.querySelector("figcaption").textContent = `${kept.length} of ${isKept.length} visual tokens are new, the others are dimmed.`;
   figure.hidden = false;
@@ -155,6 +185,7 @@ function drawSlice({ grid, kept, last_time_s: timeS, usage }) {
     "Tokens seen": usage.media_tokens_full,
     "Kept": usage.media_tokens,
     "Held now": usage.held_tokens,
+    ...(wallS && { "Filmed at": new Date(wallS * 1000).toLocaleTimeString() }),
   });
 }
 

@@ -1,4 +1,4 @@
-// Begins the page, and lets its parts take turns: a question about a clip, or a camera that is watched.
+// Begins the page, and lets its parts take turns: a question about a clip, or a camera that is watched, the browser's own or one with a URL.
 
 import * as camera from "./camera.js";
 import { choose, forget, needed } from "./clip.js";
@@ -47,10 +47,17 @@ document.addEventListener("drop", (event) => {
 
 // The camera
 
-byId("camera").addEventListener("click", () => (camera.isOn() ? camera.leave() : camera.watch(() => {
-  endConversation();
-  forget();
-})));
+for (const button of [byId("camera"), byId("watch")]) {
+  button.addEventListener("click", () => (camera.isOn(button) ? camera.leave() : camera.watch(button, () => {
+    endConversation();
+    forget();
+  })));
+}
+byId("source").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault(); // it would ask
+  if (!camera.isOn(byId("watch"))) byId("watch").click();
+});
 
 // The question
 
