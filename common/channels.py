@@ -234,8 +234,10 @@ def _target(address: str) -> str:
     return f"ipv{version}:{address}"
 
 
-async def write_to(call: Any, request: Message) -> None:
+async def write_to(call: Any, request: Message, is_large: bool = False) -> None:
     """Writes one request to a call. Does nothing if the call has ended; reading from it tells how.
+
+    is_large: it may have megabytes, and is serialised in a thread.
 
     It bypasses `call.write`, which replaces the status of an ended call by INTERNAL, through a private name of
     grpc.aio. With a grpcio that lacks that name it uses `call.write`, and the status of an ended call may be lost.
@@ -248,8 +250,9 @@ async def write_to(call: Any, request: Message) -> None:
             with suppress(asyncio.InvalidStateError):  # the call has ended
                 await call.write(request)
             return
+        data = await asyncio.to_thread(request.SerializeToString) if is_large else request.SerializeToString()
         await call.wait_for_connection()
-        await send(request.SerializeToString())
+        await send(data)
 
 
 async def end_writing(call: Any) -> None:

@@ -37,13 +37,14 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from framesieve.common.contract.errors import InvalidRequest
+from framesieve.common.contract.limits import MAX_PICTURE_BYTES
 from framesieve.common.process import ExitStatus
 from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtocol
 from framesieve.services.gateway.realtime.request import REFUSED, parse
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
 from tests.integration.conftest import upstream_of
-from tests.integration.fleet import Service, Stack, running, started, until
+from tests.integration.fleet import TIMED, Service, Stack, running, started, until
 from tests.integration.gateway import Gateway, data_url, gateway, question
 from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
 
@@ -51,6 +52,7 @@ FRAMES = [data_url("image/png", picture) for picture in PICTURES]
 OWN = {"pruning": {"method": "none"}, "max_pixels": MAX_PIXELS, "window_tokens": 512, "answer_tokens": 128}
 WATCHING = {"type": "realtime", "temperature": 0, "max_output_tokens": 6, "framesieve": OWN}
 ANSWER_MS = 60_000
+DONE = "conversation.item.done"
 TOKEN = "a/secret+of0123456789=="
 CHECKED = TypeAdapter(RealtimeServerEvent)
 
@@ -465,6 +467,21 @@ async def test_sessions_do_not_keep_others_from_generation(stack: Stack, tiny_ch
             assert (await asyncio.to_thread(http.get, "/health")).status_code == 200
             answer = await asyncio.to_thread(partial(http.post, "/v1/chat/completions", json=question("What moves?")))
             assert answer.status_code == 200
+
+
+async def test_large_pictures_do_not_hold_up_the_gateways_loop(stack: Stack, tmp_path: Path) -> None:
+    """As in test_event_loop.py: a fault is slow in every round."""
+    largest = PICTURES[0] + bytes(MAX_PICTURE_BYTES - len(PICTURES[0]))  # readers skip what follows the picture
+    shown, slow = made(image(0) | {"image_url": data_url("image/png", largest)}), list[set[str]]()
+    with gateway(stack.address, tmp_path, program=TIMED.format(name="gateway")) as timed:
+        async with opened(timed) as socket:
+            for event in (updated(**WATCHING), *[shown] * 3):
+                before = len(timed.log.read_text())
+                await socket.send(json.dumps(event))
+                while (told := json.loads(await socket.recv()))["type"] not in ("session.updated", DONE):
+                    assert told["type"] != "error", told
+                slow.append(set(re.findall("^SLOW (.*)", timed.log.read_text()[before:], re.MULTILINE)))
+    assert not set.intersection(*slow[1:]), slow
 
 
 async def test_a_message_of_parts_without_end_ends_the_connection(door: Gateway) -> None:

@@ -66,7 +66,7 @@ class Live:
 
     async def send(self, request: LiveRequest) -> None:
         """Waits until generation takes it. If the call has ended, `responses` tells why."""
-        await write_to(self._call, request)
+        await write_to(self._call, request, is_large=True)
 
     async def close(self) -> None:
         """Nothing more is sent: the responses end after those to what was asked."""

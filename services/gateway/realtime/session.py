@@ -214,7 +214,7 @@ class Session:
             limit = "set, where no item with input_text came before"
             raise InvalidRequest(field="response.instructions", limit=limit)
         answer = self._answers.new(fields, limit_of(fields, self._fields), event_id)
-        asked = ask_message(answer.id, texts, fields, self._fields)
+        asked = await asyncio.to_thread(ask_message, answer.id, texts, fields, self._fields)
         await self._begin()
         self._texts, self._kept_characters = [], 0
         await self._send(self._answers.add(answer.id, answer))
