@@ -77,9 +77,8 @@ async def test_a_session_watches_the_source_that_its_update_names(door: Gateway)
         answer = await talk.answer(instructions=QUESTION)
         assert answer["usage"]["framesieve"]["session"]["used_frames"] >= 2
         enough.set()
-        while (told := await talk.until("framesieve.stream"))["state"] == "playing":
+        while (await talk.until("framesieve.stream"))["state"] != "ended":
             pass
-        assert (told["state"], told["reason"]) == ("ended", "")
         assert (await talk.answer(instructions=QUESTION))["status"] != "failed"
 
 
