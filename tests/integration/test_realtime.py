@@ -452,7 +452,7 @@ FEW_STREAMS = 4
 OF_FEW_STREAMS = f"""
 import runpy
 from framesieve.common.serving import guards
-guards._OPTIONS += (("grpc.max_concurrent_streams", {FEW_STREAMS}),)
+guards._OPTIONS = tuple((dict(guards._OPTIONS) | {{"grpc.max_concurrent_streams": {FEW_STREAMS}}}).items())
 runpy.run_module("framesieve.services.generation", run_name="__main__", alter_sys=True)
 """
 
