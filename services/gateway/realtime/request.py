@@ -137,6 +137,11 @@ class SessionFields(Neutral):
     object: Literal["realtime.session"] | None = None
     expires_at: Nothing = None
 
+    @property
+    def source(self) -> str | None:
+        """The URL of a camera, whose frames the session sees in place of the client's."""
+        return self.framesieve.source if self.framesieve else None
+
     def updated(self, other: SessionFields) -> SessionFields:
         """With the fields that another one has; those of `framesieve` one by one."""
         changed = {name: getattr(other, name) for name in other.model_fields_set}

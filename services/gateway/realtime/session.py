@@ -98,8 +98,6 @@ class Session:
         for event in events:
             await self._send(event)
 
-    # --- the client's events -------------------------------------------------------------------------------------
-
     async def _take(self, message: bytes) -> None:
         """Serves one event. An error that is about it is told, and the session goes on."""
         try:
@@ -144,7 +142,7 @@ class Session:
             await self._open(fields)
         self._fields = fields
         await self._tell("session.updated")
-        if _source_of(fields):
+        if fields.source:
             await self._begin()
 
     async def _open(self, fields: SessionFields) -> None:
@@ -192,7 +190,7 @@ class Session:
         for place, part in enumerate(item.content):
             if not isinstance(part, InputImage):
                 continue
-            if _source_of(self._fields):
+            if self._fields.source:
                 text = "must not be sent: this session's frames come by its source"
                 raise InvalidRequest(text, field=f"item.content[{place}]")
             with within(f"item.content[{place}].image_url"):
@@ -231,7 +229,3 @@ class Session:
             async for response in self._live.responses():
                 await self._send_all(self._answers.events(response))
         raise Unavailable("generation ended the session", "generation")
-
-
-def _source_of(session: SessionFields) -> str | None:
-    return session.framesieve.source if session.framesieve else None

@@ -39,7 +39,7 @@ class Watch:
         call = Call.of(request)
         body = await read_body(request, self._body_limit, call.charge)
         fields = await asyncio.to_thread(parsed, SessionFields, body)
-        if not (fields.framesieve and fields.framesieve.source):
+        if not fields.source:
             raise InvalidRequest(field="framesieve.source", limit="the URL of a camera")
         model = await unless_left(request, self._models.find(fields.model, call.metadata))
         names = Names()
