@@ -115,7 +115,7 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
     ("pieces", "why"),
     [
         ([b"nonsense" * 999], "data cannot be read as a video.*MPEG-TS, fragmented MP4"),
-        ([b"#EXTM3U\n#EXTINF:2,\npart0.ts\n"], "data is a playlist of HLS or DASH, which names other files"),
+        ([b"#EXTM3U\n#EXTINF:2,\npart0.ts\n"], r"data is a playlist \(HLS\), which is not watched; name the stream itself"),
         ([media.clip()[:200] + b"\0" * 5000], "data has no video stream"),
         ([b""], "data must be 1 to 2097152 bytes, got '0 bytes'"),
         ([], "data cannot be read as a video"),
