@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import ssl
+import time
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -214,6 +215,26 @@ async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number:
         code, _, text = await refused(watched.call)
         assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, f"open.url {why}")
     gc.collect()  # the error's traceback holds the last frame
+
+
+async def test_frames_have_the_time_of_the_cameras_clock_unless_that_is_wrong(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GStreamer sends its first report after some seconds."""
+    async with camera(mounts=CAMERA) as server, watching(service, server.port) as (stub, _):
+        watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
+        assert watched.filmed_s is None
+        while watched.filmed_s is None:
+            assert await watched.next()
+        assert watched.filmed_s == pytest.approx(time.time(), abs=2)
+        before_s, first_s = watched.filmed_s, watched.time_s
+        assert await watched.next()
+        assert watched.filmed_s - before_s == pytest.approx(watched.time_s - first_s, abs=0.01)
+        monkeypatch.setattr(streams, "_MOST_WRONG_S", 0)
+        for _ in range(2):  # one may be on its way
+            assert await watched.next()
+        assert watched.filmed_s is None
+        watched.call.cancel()
 
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:

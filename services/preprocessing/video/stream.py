@@ -285,11 +285,9 @@ class _Clock:
         if self._host_s:
             passed_us = self._first_us + now_us - self._began_us - last_us
             longest_us = max(0, passed_us) + _AHEAD_S * _TICKS_PER_S
-        for shift_us in (current_us, before_us):
-            if 0 <= time_us + shift_us - last_us <= longest_us:
-                break
-        else:
-            shift_us = last_us + (now_us - self._came_us if self._host_s else self._step_us) - time_us
+        goes_on_us = last_us + (now_us - self._came_us if self._host_s else self._step_us) - time_us
+        fits = (each for each in (current_us, before_us) if 0 <= time_us + each - last_us <= longest_us)
+        shift_us = min(fits, default=goes_on_us)
         if shift_us != current_us:
             self._shifts_us = (shift_us, current_us)
         self._last_us = time_us + shift_us
