@@ -175,9 +175,9 @@ class Fetcher:
             raise InvalidRequest(f"must have a path and a query of at most {_MAX_CAMERA_TARGET} characters")
         addresses = await self._addresses(url)
         tls = self._tls if url.scheme == "rtsps" else None
-        streams = await connected(url, addresses, self._policy.connect_s, tls)
-        connection = await stack.enter_async_context(relayed(*streams, self._observed.fetched))
-        return Camera(connection, url.target, f"{url.login.quoted}@" if url.login else "", self._policy.total_s)
+        connection = await connected(url, addresses, self._policy.connect_s, tls)
+        theirs = await stack.enter_async_context(relayed(connection, self._observed.fetched))
+        return Camera(theirs, url.target, f"{url.login.quoted}@" if url.login else "", self._policy.total_s)
 
     async def _read(self, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         with resource_errors_as_overloaded(name), within(name):
