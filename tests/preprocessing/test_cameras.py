@@ -121,10 +121,13 @@ async def test_a_film_is_played_to_its_end(
             assert sum(came) > 0.9 * size_bytes > 2_500_000
 
 
-async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sound", ["alawenc ! rtppcmapay pt=8", "audioconvert ! voaacenc ! aacparse ! rtpmp4gpay pt=97"], ids=["pcma", "aac"]
+)
+async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path, sound: str) -> None:
     path = tmp_path / "film.mp4"
     film(path, "libx264", 3, bf="2")
-    sound = "audiotestsrc is-live=true ! alawenc ! rtppcmapay name=pay0 pt=8"
+    sound = f"audiotestsrc is-live=true ! {sound} name=pay0"
     video = played(path, "h264").replace("pay0", "pay1")
     mounts = {"/film": f"{sound} {video}"}
     async with camera(mounts=mounts) as server, watching(service, server.port) as (stub, _):
@@ -202,6 +205,12 @@ async def test_an_encrypted_camera_must_have_a_certificate_of_its_name_that_is_t
             _, _, text = await refused((await opened(stub, url)).call)
             assert text == "open.url cannot be connected to, or has no valid certificate"
     assert "certificate is not valid for" in capfd.readouterr().out
+
+
+async def test_a_camera_is_told_that_nobody_watches_any_more(service: Service) -> None:
+    async with camera(mounts=CAMERA) as server, watching(service, server.port) as (stub, _):
+        (await first_frame(stub, f"rtsp://clip.test:{server.port}/live")).call.cancel()
+        assert await server.said.readline() == b"TEARDOWN\n"
 
 
 @pytest.mark.parametrize(

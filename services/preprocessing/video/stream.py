@@ -164,6 +164,8 @@ def opened_frames(
     pictures = _Pictures(stream, turned, name)
     for frame in _decoded(container, stream, name, came, reported):
         pictures.see(frame)
+        if frame.is_corrupt:
+            continue
         filmed_us = None
         if container.format.name in _UNTIMED:
             time_us = time.monotonic_ns() // 1000
@@ -172,7 +174,7 @@ def opened_frames(
         else:
             pts_us = round(frame.pts * frame.time_base * _TICKS_PER_S)
             time_us, filmed_us = clock.shown(pts_us), reported.filmed_us(pts_us)
-        if not frame.is_corrupt and intervals.begins_one(time_us):
+        if intervals.begins_one(time_us):
             yield StreamFrame(pictures.of(frame), time_us, filmed_us)
 
 

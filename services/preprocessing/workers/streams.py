@@ -43,6 +43,7 @@ _STALL_S = 30.0
 _PIECES = 2**31 - 1  # a stream has no end that is known
 # FFmpeg asks some times more once a stream has ended.
 _READS_AFTER_END = 100
+_LEAVE_S = 1.0
 # A camera's clock that differs by more from this host's is not believed.
 _MOST_WRONG_S = 24 * 3600
 
@@ -96,9 +97,13 @@ class StreamWorkers:
             with resource_errors_as_overloaded(name):
                 worker = WorkerProcess.start(_CAMERA_WORKER if isinstance(source, Camera) else _WORKER, self._limits)
                 facts = {"media": name, "pieces": _PIECES, "fps": float(fps), "live": live, "jpegs": jpegs}
-                async with aclosing(self._talk(worker, facts, source)) as events:
-                    async for event in events:
-                        yield event
+                try:
+                    async with aclosing(self._talk(worker, facts, source)) as events:
+                        async for event in events:
+                            yield event
+                finally:
+                    if isinstance(source, Camera):
+                        await _leave(worker)
         except WorkerFault as error:
             self._on_fault(error.fault)
             log.warning("a stream's worker failed", fault=error.fault, error=str(error))
@@ -157,6 +162,16 @@ class StreamWorkers:
             async with asyncio.timeout(stall_s):
                 return await worker.receive()
         raise WorkerFault(Fault.SLOW, f"it made no progress for {stall_s:g} s")
+
+
+async def _leave(worker: WorkerProcess) -> None:
+    """Lets a worker tell its camera that it leaves (TEARDOWN), which it does after its next frame."""
+    with suppress(WorkerFault, PeerContract, TimeoutError):
+        async with asyncio.timeout(_LEAVE_S):
+            if worker.working:
+                worker.send(Kind.STOP)
+            while worker.working:
+                (await worker.receive()).close()
 
 
 def _begin(worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]) -> None:
