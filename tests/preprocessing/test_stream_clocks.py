@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from framesieve.services.preprocessing.video import stream
 from tests import media
 from tests.preprocessing.media_server import head, serving
 from tests.preprocessing.service import Service
@@ -18,6 +19,7 @@ from tests.preprocessing.test_watch import Watched, all_of, cut, opened
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TICKS_PER_S = 90_000
+PACKET_BYTES = 188
 FPS = 10
 DATA = media.stream("mpegts", frames=3 * FPS, fps=FPS, b_frames=0)
 # A packet of video that begins with a presentation time and no decoding time; it has an adaptation field or none.
@@ -84,6 +86,26 @@ async def test_a_film_that_comes_at_once_keeps_its_times(service: Service) -> No
         for time_s, pixels in watched.frames:
             np.testing.assert_array_equal(pixels, expected[min(expected, key=lambda each: abs(each - time_s))])
             assert min(abs(each - time_s) for each in expected) < 1e-4
+
+
+@pytest.mark.parametrize("passed", [True, False])
+async def test_a_pause_is_kept_if_it_passed_at_the_host(monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+    """Of less than 10 s here."""
+    monkeypatch.setattr(stream, "_AHEAD_S", 0.3)
+    pause_s = 0.7
+    data = stamped(DATA, lambda number: pause_s * (number > 14))
+    begins = [found.start() // PACKET_BYTES * PACKET_BYTES for found in VIDEO.finditer(data)]
+    parts = iter((data[: begins[15]], data[begins[15] :]))
+
+    def more() -> bytes:
+        part = next(parts, b"")
+        if passed and part.endswith(data[-PACKET_BYTES:]):
+            time.sleep(pause_s)
+        return part
+
+    times_s = [frame.time_us / 10**6 for frame in stream.stream_frames(more, 60, "data", live=True)]
+    step_s = times_s[15] - times_s[14]
+    assert step_s == pytest.approx(pause_s + 1 / FPS, abs=1e-4) if passed else step_s < pause_s
 
 
 async def test_a_live_clock_that_leaps_goes_on_with_the_hosts(service: Service) -> None:
