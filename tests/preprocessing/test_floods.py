@@ -98,6 +98,5 @@ async def test_a_flood_of_small_things_leaves_the_event_loop_to_others(
                 turns_s.append(time.thread_time() - turn_s)
             share = (time.thread_time() - before_s) / (time.monotonic() - began_s)
             watched.call.cancel()
-    print("FIG", scheme, share, len(turns_s), np.quantile(turns_s, (0.5, 0.99, 1)), sum(came))
     assert np.quantile(turns_s, 0.99) < MOST_S
     assert share < 0.5
