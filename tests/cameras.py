@@ -21,10 +21,11 @@ _PROGRAM = Path(__file__).with_name("rtsp_server.py")
 
 @dataclass(frozen=True, slots=True)
 class Camera:
-    """pid: of its process."""
+    """pid: of its process. said: what it prints after its port."""
 
     port: int
     pid: int
+    said: asyncio.StreamReader
 
 
 @asynccontextmanager
@@ -38,7 +39,7 @@ async def camera(**wanted: Any) -> AsyncIterator[Camera]:
     assert process.stdout is not None
     try:
         async with asyncio.timeout(60):
-            yield Camera(int(await process.stdout.readline()), process.pid)
+            yield Camera(int(await process.stdout.readline()), process.pid, process.stdout)
     finally:
         with suppress(ProcessLookupError):  # the test has ended it
             process.kill()

@@ -7,7 +7,7 @@ Argument: JSON with
     users      passwords by name
     digest     whether passwords are asked for by Digest; otherwise by Basic
     udp        whether packets are sent by UDP alone; otherwise in the connection
-It prints its port once it listens.
+It prints its port once it listens, and then a line for each TEARDOWN.
 """
 
 import json
@@ -50,6 +50,10 @@ for path, pipeline in wanted["mounts"].items():
         permissions.add_permission_for_role("user", "media.factory.construct", True)
         factory.set_permissions(permissions)
     server.get_mount_points().add_factory(path, factory)
+server.connect(
+    "client-connected",
+    lambda _, client: client.connect("teardown-request", lambda *_: print("TEARDOWN", flush=True)),
+)
 server.attach(None)
 print(server.get_bound_port(), flush=True)
 GLib.MainLoop().run()

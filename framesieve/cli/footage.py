@@ -46,7 +46,7 @@ def _frames(source: str, fps: float) -> Iterator[StreamFrame]:
     name = repr(source)  # quoted, so that errors do not take it for a field
     if is_camera(source):
         with av.open(source, "r", format="v4l2") as camera:
-            yield from opened_frames(camera, fps, name, turned=False)
+            yield from opened_frames(camera, fps, name, turned=False, live=True)
         return
     with Path(source).open("rb", buffering=0) as file:
         if file.seekable():

@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import ssl
+import time
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -120,10 +121,13 @@ async def test_a_film_is_played_to_its_end(
             assert sum(came) > 0.9 * size_bytes > 2_500_000
 
 
-async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sound", ["alawenc ! rtppcmapay pt=8", "audioconvert ! voaacenc ! aacparse ! rtpmp4gpay pt=97"], ids=["pcma", "aac"]
+)
+async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path, sound: str) -> None:
     path = tmp_path / "film.mp4"
     film(path, "libx264", 3, bf="2")
-    sound = "audiotestsrc is-live=true ! alawenc ! rtppcmapay name=pay0 pt=8"
+    sound = f"audiotestsrc is-live=true ! {sound} name=pay0"
     video = played(path, "h264").replace("pay0", "pay1")
     mounts = {"/film": f"{sound} {video}"}
     async with camera(mounts=mounts) as server, watching(service, server.port) as (stub, _):
@@ -203,6 +207,12 @@ async def test_an_encrypted_camera_must_have_a_certificate_of_its_name_that_is_t
     assert "certificate is not valid for" in capfd.readouterr().out
 
 
+async def test_a_camera_is_told_that_nobody_watches_any_more(service: Service) -> None:
+    async with camera(mounts=CAMERA) as server, watching(service, server.port) as (stub, _):
+        (await first_frame(stub, f"rtsp://clip.test:{server.port}/live")).call.cancel()
+        assert await server.said.readline() == b"TEARDOWN\n"
+
+
 @pytest.mark.parametrize(
     ("number", "why"),
     [(signal.SIGKILL, "could not be played: the connection broke off"), (signal.SIGSTOP, "has sent no video for 3 s")],
@@ -214,6 +224,26 @@ async def test_a_camera_that_is_lost_or_silent_is_left(service: Service, number:
         code, _, text = await refused(watched.call)
         assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, f"open.url {why}")
     gc.collect()  # the error's traceback holds the last frame
+
+
+async def test_frames_have_the_time_of_the_cameras_clock_unless_that_is_wrong(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GStreamer sends its first report after some seconds."""
+    async with camera(mounts=CAMERA) as server, watching(service, server.port) as (stub, _):
+        watched = await first_frame(stub, f"rtsp://clip.test:{server.port}/live")
+        assert watched.filmed_s is None
+        while watched.filmed_s is None:
+            assert await watched.next()
+        assert watched.filmed_s == pytest.approx(time.time(), abs=2)
+        before_s, first_s = watched.filmed_s, watched.time_s
+        assert await watched.next()
+        assert watched.filmed_s - before_s == pytest.approx(watched.time_s - first_s, abs=0.01)
+        monkeypatch.setattr(streams, "_MOST_WRONG_S", 0)
+        for _ in range(2):  # one may be on its way
+            assert await watched.next()
+        assert watched.filmed_s is None
+        watched.call.cancel()
 
 
 async def test_a_camera_may_be_quiet_for_longer_than_a_decoder_may_work(service: Service) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from framesieve.services.preprocessing.workers.process import Fault
 from framesieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
 from tests import media
-from tests.preprocessing.media_server import head, redirect, serving
+from tests.preprocessing.media_server import head, ok, redirect, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.worker_jobs import until
 from tests.processes import children
@@ -30,10 +30,14 @@ STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
 
 @dataclass
 class Watched:
-    """What a Watch call sent so far: times and pixels of frames, how many of them came before each `read_bytes`."""
+    """What a Watch call sent so far: times and pixels of frames, how many of them came before each `read_bytes`.
+
+    filmed_s: of the last frame, if it has one.
+    """
 
     call: Any
     frames: list[tuple[float, np.ndarray[Any, Any]]] = field(default_factory=list)
+    filmed_s: float | None = None
     read: list[tuple[int, int]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)
 
@@ -48,6 +52,7 @@ class Watched:
         chunk = response.frame.chunk
         if not chunk.offset_bytes:
             self.time_s = response.frame.time_s
+            self.filmed_s = response.frame.filmed_s if response.frame.HasField("filmed_s") else None
             self.pieces.clear()
         self.pieces.append(chunk.data)
         whole = b"".join(self.pieces)
@@ -115,7 +120,10 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
     ("pieces", "why"),
     [
         ([b"nonsense" * 999], "data cannot be read as a video.*MPEG-TS, fragmented MP4"),
-        ([b"#EXTM3U\n#EXTINF:2,\npart0.ts\n"], "data is a playlist of HLS or DASH, which names other files"),
+        (
+            [b"#EXTM3U\n#EXTINF:2,\npart0.ts\n"],
+            r"data is a playlist \(HLS\), which is not watched; name the stream itself",
+        ),
         ([media.clip()[:200] + b"\0" * 5000], "data has no video stream"),
         ([b""], "data must be 1 to 2097152 bytes, got '0 bytes'"),
         ([], "data cannot be read as a video"),
@@ -201,6 +209,24 @@ async def test_pictures_by_http_have_the_times_at_which_they_come(service: Servi
     async with serving(answer) as server, service.serving(server) as stub:
         watched = await all_of(await opened(stub, f"http://clip.test:{server.port}/"))
         assert 0.5 < watched.frames[-1][0] - watched.frames[0][0] < 20
+
+
+@pytest.mark.parametrize(
+    ("media_type", "body", "kind"),
+    [
+        ("application/vnd.apple.mpegurl", b"", "HLS"),
+        ("application/dash+xml; charset=utf-8", b"", "DASH"),
+        ("text/plain", b"\xef\xbb\xbf#EXTM3U\n#EXTINF:2,\npart0.ts\n", "HLS"),
+        ("text/plain", b'<?xml version="1.0"?>\n<!-- by hand -->\n<MPD type="dynamic">', "DASH"),
+    ],
+)
+async def test_playlists_are_refused_by_name(service: Service, media_type: str, body: bytes, kind: str) -> None:
+    answer = ok(body, f"Content-Type: {media_type}")
+    async with serving(answer) as server, service.serving(server) as stub:
+        code, _, text = await refused((await opened(stub, f"http://clip.test:{server.port}/")).call)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert text.startswith(f"open.url is a playlist ({kind}), which is not watched; name the stream itself")
+        assert server.connections == 1
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,10 @@ from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemR
 from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
 from framesieve.services.preprocessing.fetch.camera import Camera, connected, relayed
 from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
+from framesieve.services.preprocessing.fetch.download import Download, gathered, watched
 from framesieve.services.preprocessing.fetch.login import Login
 from framesieve.services.preprocessing.fetch.policy import FetchPolicy
-from framesieve.services.preprocessing.fetch.urls import STREAM_SCHEMES, Url, parse_url
+from framesieve.services.preprocessing.fetch.urls import FILE_SCHEMES, STREAM_SCHEMES, Url, parse_url
 from framesieve.services.preprocessing.sources.in_thread import in_thread
 from framesieve.services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
@@ -136,43 +137,57 @@ class Fetcher:
         return Source(name, body.digest, body.file.descriptor, body.file.close)
 
     @asynccontextmanager
-    async def stream(self, name: str, url: str) -> AsyncIterator[Camera | AsyncIterator[bytes]]:
+    async def stream(self, name: str, url: str, every_s: float) -> AsyncIterator[Camera | Download]:
         """Opens a stream: a camera, or bytes as the server sends them. Leaving the block closes the connection.
 
-        name: of the field that holds the URL, for error texts.
+        name: of the field that holds the URL, for error texts. every_s: as in `watched`.
         Opening and reading it raise as `fetch` does, except that a stream has no largest size: MediaRejected also where
         it breaks off, or is silent for longer than a fetch may take.
         """
         async with AsyncExitStack() as stack:
             with resource_errors_as_overloaded(name), within(name):
-                try:
-                    async with asyncio.timeout(self._policy.total_s):
-                        source = await self._begin(stack, parse_url(url, STREAM_SCHEMES))
-                except TimeoutError as error:
-                    raise MediaRejected(f"did not begin within the allowed {self._policy.total_s:g} s") from error
-            yield source if isinstance(source, Camera) else self._read(name, source)
+                parsed = parse_url(url, STREAM_SCHEMES)
+                login = parsed.login or self._logins.get(parsed.host.name)
+                parsed = replace(parsed, login=login)
+                if parsed.scheme in FILE_SCHEMES:
+                    source: Camera | Download = await self._download(stack, parsed)
+                else:
+                    source = await self._in_time(self._camera(stack, parsed))
+            if isinstance(source, Download):
+                pieces = watched(source, partial(self._download, stack, parsed), every_s)
+                source = replace(source, pieces=self._read(name, pieces))
+            yield source
 
-    async def _begin(self, stack: AsyncExitStack, url: Url) -> Camera | AsyncIterator[bytes]:
-        login = url.login or self._logins.get(url.host.name)
-        if url.scheme in ("http", "https"):
-            return await self._follow(url, partial(self._open, stack, replace(url, login=login)))
+    async def _in_time(self, begun: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._policy.total_s):
+                return await begun
+        except TimeoutError as error:
+            raise MediaRejected(f"did not begin within the allowed {self._policy.total_s:g} s") from error
+
+    async def _download(self, stack: AsyncExitStack, url: Url) -> Download:
+        """Closes what `stack` has from before."""
+        await stack.aclose()
+        return await self._in_time(self._follow(url, partial(self._open, stack, url)))
+
+    async def _camera(self, stack: AsyncExitStack, url: Url) -> Camera:
         if len(url.target) > _MAX_CAMERA_TARGET:
             raise InvalidRequest(f"must have a path and a query of at most {_MAX_CAMERA_TARGET} characters")
         addresses = await self._addresses(url)
         tls = self._tls if url.scheme == "rtsps" else None
-        streams = await connected(url, addresses, self._policy.connect_s, tls)
-        connection = await stack.enter_async_context(relayed(*streams, self._observed.fetched))
-        return Camera(connection, url.target, f"{login.quoted}@" if login else "", self._policy.total_s)
+        connection = await connected(url, addresses, self._policy.connect_s, tls)
+        theirs = await stack.enter_async_context(relayed(connection, self._observed.fetched))
+        return Camera(theirs, url.target, f"{url.login.quoted}@" if url.login else "", self._policy.total_s)
 
     async def _read(self, name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        with within(name):
+        with resource_errors_as_overloaded(name), within(name):
             async for piece in pieces:
                 self._observed.fetched(len(piece))
                 yield piece
 
     async def _open(
         self, stack: AsyncExitStack, first: Url, url: Url, addresses: Sequence[IPAddress]
-    ) -> AsyncIterator[bytes] | str:
+    ) -> Download | str:
         """The body as it comes, while `stack` is open; or the Location of a redirect. first: before all redirects."""
         login = first.login if (first.scheme, first.authority) == (url.scheme, url.authority) else None
         async with AsyncExitStack() as opening:
@@ -188,8 +203,9 @@ class Fetcher:
                 if response.has_redirect_location:
                     return _escaped(response.headers["Location"].encode(response.headers.encoding))
                 _check_answer(response)
+            pieces = await opening.enter_async_context(aclosing(gathered(_body(url, response))))
             await stack.enter_async_context(opening.pop_all())
-            return _body(url, response)
+            return Download(response.headers.get("Content-Type", "").partition(";")[0].strip().lower(), pieces)
 
     async def _follow(self, url: Url, get: Callable[[Url, Sequence[IPAddress]], Awaitable[T | str]]) -> T:
         """What `get` makes of the URL, or of the last one that it redirects to."""

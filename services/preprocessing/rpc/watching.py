@@ -14,13 +14,18 @@ from framesieve.common.contract.tensors import MAX_PIECE_BYTES, DType
 from framesieve.common.contract.wire import tensor_chunks
 from framesieve.services.preprocessing.fetch.camera import Camera
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher
-from framesieve.services.preprocessing.video.stream import StreamFrame
+from framesieve.services.preprocessing.video.stream import StreamFrame, not_watched
 from framesieve.services.preprocessing.workers.streams import Read, StreamWorkers
 from framesieve.v1 import preprocessing_pb2
 from framesieve.v1.preprocessing_pb2 import WatchRequest, WatchResponse
 
 MAX_FPS = 60.0
 _US_PER_S = 1_000_000
+
+# Media types. Source: RFC 8216, 10 (HLS), with the names that are usual beside it; ISO/IEC 23009-1, Annex C (DASH).
+_HLS = ("application/vnd.apple.mpegurl", "application/x-mpegurl", "audio/mpegurl", "audio/x-mpegurl")
+_PLAYLISTS = dict.fromkeys(_HLS, "HLS") | {"application/dash+xml": "DASH"}
+_JPEGS = ("multipart/x-mixed-replace", "image/jpeg", "video/x-motion-jpeg")
 
 Events: TypeAlias = AsyncGenerator[StreamFrame | Read]
 
@@ -53,9 +58,14 @@ class Watching:
                             yield response
             return
         with within("open"), self.streams.place("url"):
-            async with self.fetcher.stream("url", opened.url) as source:
-                more = source if isinstance(source, Camera) else partial(anext, source, b"")
-                events = self.streams.events("url", opened.fps, more)
+            async with self.fetcher.stream("url", opened.url, 1 / opened.fps) as source:
+                if isinstance(source, Camera):
+                    events = self.streams.events("url", opened.fps, source)
+                elif kind := _PLAYLISTS.get(source.media_type):
+                    raise not_watched(kind, "url")
+                else:
+                    more, jpegs = partial(anext, source.pieces, b""), source.media_type in _JPEGS
+                    events = self.streams.events("url", opened.fps, more, live=True, jpegs=jpegs)
                 async with aclosing(newest(events)) as frames:
                     async for frame, replaced in frames:
                         for response in _frame_responses(frame, replaced):
@@ -104,6 +114,8 @@ async def newest(events: Events) -> AsyncGenerator[tuple[StreamFrame, int]]:
 def _frame_responses(frame: StreamFrame, replaced: int) -> Iterator[WatchResponse]:
     """A frame in pieces."""
     first: dict[str, Any] = {"time_s": frame.time_us / _US_PER_S, "replaced": replaced}
+    if frame.filmed_us is not None:
+        first["filmed_s"] = frame.filmed_us / _US_PER_S
     for chunk in tensor_chunks(DType.UINT8, frame.pixels.shape, frame.pixels.data):
         yield WatchResponse(frame=preprocessing_pb2.WatchedFrame(chunk=chunk, **first))
         first = {}

@@ -15,8 +15,14 @@ _HEAD_BYTES = 256
 
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis")
 _ANIMATION = 1 << 1
-_PLAYLIST = re.compile(rb"(\xef\xbb\xbf)?(#EXTM3U|(<\?xml[^>]*>\s*)?<MPD\s)")
+_PLAYLIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:(#EXTM3U)|(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<MPD[\s>])", re.DOTALL)
 _PROTECTED = re.compile(rb"schm\0\0\0.(cenc|cens|cbc1|cbcs|piff)", re.DOTALL)
+
+
+def playlist(head: bytes) -> str | None:
+    """The kind of a playlist, "HLS" or "DASH", by its first bytes; None for what is none."""
+    found = _PLAYLIST.match(head)
+    return ("HLS" if found[1] else "DASH") if found else None
 
 
 def unread_format(file: BinaryIO) -> str | None:
@@ -27,7 +33,7 @@ def unread_format(file: BinaryIO) -> str | None:
         return "HEIC, which is not read: convert it to JPEG, PNG, WebP or AVIF"
     if head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and head[20] & _ANIMATION:
         return "animated WebP, which is not read: convert it to GIF, AVIF, WebM or MP4"
-    if _PLAYLIST.match(head):
+    if playlist(head):
         return (
             "a playlist of HLS or DASH, which names other files: send one file, as ffmpeg -i PLAYLIST -c copy makes it"
         )

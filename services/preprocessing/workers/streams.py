@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ _STALL_S = 30.0
 _PIECES = 2**31 - 1  # a stream has no end that is known
 # FFmpeg asks some times more once a stream has ended.
 _READS_AFTER_END = 100
+_LEAVE_S = 1.0
+# A camera's clock that differs by more from this host's is not believed.
+_MOST_WRONG_S = 24 * 3600
 
 log = structlog.get_logger()
 
@@ -73,12 +77,18 @@ class StreamWorkers:
             self.running -= 1
 
     async def events(
-        self, name: str, fps: float, source: Camera | Callable[[], Awaitable[bytes]]
+        self,
+        name: str,
+        fps: float,
+        source: Camera | Callable[[], Awaitable[bytes]],
+        *,
+        live: bool = False,
+        jpegs: bool = False,
     ) -> AsyncGenerator[StreamFrame | Read]:
         """What the worker of a stream does, until the stream ends. Closing the generator ends the worker.
 
         name: of the stream, for error texts. source: a camera, or a function that waits for the next bytes; they are
-        empty once the stream has ended.
+        empty once the stream has ended. live, jpegs: of such bytes, as in `stream_frames`.
         Raises MediaRejected for bytes that are no video, MediaDamaged where the worker fails, Overloaded where the
         machine is out of resources, and whatever `source` raises.
         """
@@ -86,9 +96,14 @@ class StreamWorkers:
         try:
             with resource_errors_as_overloaded(name):
                 worker = WorkerProcess.start(_CAMERA_WORKER if isinstance(source, Camera) else _WORKER, self._limits)
-                async with aclosing(self._talk(worker, name, fps, source)) as events:
-                    async for event in events:
-                        yield event
+                facts = {"media": name, "pieces": _PIECES, "fps": float(fps), "live": live, "jpegs": jpegs}
+                try:
+                    async with aclosing(self._talk(worker, facts, source)) as events:
+                        async for event in events:
+                            yield event
+                finally:
+                    if isinstance(source, Camera):
+                        await _leave(worker)
         except WorkerFault as error:
             self._on_fault(error.fault)
             log.warning("a stream's worker failed", fault=error.fault, error=str(error))
@@ -102,12 +117,12 @@ class StreamWorkers:
                 await worker.end()
 
     async def _talk(
-        self, worker: WorkerProcess, name: str, fps: float, source: Camera | Callable[[], Awaitable[bytes]]
+        self, worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]
     ) -> AsyncGenerator[StreamFrame | Read]:
         await worker.ready()
         clock = asyncio.get_running_loop().time
         began_s, told = clock(), 0
-        _begin(worker, {"media": name, "pieces": _PIECES, "fps": float(fps)}, source)
+        _begin(worker, facts, source)
         worker.send(Kind.NEXT)
         given_bytes, empty = 0, 0
         while True:
@@ -149,6 +164,16 @@ class StreamWorkers:
         raise WorkerFault(Fault.SLOW, f"it made no progress for {stall_s:g} s")
 
 
+async def _leave(worker: WorkerProcess) -> None:
+    """Lets a worker tell its camera that it leaves (TEARDOWN), which it does after its next frame."""
+    with suppress(WorkerFault, PeerContract, TimeoutError):
+        async with asyncio.timeout(_LEAVE_S):
+            if worker.working:
+                worker.send(Kind.STOP)
+            while worker.working:
+                (await worker.receive()).close()
+
+
 def _begin(worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]) -> None:
     """Sends the job, whose file and numbers are empty."""
     nothing = sealed(memoryview(b""))
@@ -182,4 +207,7 @@ def _frame(message: Message) -> StreamFrame:
             raise PeerContract(f"a worker's frame has {width}×{height} pixels")
         size_bytes = 3 * height * width
         pixels = memory.mapped(size_bytes, size_bytes).reshape(height, width, 3)
-        return StreamFrame(pixels, facts.integer("time_us", -MAX_INT, MAX_INT))
+        filmed_us = facts.integer("filmed_us", -MAX_INT, MAX_INT) if "filmed_us" in facts.values else None
+        if filmed_us is not None and abs(filmed_us / 10**6 - time.time()) > _MOST_WRONG_S:
+            filmed_us = None
+        return StreamFrame(pixels, facts.integer("time_us", -MAX_INT, MAX_INT), filmed_us)

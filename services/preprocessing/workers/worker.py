@@ -149,13 +149,17 @@ def picture_slices(task: Task) -> Generator[Piece, None, None]:
 
 def watched_frames(task: Task) -> Generator[Piece, None, None]:
     """The frames of a stream, which comes in answer to READ. The media's file is empty."""
-    return frame_pieces(stream_frames(task.more, task.facts.seconds("fps"), task.source.name))
+    live, jpegs = (bool(task.facts.values[name]) for name in ("live", "jpegs"))
+    return frame_pieces(stream_frames(task.more, task.facts.seconds("fps"), task.source.name, live, jpegs))
 
 
 def frame_pieces(frames: Iterable[StreamFrame]) -> Generator[Piece, None, None]:
     for frame in frames:
         height, width, _ = frame.pixels.shape
-        yield Piece({"time_us": frame.time_us, "height_px": height, "width_px": width}, frame.pixels)
+        facts = {"time_us": frame.time_us, "height_px": height, "width_px": width}
+        if frame.filmed_us is not None:
+            facts["filmed_us"] = frame.filmed_us
+        yield Piece(facts, frame.pixels)
 
 
 def _tile_px(facts: Facts) -> SizePx | None:

@@ -1,0 +1,124 @@
+"""Streams whose time stamps are wrong: MPEG-TS, in which those of single frames are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from framesieve.services.preprocessing.video import stream
+from tests import media
+from tests.preprocessing.media_server import head, serving
+from tests.preprocessing.service import Service
+from tests.preprocessing.test_watch import Watched, all_of, cut, opened
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TICKS_PER_S = 90_000
+PACKET_BYTES = 188
+FPS = 10
+DATA = media.stream("mpegts", frames=3 * FPS, fps=FPS, b_frames=0)
+# A packet of video that begins with a presentation time and no decoding time; it has an adaptation field or none.
+VIDEO = re.compile(rb"\x00\x00\x01\xe0..[\x80-\xbf]\x80\x05(?P<pts>.{5})", re.DOTALL)
+
+
+def stamped(data: bytes, moved_s: Callable[[int], float]) -> bytes:
+    """The same stream; the time stamp of each frame, by its number, is later by so many seconds."""
+    made, number = bytearray(data), 0
+    for number, found in enumerate(VIDEO.finditer(data)):
+        first, *rest = (found["pts"][0] >> 1 & 7, *found["pts"][1:])
+        ticks = first << 30 | rest[0] << 22 | rest[1] >> 1 << 15 | rest[2] << 7 | rest[3] >> 1
+        ticks = (ticks + round(moved_s(number) * TICKS_PER_S)) % 2**33
+        parts = (
+            0x21 | ticks >> 30 << 1,
+            ticks >> 22 & 255,
+            ticks >> 14 & 254 | 1,
+            ticks >> 7 & 255,
+            ticks << 1 & 254 | 1,
+        )
+        made[found.start("pts") : found.end("pts")] = bytes(parts)
+    assert number == len(data_frames(data)) - 1
+    return bytes(made)
+
+
+def data_frames(data: bytes) -> list[tuple[float, np.ndarray]]:  # type: ignore[type-arg]
+    return media.shown(data, fps=1000)
+
+
+def assert_times(watched: Watched, moved_s: float) -> None:
+    """They are those of the stream as it was, all later by so much."""
+    expected = media.shown(DATA)
+    times_s = [time_s - moved_s for time_s, _ in watched.frames]
+    assert times_s == pytest.approx([time_s for time_s, _ in expected], abs=1e-4)
+    for (_, pixels), (_, whole) in zip(watched.frames, expected, strict=True):
+        np.testing.assert_array_equal(pixels, whole)
+
+
+WRONG = {
+    "one leap": lambda number: 72_000 * (number == 14),
+    "one fall": lambda number: -1.0 * (number == 14),
+    "two leaps": lambda number: 40_000 * (number == 14) + 80_000 * (number == 15),
+    "a leap": lambda number: 75_438 * (number > 14),
+    "a fall": lambda number: 20_005 * (number < 15),
+    "a clock that wraps": lambda number: 2**33 / TICKS_PER_S - 2.7,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_clips_go_on_where_their_clock_leaps_or_falls(service: Service, wrong: str) -> None:
+    data = stamped(DATA, WRONG[wrong])
+    async with service.serving() as stub:
+        watched = await all_of(await opened(stub), cut(data, (1777,)))
+        assert_times(watched, moved_s=WRONG[wrong](0))
+
+
+async def test_a_film_that_comes_at_once_keeps_its_times(service: Service) -> None:
+    """As a live source: the host's clock stands still meanwhile, and one time stamp is wrong."""
+    film = media.stream("mpegts", frames=30, fps=1, b_frames=0)
+    expected = dict(media.shown(film))
+    async with serving(head(200) + stamped(film, WRONG["one leap"])) as server, service.serving(server) as stub:
+        watched = await all_of(await opened(stub, f"http://clip.test:{server.port}/"))
+        assert watched.frames[-1][0] > 20  # newer frames take the place of others
+        for time_s, pixels in watched.frames:
+            np.testing.assert_array_equal(pixels, expected[min(expected, key=lambda each: abs(each - time_s))])
+            assert min(abs(each - time_s) for each in expected) < 1e-4
+
+
+@pytest.mark.parametrize("passed_s", [60, 0])
+async def test_a_pause_is_kept_if_it_passed_at_the_host(monkeypatch: pytest.MonkeyPatch, passed_s: int) -> None:
+    data = stamped(DATA, lambda number: 60 * (number > 14))
+    begins = [found.start() // PACKET_BYTES * PACKET_BYTES for found in VIDEO.finditer(data)]
+    parts = iter((data[: begins[15]], data[begins[15] :]))
+    host_s = 0.0
+
+    def more() -> bytes:
+        nonlocal host_s
+        part = next(parts, b"")
+        host_s += passed_s * part.endswith(data[-PACKET_BYTES:])
+        return part
+
+    monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: host_s))
+    times_s = [frame.time_us / 10**6 for frame in stream.stream_frames(more, FPS, "data", live=True)]
+    assert times_s[-1] - times_s[0] == pytest.approx(passed_s + 29 / FPS, abs=1.1 / FPS)
+
+
+async def test_a_live_clock_that_leaps_goes_on_with_the_hosts(service: Service) -> None:
+    data = stamped(DATA, WRONG["a leap"])
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(head(200))
+        for piece in cut(data, (len(data) // 30,)):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(1 / FPS)
+
+    async with serving(answer) as server, service.serving(server) as stub:
+        began_s = time.monotonic()
+        watched = await all_of(await opened(stub, f"http://clip.test:{server.port}/"))
+        assert len(watched.frames) > 3
+        assert 2 < watched.frames[-1][0] - watched.frames[0][0] < time.monotonic() - began_s + 1
