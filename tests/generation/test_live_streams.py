@@ -21,7 +21,7 @@ SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
 @pytest.mark.parametrize("lost_s", [0.0, 0.31, 7.25])
 def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_used(lost_s: float) -> None:
     now_s, frames = [100.0], Frames(2)
-    times = StreamTimes(2, lambda: now_s[0])
+    times = StreamTimes(2, lambda: round(now_s[0] * 1e9))
     seen: list[float] = []
     for first_s in (5.0, 0.3):  # on the clock of each stream
         times.begin()

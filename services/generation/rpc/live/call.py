@@ -164,12 +164,12 @@ class LiveCall:
                 await self._responses.finish_without_answer(piece.id, error)
         else:
             if isinstance(piece, Slice):
-                self._pull_triggers(piece.last.time_s, changed)
+                self._pull_triggers(piece.time_us, changed)
 
-    def _pull_triggers(self, time_s: float, changed: float) -> None:
+    def _pull_triggers(self, time_us: int, changed: float) -> None:
         """Asks what a slice triggers, before what waits."""
         room = MAX_WAITING_QUESTIONS + 1 - len(self._asked)
-        for ask in self._triggers.pulled(time_s, changed, tuple(self._asked), room):
+        for ask in self._triggers.pulled(time_us, changed, tuple(self._asked), room):
             self._asked.append(ask)
             self._waiting.ask_now(ask)
 

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Generic, TypeVar
 
 from framesieve.common.contract.errors import InvalidRequest
@@ -23,18 +24,18 @@ MAX_LENGTH_S = 7 * 24 * 3600
 SLICE_FRAMES = 2
 # The pictures of slices that wait: at least those of two slices.
 MAX_WAITING_BYTES = MAX_INLINE_BYTES
-_TICKS_PER_S = 1_000_000
+US_PER_S = 1_000_000
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """picture: the file. time_s: since the session's first frame, to the microsecond. given_s: as the caller said.
+    """picture: the file. time_us: since the session's first frame, in microseconds. given_s: as the caller said.
     number: of frames that came before it."""
 
     picture: bytes
-    time_s: float
+    time_us: int
     given_s: float
     number: int = 0
 
@@ -48,6 +49,11 @@ class Slice:
     used: int = SLICE_FRAMES
 
     @property
+    def time_us(self) -> int:
+        """When its last frame came."""
+        return (self.first if self.used == 1 else self.last).time_us
+
+    @property
     def size_bytes(self) -> int:
         return len(self.first.picture) + len(self.last.picture)
 
@@ -56,11 +62,16 @@ class Slice:
         return (self.first.picture, self.last.picture) == (other.first.picture, other.last.picture)
 
 
+def microseconds(seconds: float) -> int:
+    """Times in whole microseconds, so that their differences are exact. seconds: finite."""
+    return round(Fraction(seconds) * US_PER_S)
+
+
 class Frames:
     """Makes slices of the frames that are used."""
 
     def __init__(self, fps: float) -> None:
-        self._fps = fps
+        self._fps = Fraction(fps)
         self._origin_s: float | None = None
         self._given_s = -math.inf
         self._interval = -1
@@ -79,14 +90,14 @@ class Frames:
         if time_s - self._origin_s > MAX_LENGTH_S:
             limit = f"within {MAX_LENGTH_S} s of the first frame's, {self._origin_s:g}"
             raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
-        since = round((time_s - self._origin_s) * _TICKS_PER_S) / _TICKS_PER_S
+        since_us = microseconds(time_s) - microseconds(self._origin_s)
         self._given_s = time_s
-        # The tick after it: 0.29 · 100 is below 29.
-        interval = math.floor((since + 1 / _TICKS_PER_S) * self._fps)
+        # A microsecond after it: a third of a second is 333,333 of them.
+        interval = (since_us + 1) * self._fps // US_PER_S
         if interval <= self._interval:
             return None
         self._interval = interval
-        frame = Frame(picture, since, time_s, number)
+        frame = Frame(picture, since_us, time_s, number)
         if self._lone is None:
             self._lone = frame
             return None
@@ -98,7 +109,7 @@ class Frames:
         lone, self._lone = self._lone, None
         if lone is None:
             return None
-        return Slice(lone, replace(lone, time_s=lone.time_s + 1 / _TICKS_PER_S), used=1)
+        return Slice(lone, replace(lone, time_us=lone.time_us + 1), used=1)
 
 
 class Waiting(Generic[T]):

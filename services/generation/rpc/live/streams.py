@@ -13,6 +13,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 from typing import Any
 
 import structlog
@@ -26,6 +27,7 @@ from framesieve.common.contract.errors import (
     Unavailable,
 )
 from framesieve.common.contract.limits import MAX_PICTURE_BYTES
+from framesieve.services.generation.rpc.live.frames import US_PER_S, microseconds
 from framesieve.services.generation.rpc.live.raw_frame import ppm
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
@@ -46,13 +48,13 @@ class _Over(Exception):
 class StreamTimes:
     """Times of the frames of several streams, one after the other, on one clock.
 
-    now_s: seconds on any clock that never falls back.
+    now_ns: nanoseconds on any clock that never falls back.
     """
 
-    def __init__(self, fps: float, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._fps, self._now_s = fps, now_s
-        self._first_s: float | None = None
-        self._last_s = self._came_s = self._shift_s = 0.0
+    def __init__(self, fps: float, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._interval_us, self._now_ns = US_PER_S / Fraction(fps), now_ns
+        self._first_us: int | None = None
+        self._last_us = self._came_us = self._shift_us = 0
         self._begins = True
 
     def begin(self) -> None:
@@ -60,15 +62,16 @@ class StreamTimes:
         self._begins = True
 
     def of(self, time_s: float) -> float:
-        """The time of the next frame. time_s: on the clock of its stream."""
-        came_s = self._now_s()
-        if self._first_s is None:
-            self._first_s = time_s
+        """The time of the next frame, to the microsecond. time_s: on the clock of its stream."""
+        came_us, time_us = self._now_ns() // 1000, microseconds(time_s)
+        if self._first_us is None:
+            self._first_us = time_us
         elif self._begins:
-            since_s = self._last_s + came_s - self._came_s - self._first_s
-            self._shift_s = self._first_s + math.ceil(since_s * self._fps) / self._fps - time_s
-        self._begins, self._came_s, self._last_s = False, came_s, time_s + self._shift_s
-        return self._last_s
+            since_us = self._last_us + came_us - self._came_us - self._first_us
+            intervals = math.ceil(since_us / self._interval_us)
+            self._shift_us = self._first_us + math.ceil(intervals * self._interval_us) - time_us
+        self._begins, self._came_us, self._last_us = False, came_us, time_us + self._shift_us
+        return self._last_us / US_PER_S
 
 
 class Streams:
