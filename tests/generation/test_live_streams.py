@@ -12,7 +12,7 @@ import pytest
 from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
 from framesieve.services.generation.rpc.live.streams import Streams, StreamTimes
 from framesieve.services.generation.upstream.watch import WatchedFrame
-from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED
+from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
 
 # The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
 SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
@@ -52,6 +52,6 @@ async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None
     media = Mock(watch=Mock(return_value=watch))
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
         see = lambda picture, time_s, _: frames.add(picture, time_s)  # noqa: E731
-        Streams(media, 2, dict, see, tell, group).watch("rtsp://camera.test/")
-    assert [each.state for each in told] == [STREAM_STATE_ENDED]
-    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[0].reason
+        Streams(media, 2, dict, see, frames.end_stream, tell, group).watch("rtsp://camera.test/", reopens=True)
+    assert [each.state for each in told] == [STREAM_STATE_PLAYING, STREAM_STATE_ENDED]
+    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1].reason

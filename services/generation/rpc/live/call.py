@@ -22,6 +22,7 @@ from framesieve.services.generation.rpc.live.streams import Streams
 from framesieve.services.generation.rpc.live.triggers import Triggers
 from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.upstream.media import MediaClient
+from framesieve.services.generation.upstream.watch import WatchedFrame
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2 import DROP_REASON_LATE, DROP_REASON_UNAVAILABLE, LiveRequest
 
@@ -47,7 +48,7 @@ class LiveCall:
         self._wanted = wanted = Options.of(opened, model)
         self._engine, self._media, self._options = engine, media, options
         self._session = session = wanted.session(request_id)
-        self._responses = LiveResponses(session)
+        self._responses = LiveResponses(session, wanted.snapshots)
         self.responses = self._responses.queue
         self._conversation = Conversation(wanted, session, self._responses, engine, media, model, inbox, options)
         self._frames = Frames(wanted.fps)
@@ -67,10 +68,11 @@ class LiveCall:
             await self._responses.put(accepted=accepted)
             async with asyncio.TaskGroup() as group:
                 streams = Streams(
-                    self._media, self._wanted.fps, self._options, self._see_streamed, self._responses.put, group
+                    *(self._media, self._wanted.fps, self._options, self._see_streamed, self._end_stream),
+                    *(self._responses.put, group),
                 )
                 if self._wanted.source:
-                    streams.watch(self._wanted.source)
+                    streams.watch(self._wanted.source, self._wanted.reopens)
                 for step in (self._read(requests, streams), self._work()):
                     group.create_task(step)
         except ExceptionGroup as failures:
@@ -114,18 +116,25 @@ class LiveCall:
         self._closed = True
         self._came.set()
 
-    def _see(self, picture: bytes, time_s: float) -> None:
+    def _see(self, picture: bytes, time_s: float, filmed_s: float | None = None) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
-        if piece := self._frames.add(picture, time_s, self._responses.usage.frames - 1):
+        self._add(self._frames.add(picture, time_s, self._responses.usage.frames - 1, filmed_s))
+
+    def _see_streamed(self, picture: bytes, time_s: float, frame: WatchedFrame) -> None:
+        """Takes a frame of a stream."""
+        self._responses.usage.frames += frame.replaced + 1
+        if frame.replaced:
+            self._responses.count_dropped(frame.replaced, DROP_REASON_LATE)
+        self._see(picture, time_s, frame.filmed_s)
+
+    def _end_stream(self) -> None:
+        """A stream is over: its last frame, if it has no partner, is shown twice."""
+        self._add(self._frames.end_stream())
+
+    def _add(self, piece: Slice | None) -> None:
+        if piece:
             self._waiting.add(piece)
             self._came.set()
-
-    def _see_streamed(self, picture: bytes, time_s: float, replaced: int) -> None:
-        """Takes a frame of a stream. replaced: frames that were left out before it, because newer ones came."""
-        self._responses.usage.frames += replaced + 1
-        if replaced:
-            self._responses.count_dropped(replaced, DROP_REASON_LATE)
-        self._see(picture, time_s)
 
     def _question(self, message: generation_pb2.LiveAsk) -> Ask:
         if len(self._asked) > MAX_WAITING_QUESTIONS:

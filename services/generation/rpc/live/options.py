@@ -55,7 +55,7 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Options:
     """messages: the conversation before the first frame. window_s: infinite without a limit. max_pixels: of a frame;
-    None: the checkpoint's own. source: a URL, or empty."""
+    None: the checkpoint's own. source: a URL, or empty. reopens: whether it is opened again whatever ends it."""
 
     messages: Sequence[prompt_pb2.Message]
     pruning: Pruning
@@ -68,6 +68,8 @@ class Options:
     triggers: Sequence[generation_pb2.LiveTrigger]
     live: LiveModel
     source: str
+    reopens: bool
+    snapshots: generation_pb2.Snapshots
 
     @classmethod
     def of(cls, message: generation_pb2.LiveOpen, model: ServedModel) -> Self:
@@ -113,6 +115,8 @@ class Options:
             triggers=message.triggers,
             live=model.live,
             source=message.source,
+            reopens=message.reopens,
+            snapshots=message.snapshots,
         )
 
     def session(self, request_id: str) -> Session:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest
+from framesieve.common.contract.plan import Grid, Int32Array
+from framesieve.common.contract.wire import grid_message, int32_tensor
 from framesieve.common.response_queue import ResponseQueue
 from framesieve.common.serving.status import status_message
+from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.request.session import Session
+from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from framesieve.services.generation.rpc.live.snapshot import snapshot_of
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveResponse
+from framesieve.v1.generation_pb2 import (
+    SNAPSHOTS_ANSWERS,
+    SNAPSHOTS_SLICES,
+    SNAPSHOTS_UNSPECIFIED,
+    WALL_CLOCK_CAMERA,
+    WALL_CLOCK_SERVICE,
+    LiveResponse,
+)
 
 
 class LiveResponses:
-    """queue: the responses. usage: the sums so far, but for the tokens that the session holds."""
+    """queue: the responses. usage: the sums so far, but for the tokens that the session holds.
 
-    def __init__(self, session: Session) -> None:
+    snapshots: with which of them a picture comes.
+    """
+
+    def __init__(self, session: Session, snapshots: generation_pb2.Snapshots = SNAPSHOTS_UNSPECIFIED) -> None:
         self.queue: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self.usage = generation_pb2.LiveUsage()
-        self._session = session
+        self._session, self._snapshots = session, snapshots
+        self._seen: Frame | None = None  # the last frame of the last slice
         self._dropped: Counter[generation_pb2.DropReason] = Counter()  # frames, not yet told
 
     async def put(self, **response: Any) -> None:
@@ -37,6 +55,23 @@ class LiveResponses:
         for reason, frames in told.items():
             await self.queue.put(LiveResponse(dropped=generation_pb2.LiveDropped(frames=frames, reason=reason)))
 
+    async def put_slice(self, piece: Slice, grid: Grid, kept: Int32Array) -> None:
+        """Counts a slice that was added, and tells of it. grid: its tokens. kept: which of them stayed."""
+        self._seen = piece.last if self._snapshots else replace(piece.last, picture=b"")
+        self.usage.used_frames += piece.used
+        self.usage.media_tokens_full += grid.tokens
+        self.usage.media_tokens += kept.size
+        add_request_stats(prompt_tokens_full=grid.tokens, prompt_tokens=kept.size)
+        told = generation_pb2.LiveSlice(
+            first_time_s=piece.first.given_s,
+            last_time_s=piece.last.given_s,
+            grid=grid_message(grid),
+            kept=int32_tensor(kept),
+            usage=self.used(),
+            **await self._filmed(SNAPSHOTS_SLICES),
+        )
+        await self.put(slice=told)
+
     async def refuse_frames(self, frames: int, error: InvalidRequest, number: int) -> None:
         """Says that frames were refused, because of the one of this number. The session goes on."""
         self.usage.dropped_frames += frames
@@ -51,7 +86,9 @@ class LiveResponses:
 
     async def finish(self, ask_id: str, finished: generation_pb2.Finished) -> None:
         """Ends a question."""
-        await self.put(finished=generation_pb2.LiveFinished(ask_id=ask_id, finished=finished, usage=self.used()))
+        filmed = await self._filmed(SNAPSHOTS_ANSWERS, SNAPSHOTS_SLICES)
+        told = generation_pb2.LiveFinished(ask_id=ask_id, finished=finished, usage=self.used(), **filmed)
+        await self.put(finished=told)
 
     async def finish_without_answer(self, ask_id: str, error: FramesieveError) -> None:
         """Ends a question that was refused, or for which a service was missing. The session goes on."""
@@ -63,6 +100,7 @@ class LiveResponses:
             usage=self.used(),
             error=status_message(error),
             error_field=error.field,
+            **await self._filmed(SNAPSHOTS_ANSWERS, SNAPSHOTS_SLICES),
         )
         await self.put(finished=told)
 
@@ -72,3 +110,11 @@ class LiveResponses:
         used.CopyFrom(self.usage)
         used.held_tokens = self._session.held
         return used
+
+    async def _filmed(self, *snapshots: generation_pb2.Snapshots) -> dict[str, Any]:
+        """The fields that say when the last frame was filmed, and show it where one of these snapshots is wanted."""
+        if (frame := self._seen) is None:
+            return {}
+        shown = await asyncio.to_thread(snapshot_of, frame.picture) if self._snapshots in snapshots else b""
+        clock = WALL_CLOCK_CAMERA if frame.by_camera else WALL_CLOCK_SERVICE
+        return {"wall_time_s": frame.wall_s, "wall_clock": clock, "snapshot": shown}
