@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ from framesieve.v1.generation_pb2 import (
     WALL_CLOCK_UNSPECIFIED,
     LiveClip,
     LiveFrame,
-    LiveSlice,
     LiveStream,
     RawFrame,
 )
 from tests import media
 from tests.cameras import camera
-from tests.integration.fleet import Stack, exported, running
-from tests.integration.test_live import QUESTION, Watching, watching
+from tests.integration.fleet import Stack, exported, metric_in, running, until
+from tests.integration.test_live import QUESTION, Watching, lines_with, watching
+from tests.integration.test_metrics import documented, families, seen
 from tests.preprocessing.media_server import head, serving
 from tests.processes import children
 
@@ -230,27 +231,39 @@ async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_
     picture = "video/x-raw,format=I420,width=112,height=112,framerate=10/1"
     pipeline = f"videotestsrc is-live=true num-buffers=25 ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
     opened = {"source": f"rtsp://localhost:{PORT}/live", "reopens": True, "pruning": prompt_pb2.Pruning()}
+    generation = stack.services["generation"]
     before_s = time.time()
-    async with watching(stack.address, snapshots=SNAPSHOTS_SLICES, **opened) as live:
+    async with watching(stack.address, snapshots=SNAPSHOTS_SLICES, source_name="door", **opened) as live:
         assert "open.source cannot be connected to" in (await until_state(live, STREAM_STATE_LOST)).reason
         async with camera(mounts={"/live": pipeline}, port=PORT):
             for _ in range(2):
                 await until_state(live, STREAM_STATE_PLAYING)
+                assert generation.metric("framesieve_generation_source_up", source="door") == 1
                 assert (await until_state(live, STREAM_STATE_LOST)).reason == "the source came to its end"
         assert (await live.ask(QUESTION))[0]
-    slices, kept = list[LiveSlice](), list[list[int]]()
-    for each in live.seen:
-        if each.stream.state == STREAM_STATE_PLAYING:
-            kept.append([])
-        elif each.HasField("slice"):
-            slices.append(each.slice)
-            kept[-1].append(each.slice.kept.shape[0])
+        text = exported(generation.metrics_port)
+    slices = [each.slice for each in live.seen if each.HasField("slice")]
+    gaps_s = [after.first_time_s - before.last_time_s for before, after in pairwise(slices)]
+    again = 1 + gaps_s.index(max(gaps_s))  # the first slice after the camera was opened again
     tokens = slices[0].grid.h * slices[0].grid.w
-    assert kept == [[tokens] + [0] * (len(each) - 1) for each in kept]
-    assert [len(each) > 1 for each in kept] == [True, True]
+    assert [each.kept.shape[0] for each in slices] == [tokens * (place in (0, again)) for place in range(len(slices))]
     assert all(each.last_time_s - each.first_time_s < 1 for each in slices)
     usage = live.seen[-1].finished.usage
     assert usage.frames == usage.used_frames + usage.dropped_frames
+    for name, labels, value in (
+        ("up", {}, 0),
+        ("reopened_total", {}, 1),
+        ("frames_total", {}, usage.frames),
+        ("dropped_frames_total", {}, usage.dropped_frames),
+        ("tokens_total", {"pruning": "before"}, usage.media_tokens_full),
+        ("tokens_total", {"pruning": "after"}, usage.media_tokens),
+        ("lag_seconds_count", {}, len(slices)),
+    ):
+        assert metric_in(text, f"framesieve_generation_source_{name}", source="door", **labels) == value, name
+    ours = {name: family for name, family in families(text).items() if "_source_" in name}
+    assert {name: seen(family, {"source"}) for name, family in ours.items()} == documented("sources")
+    await until(lambda: "door" not in exported(generation.metrics_port))
+    assert all(line["source_name"] == "door" for line in lines_with(stack, "source of a live session was lost")[-2:])
     finished = live.seen[-1].finished
     filmed_s = [each.wall_time_s for each in (*slices, finished)]
     assert filmed_s == sorted(filmed_s)
@@ -264,6 +277,9 @@ async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_
 
 
 async def test_a_source_that_reopens_and_can_never_be_opened_ends_the_call(stack: Stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=r"open\.source_name must be at most 64 printable characters"):
+        async with watching(stack.address, source="http://localhost/", source_name="n" * 65):
+            pass
     for url, code in ((f"rtsp://127.0.0.1:{PORT}/x", "PERMISSION_DENIED"), ("rtsp://a b", "INVALID_ARGUMENT")):
         async with watching(stack.address, source=url, reopens=True) as live:
             with pytest.raises(grpc.aio.AioRpcError, match=r"open\.source") as refused:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
+
+import structlog
 
 from framesieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
 from framesieve.services.generation.engine.engine import Engine
@@ -18,6 +21,7 @@ from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames,
 from framesieve.services.generation.rpc.live.options import Ask, Options
 from framesieve.services.generation.rpc.live.raw_frame import picture_of
 from framesieve.services.generation.rpc.live.responses import LiveResponses
+from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.live.streams import Streams
 from framesieve.services.generation.rpc.live.triggers import Triggers
 from framesieve.services.generation.rpc.served_model import ServedModel
@@ -32,7 +36,8 @@ MAX_WAITING_QUESTIONS = 16
 class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
 
-    options: makes the arguments of an upstream call that begins now: what time is left, and metadata.
+    sources: those of all sessions. options: makes the arguments of an upstream call that begins now: what time is left,
+    and metadata.
     """
 
     def __init__(
@@ -43,10 +48,13 @@ class LiveCall:
         media: MediaClient,
         model: ServedModel,
         inbox: Inbox,
+        sources: Sources,
         options: Callable[[], dict[str, Any]],
     ) -> None:
         self._wanted = wanted = Options.of(opened, model)
-        self._engine, self._media, self._options = engine, media, options
+        if opened.source_name:
+            structlog.contextvars.bind_contextvars(source_name=wanted.source_name)
+        self._engine, self._media, self._sources, self._options = engine, media, sources, options
         self._session = session = wanted.session(request_id)
         self._responses = LiveResponses(session, wanted.snapshots)
         self.responses = self._responses.queue
@@ -66,13 +74,15 @@ class LiveCall:
             reserved = len(session.blocks) * session.block_tokens
             accepted = generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved)
             await self._responses.put(accepted=accepted)
-            async with asyncio.TaskGroup() as group:
+            async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:
                 streams = Streams(
                     *(self._media, self._wanted.fps, self._options, self._see_streamed, self._end_stream),
                     *(self._responses.put, group),
                 )
                 if self._wanted.source:
-                    streams.watch(self._wanted.source, self._wanted.reopens)
+                    source = watched.enter_context(self._sources.watched(self._wanted.source_name))
+                    self._responses.source = source
+                    streams.watch(self._wanted.source, self._wanted.reopens, source)
                 for step in (self._read(requests, streams), self._work()):
                     group.create_task(step)
         except ExceptionGroup as failures:
@@ -88,7 +98,7 @@ class LiveCall:
                     raise InvalidRequest(f"must not be sent: this session's frames come by {self._kind}", field=kind)
                 case "frame":
                     self._kind = kind
-                    self._responses.usage.frames += 1
+                    self._responses.count_frames(1)
                     try:
                         self._see(picture_of(request.frame), request.frame.time_s)
                     except InvalidRequest as error:
@@ -122,7 +132,7 @@ class LiveCall:
 
     def _see_streamed(self, picture: bytes, time_s: float, frame: WatchedFrame) -> None:
         """Takes a frame of a stream."""
-        self._responses.usage.frames += frame.replaced + 1
+        self._responses.count_frames(frame.replaced + 1)
         if frame.replaced:
             self._responses.count_dropped(frame.replaced, DROP_REASON_LATE)
         self._see(picture, time_s, frame.filmed_s)

@@ -30,6 +30,7 @@ from framesieve.common.contract.errors import (
 from framesieve.common.contract.limits import MAX_PICTURE_BYTES
 from framesieve.services.generation.rpc.live.frames import US_PER_S, microseconds
 from framesieve.services.generation.rpc.live.raw_frame import ppm
+from framesieve.services.generation.rpc.live.source_metrics import Source
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
 from framesieve.v1 import generation_pb2
@@ -103,9 +104,9 @@ class Streams:
         self._sent_bytes = self._read_bytes = 0
         self._progress = asyncio.Event()
 
-    def watch(self, url: str, reopens: bool) -> None:
+    def watch(self, url: str, reopens: bool, source: Source) -> None:
         """Watches a source until the session is closed. reopens: whatever ends it, and before its first frame, too."""
-        self._source = self._group.create_task(self._watch(url, reopens))
+        self._source = self._group.create_task(self._watch(url, reopens, source))
 
     async def add(self, clip: generation_pb2.LiveClip) -> None:
         """Sends a clip to preprocessing. Raises InvalidRequest for one of no bytes or too many."""
@@ -167,31 +168,32 @@ class Streams:
             self._progress.set()
         await self._tell_over(state, reason)
 
-    async def _watch(self, url: str, reopens: bool) -> None:
+    async def _watch(self, url: str, reopens: bool, source: Source) -> None:
         wait_s, seen = FIRST_WAIT_S, False
         while True:
             try:
-                async with aclosing(self._played(url)) as frames:
+                async with aclosing(self._played(url, source)) as frames:
                     async for frame in frames:
                         self._show(frame)
                         wait_s, seen = FIRST_WAIT_S, True
-                reason = "the source came to its end"
-                if not reopens:
-                    await self._tell_over(STREAM_STATE_ENDED, reason)
-                    return
-            except _Over as over:
-                await self._tell_over(STREAM_STATE_ENDED, str(over))
-                return
+                over, reason = not reopens, "the source came to its end"
+            except _Over as error:
+                over, reason = True, str(error)
             except _LOST as error:
-                reason = _named(error)
+                over, reason = False, _named(error)
                 if not (seen or (reopens and _may_pass(error))):
                     raise
+            if over:
+                source.ended()
+                await self._tell_over(STREAM_STATE_ENDED, reason)
+                return
             log.warning("the source of a live session was lost", error=reason)
+            source.lost()
             await self._tell_over(STREAM_STATE_LOST, reason)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def _played(self, url: str) -> AsyncGenerator[WatchedFrame]:
+    async def _played(self, url: str, source: Source) -> AsyncGenerator[WatchedFrame]:
         """The frames of a source from now on. Tells of the first one before."""
         self._times.begin()
         watch, plays = self._media.watch(self._fps, url, **self._options()), False
@@ -201,6 +203,7 @@ class Streams:
                 if isinstance(event, WatchedFrame):
                     if not plays:
                         plays = True
+                        source.plays()
                         await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_PLAYING))
                     yield event
         finally:
