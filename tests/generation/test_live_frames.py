@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
+from PIL import Image
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
+from framesieve.services.generation.rpc.live.raw_frame import ppm
+from framesieve.services.generation.rpc.live.snapshot import snapshot_of
 from framesieve.services.generation.rpc.live.triggers import Triggers
 from framesieve.v1 import generation_pb2
 
@@ -83,3 +87,11 @@ def test_a_trigger_is_asked_at_each_of_its_beats() -> None:
             asked_at += [number for _ in triggers.pulled(made.time_us, 0, (), 1)]
     ends = range(13, 1000, 25)
     assert asked_at == [number for number in ends if number >= 2 * 25][::2]
+
+
+def test_a_snapshot_is_a_jpeg_of_pixels_or_the_file_that_came() -> None:
+    with Image.open(io.BytesIO(snapshot_of(ppm(2560, 640, bytes(3 * 2560 * 640))))) as shown:
+        assert (shown.format, shown.size) == ("JPEG", (1280, 320))
+    for file in (b"P6\n2 1\n255\nrgb", bytes(4 << 20)):
+        assert snapshot_of(file) == file
+    assert snapshot_of(bytes((4 << 20) + 1)) == b""

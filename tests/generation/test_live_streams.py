@@ -1,4 +1,4 @@
-"""Times of a live session's streams, one after the other."""
+"""A live session's streams: their times, one after the other, and what is counted of sources."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from prometheus_client import REGISTRY
 
 from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
+from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.live.streams import Streams, StreamTimes
 from framesieve.services.generation.upstream.watch import WatchedFrame
 from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
@@ -55,3 +57,23 @@ async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None
         Streams(media, 2, dict, see, frames.end_stream, tell, group).watch("rtsp://camera.test/", True, Mock())
     assert [each.state for each in told] == [STREAM_STATE_PLAYING, STREAM_STATE_ENDED]
     assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1].reason
+
+
+def test_sources_of_one_name_are_up_if_all_are_and_leave_no_series_behind() -> None:
+    def series() -> dict[str, float]:
+        samples = [sample for metric in REGISTRY.collect() if "_source_" in metric.name for sample in metric.samples]
+        return {sample.name: sample.value for sample in samples if sample.labels["source"] == "door"}
+
+    sources, up = Sources(), "framesieve_generation_source_up"
+    with sources.watched("door") as first:
+        first.plays()
+        with sources.watched("door") as second:
+            assert series()[up] == 0
+            second.plays()
+            assert series()[up] == 1
+            first.ended()
+            second.lost()
+            assert series()[up] == 0
+        assert up not in series()
+        assert series()
+    assert not series()

@@ -76,8 +76,13 @@ class LiveCall:
             await self._responses.put(accepted=accepted)
             async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:
                 streams = Streams(
-                    *(self._media, self._wanted.fps, self._options, self._see_streamed, self._end_stream),
-                    *(self._responses.put, group),
+                    self._media,
+                    self._wanted.fps,
+                    self._options,
+                    self._see_streamed,
+                    self._end_stream,
+                    self._responses.put,
+                    group,
                 )
                 if self._wanted.source:
                     source = watched.enter_context(self._sources.watched(self._wanted.source_name))
