@@ -40,6 +40,7 @@ from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
 
 REQUEST_ID_KEY = "x-request-id"
 MEDIA_KEY = "x-first-media"  # see `affinity`
+PART_KEY = "x-part-of-session"  # its end is logged at debug
 # In the metadata that end a refused call: the process that refused it, and gRPC's word for a refusal that is final.
 REPLICA_KEY = "x-replica"
 DO_NOT_RETRY = ("grpc-retry-pushback-ms", "-1")

@@ -21,7 +21,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from framesieve.common.channels import DO_NOT_RETRY, REPLICA_KEY, REQUEST_ID_KEY
+from framesieve.common.channels import DO_NOT_RETRY, PART_KEY, REPLICA_KEY, REQUEST_ID_KEY
 from framesieve.common.contract.errors import (
     FramesieveError,
     InvalidRequest,
@@ -40,6 +40,8 @@ from framesieve.common.telemetry.tracing import passed_on_trace
 OUR_METHODS = "/framesieve."
 # Their requests come as long as a camera films: each is done with once the next one is read.
 _FILMING = frozenset({"Live", "Watch"})
+# Services call them for a session, of which there is a line in generation's log.
+_PARTS = frozenset({"Encode", "Preprocess", "Watch"})
 _PORTS = {
     "/framesieve.v1.PreprocessingService/Preprocess": 50051,
     "/framesieve.v1.EncoderService/Encode": 50052,
@@ -246,7 +248,8 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
 
     async def guarded(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
         called = {"rpc.system.name": "grpc", "rpc.method": path[1:]}
-        with observed(method, path[1:], called, dict(context.invocation_metadata() or ())) as outcome:
+        told = dict(context.invocation_metadata() or ())
+        with observed(method, path[1:], called, told, part=method in _PARTS and PART_KEY in told) as outcome:
             try:
                 async with aclosing(behaviour(requests, context)) as responses:
                     async for response in responses:
@@ -275,8 +278,15 @@ def stage_of(service: str) -> str:
     return service.rsplit(".", 1)[-1].removesuffix("Service").lower()
 
 
-def passed_on(context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
-    """Keyword arguments of an upstream call: the caller's remaining time, its request id and trace, our own token."""
+def passed_on(
+    context: grpc.aio.ServicerContext[Any, Any], credentials: Credentials = NO_CREDENTIALS, part: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of an upstream call: the caller's remaining time, its request id and trace, our own token.
+
+    part: whether it is one of many of a session, as those are that such a call makes.
+    """
     request_id = structlog.contextvars.get_contextvars().get("request_id", "")
-    metadata = ((REQUEST_ID_KEY, request_id), *passed_on_trace(), *credentials.metadata)
+    part = part or PART_KEY in dict(context.invocation_metadata() or ())
+    parts = ((PART_KEY, "1"),) if part else ()
+    metadata = ((REQUEST_ID_KEY, request_id), *parts, *passed_on_trace(), *credentials.metadata)
     return {"timeout": context.time_remaining(), "metadata": metadata}

@@ -46,11 +46,12 @@ class Outcome:
 
 @contextmanager
 def observed(
-    method: str, span_name: str, attributes: Attributes, metadata: Mapping[str, str | bytes]
+    method: str, span_name: str, attributes: Attributes, metadata: Mapping[str, str | bytes], part: bool = False
 ) -> Iterator[Outcome]:
     """Records the request that runs inside. Its body sets the outcome.
 
     method: the label of metrics. attributes: of the span. metadata: of the call, or headers, in lower case.
+    part: whether it is one of many requests of a session: its end is logged at debug, unless it is refused.
     """
     structlog.contextvars.bind_contextvars(request_id=_request_id(metadata), method=method)
     stats, span = begin_request_stats(), RequestSpan(span_name, attributes, metadata)
@@ -68,7 +69,7 @@ def observed(
         seconds = time.perf_counter() - start
         REQUEST_SECONDS.labels(method).observe(seconds)
         count_caller(stats, seconds)
-        _log_end(code, refusal, seconds, stats)
+        _log_end(code, refusal, seconds, stats, part)
         span.end(code, None if code == "OK" else refusal.reason if refusal else code, stats)
 
 
@@ -88,10 +89,10 @@ def _request_id(metadata: Mapping[str, str | bytes]) -> str:
     return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex
 
 
-def _log_end(code: str, refusal: FramesieveError | None, seconds: float, stats: RequestStats) -> None:
+def _log_end(code: str, refusal: FramesieveError | None, seconds: float, stats: RequestStats, part: bool) -> None:
     fields = {"code": code, "seconds": round(seconds, 6), **stats}
     if refusal is None:
-        log.info("request ended", **fields)
+        (log.debug if part else log.info)("request ended", **fields)
         return
     notes = getattr(refusal, "__notes__", [])
     upstream = {"upstream": notes} if notes else {}

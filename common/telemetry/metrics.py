@@ -1,8 +1,8 @@
 """Prometheus metrics of every service. Metrics of one service are in its own `metrics.py`; docs/metrics.md lists all.
 
 Names follow Prometheus' conventions: framesieve_…_seconds, _bytes, _total. Values of labels come from small fixed sets
-and never from callers. All series exist from the start with value 0, because Prometheus does not see the increase to
-the first value of a new series.
+and never from callers, but for the names of the sources of live sessions. All other series exist from the start with
+value 0, because Prometheus does not see the increase to the first value of a new series.
 """
 
 from __future__ import annotations

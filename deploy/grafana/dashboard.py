@@ -32,6 +32,7 @@ ROWS = {
     "Preprocessing": services.preprocessing,
     "Encoder": services.encoder,
     "Generation": services.generation,
+    "Cameras": services.cameras,
     "Pruning": costs.pruning,
     "Caches": costs.caches,
     "Bytes": costs.hops,

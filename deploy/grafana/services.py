@@ -1,8 +1,8 @@
-"""The dashboard's rows about the three services: queues, work and buffers."""
+"""The dashboard's rows about the three services: queues, work, buffers and cameras."""
 
 from __future__ import annotations
 
-from deploy.grafana.panels import Limit, Panel, lines, stacked
+from deploy.grafana.panels import HEIGHT, THIRD, Limit, Panel, lines, stacked, switches
 from deploy.grafana.queries import mean, of, oldest, percentile, rate, share, total
 
 
@@ -119,6 +119,55 @@ def encoder() -> list[Panel]:
 def generation() -> list[Panel]:
     prefix = "framesieve_generation"
     return [*_engine(prefix), *_buffers(prefix), *_output(prefix)]
+
+
+def cameras() -> list[Panel]:
+    prefix = "framesieve_generation_source"
+    by_source = "{{source}}"
+    return [
+        switches(
+            "Cameras",
+            "Whether frames come of each source that live sessions watch.",
+            {by_source: f"min by (source) ({of(f'{prefix}_up')})"},
+            Limit(0, ("FramesieveCameraGone",)),
+            width=THIRD,
+        ).height(HEIGHT),
+        lines(
+            "Frames of cameras",
+            "Frames per second that come of each source.",
+            "none",
+            {by_source: total("source", rate(f"{prefix}_frames_total"))},
+        ),
+        lines(
+            "Lag of cameras",
+            "From the coming of a slice's last frame to the end of its computation: 99th percentile.",
+            "s",
+            {by_source: percentile(0.99, f"{prefix}_lag_seconds", by="source")},
+        ),
+        lines(
+            "Cameras opened again",
+            "How often frames came again in 15 minutes, after a source was lost.",
+            "none",
+            {by_source: total("source", f"increase({of(f'{prefix}_reopened_total')}[15m])")},
+        ),
+        lines(
+            "Frames of cameras dropped",
+            "Frames per second that were not used, by reason.",
+            "none",
+            {"{{source}} {{reason}}": total("source, reason", rate(f"{prefix}_dropped_frames_total"))},
+        ),
+        lines(
+            "Tokens of cameras kept",
+            "Fraction of the tokens of each source's slices that pruning keeps.",
+            "percentunit",
+            {
+                by_source: share(
+                    total("source", rate(f"{prefix}_tokens_total", 'pruning="after"')),
+                    total("source", rate(f"{prefix}_tokens_total", 'pruning="before"')),
+                )
+            },
+        ),
+    ]
 
 
 def _engine(prefix: str) -> list[Panel]:

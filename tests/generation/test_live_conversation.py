@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from unittest.mock import AsyncMock, Mock
 
@@ -11,12 +12,12 @@ from framesieve.common.contract.errors import MediaRejected
 from framesieve.common.contract.retention import Pruning
 from framesieve.services.generation.request.session import Session
 from framesieve.services.generation.rpc.live.conversation import Conversation
-from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from framesieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
 from tests.tiny import BLOCK_TOKENS
 
 
-def shown(time_s: float) -> Slice:
-    return Slice(*(Frame(b"picture", each, each) for each in (time_s, time_s + 0.5)))
+def shown(time_s: int) -> Slice:
+    return Slice(*(Frame(b"picture", time_s * US_PER_S + each, time_s) for each in (0, US_PER_S // 2)))
 
 
 async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what_it_has_seen() -> None:
@@ -24,7 +25,7 @@ async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what
     failed = MediaRejected("cannot be decoded: its decoder crashed", field="prompt.messages[0].parts[0].video.frames")
     media = Mock(open=Mock(side_effect=[failed, nullcontext()]))
     session, responses = Session("live", 64, 16, BLOCK_TOKENS), AsyncMock()
-    wanted = Mock(pruning=Pruning(threshold=0.05, method="pixel_change"), max_pixels=None)
+    wanted = Mock(pruning=Pruning(threshold=0.05, method="pixel_change"), max_pixels=None, window_s=math.inf)
     conversation = Conversation(wanted, session, responses, Mock(), media, Mock(), Mock(), dict)
     conversation._shown = shown(0)
     with pytest.raises(MediaRejected, match="its decoder crashed"):

@@ -18,7 +18,7 @@ from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.session import Segment, Session
 from framesieve.services.generation.rpc.live import prompts
-from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from framesieve.services.generation.rpc.live.frames import Frame, Slice, microseconds
 from framesieve.services.preprocessing.planner import Planner
 from framesieve.services.preprocessing.rpc.messages import conversation_of
 from framesieve.v1 import prompt_pb2
@@ -34,7 +34,7 @@ def message(role: prompt_pb2.Role, *parts: prompt_pb2.Part | str) -> prompt_pb2.
 
 
 def slices(times_s: Sequence[float]) -> list[Slice]:
-    frames = [Frame(PICTURES[number], time_s, time_s) for number, time_s in enumerate(times_s)]
+    frames = [Frame(PICTURES[number], microseconds(time_s), time_s) for number, time_s in enumerate(times_s)]
     return [Slice(*pair) for pair in list(pairwise(frames))[::2]]
 
 
@@ -99,7 +99,7 @@ def test_a_session_is_laid_out_like_one_conversation(family_checkpoint: Path) ->
         frames = [frame for piece in pieces for frame in (piece.first, piece.last)]
         pictures = prompt_pb2.PictureFrames(
             pictures=[frame.picture for frame in frames],
-            timestamps_s=[frame.time_s for frame in frames],
+            timestamps_s=[frame.given_s for frame in frames],
             by_time=True,
         )
         sampling = prompt_pb2.FrameSampling(max_pixels=MAX_PIXELS)

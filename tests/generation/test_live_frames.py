@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
+from PIL import Image
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
+from framesieve.services.generation.rpc.live.raw_frame import ppm
+from framesieve.services.generation.rpc.live.snapshot import snapshot_of
+from framesieve.services.generation.rpc.live.triggers import Triggers
+from framesieve.v1 import generation_pb2
 
 
 def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:
@@ -29,7 +35,7 @@ def test_a_lone_frame_is_shown_twice_before_a_question() -> None:
     lone = frames.flush()
     assert lone is not None
     assert (lone.first.picture, lone.last.picture, lone.used) == (b"a", b"a", 1)
-    assert (lone.first.time_s, lone.last.time_s) == (0.0, 1e-6)
+    assert (lone.first.time_us, lone.last.time_us, lone.time_us) == (0, 1, 0)
     assert frames.flush() is None
 
 
@@ -70,3 +76,22 @@ def test_slices_that_wait_have_bounded_bytes() -> None:
     assert sum(each.size_bytes for each in slices) == 60 << 20
     assert [each.first.given_s for each in (*dropped, *slices)] == [1.5 * k + s for k in range(16) for s in (0, 1)]
     assert [each for each in waits if isinstance(each, str)] == [f"{number}" for number in range(16)]
+
+
+def test_a_trigger_is_asked_at_each_of_its_beats() -> None:
+    """Of a camera with 25 frames a second, whose slices end after 0.52, 1.52, 2.52, ... s: 4.52 - 2.52 is below 2."""
+    message = generation_pb2.LiveTrigger(ask={"parts": [{"text": "What moves?"}]}, every_s=2)
+    frames, triggers, asked_at = Frames(2), Triggers([message]), list[int]()
+    for number in range(1000):
+        if made := frames.add(b"picture", number / 25):
+            asked_at += [number for _ in triggers.pulled(made.time_us, 0, (), 1)]
+    ends = range(13, 1000, 25)
+    assert asked_at == [number for number in ends if number >= 2 * 25][::2]
+
+
+def test_a_snapshot_is_a_jpeg_of_pixels_or_the_file_that_came() -> None:
+    with Image.open(io.BytesIO(snapshot_of(ppm(2560, 640, bytes(3 * 2560 * 640))))) as shown:
+        assert (shown.format, shown.size) == ("JPEG", (1280, 320))
+    for file in (b"P6\n2 1\n255\nrgb", bytes(4 << 20)):
+        assert snapshot_of(file) == file
+    assert snapshot_of(bytes((4 << 20) + 1)) == b""

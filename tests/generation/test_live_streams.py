@@ -1,4 +1,4 @@
-"""Times of a live session's streams, one after the other."""
+"""A live session's streams: their times, one after the other, and what is counted of sources."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+from prometheus_client import REGISTRY
 
 from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
+from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.live.streams import Streams, StreamTimes
 from framesieve.services.generation.upstream.watch import WatchedFrame
-from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED
+from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
 
 # The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
 SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
@@ -21,7 +23,7 @@ SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
 @pytest.mark.parametrize("lost_s", [0.0, 0.31, 7.25])
 def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_used(lost_s: float) -> None:
     now_s, frames = [100.0], Frames(2)
-    times = StreamTimes(2, lambda: now_s[0])
+    times = StreamTimes(2, lambda: round(now_s[0] * 1e9))
     seen: list[float] = []
     for first_s in (5.0, 0.3):  # on the clock of each stream
         times.begin()
@@ -52,6 +54,26 @@ async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None
     media = Mock(watch=Mock(return_value=watch))
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
         see = lambda picture, time_s, _: frames.add(picture, time_s)  # noqa: E731
-        Streams(media, 2, dict, see, tell, group).watch("rtsp://camera.test/")
-    assert [each.state for each in told] == [STREAM_STATE_ENDED]
-    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[0].reason
+        Streams(media, 2, dict, see, frames.end_stream, tell, group).watch("rtsp://camera.test/", True, Mock())
+    assert [each.state for each in told] == [STREAM_STATE_PLAYING, STREAM_STATE_ENDED]
+    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1].reason
+
+
+def test_sources_of_one_name_are_up_if_all_are_and_leave_no_series_behind() -> None:
+    def series() -> dict[str, float]:
+        samples = [sample for metric in REGISTRY.collect() if "_source_" in metric.name for sample in metric.samples]
+        return {sample.name: sample.value for sample in samples if sample.labels["source"] == "door"}
+
+    sources, up = Sources(), "framesieve_generation_source_up"
+    with sources.watched("door") as first:
+        first.plays()
+        with sources.watched("door") as second:
+            assert series()[up] == 0
+            second.plays()
+            assert series()[up] == 1
+            first.ended()
+            second.lost()
+            assert series()[up] == 0
+        assert up not in series()
+        assert series()
+    assert not series()

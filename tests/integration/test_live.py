@@ -23,7 +23,7 @@ from framesieve.v1 import generation_pb2, prompt_pb2
 from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
-from tests.integration.fleet import Stack, running, stopped_workers
+from tests.integration.fleet import Stack, running, stopped_workers, until
 
 QUESTION, SECOND = "What moves?", "And now?"
 WHOLE = prompt_pb2.Pruning(method="none")
@@ -99,6 +99,12 @@ async def watching(address: str, **opened: Any) -> AsyncIterator[Watching]:
         await live.until("accepted")
         yield live
         live.call.cancel()
+
+
+def lines_with(stack: Stack, text: str) -> list[dict[str, Any]]:
+    """The lines in the services' logs with a text."""
+    lines = [line for name in stack.services for line in stack.log(name).splitlines()]
+    return [json.loads(line) for line in lines if text in line]
 
 
 def said(served: Served) -> tuple[int, Sampling]:
@@ -237,6 +243,22 @@ async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -
         assert (await live.ask(SECOND))[0]
         await live.send(close={})
         assert await live.call.read() is grpc.aio.EOF
+
+
+async def test_a_session_is_a_line_in_the_logs_and_so_is_each_answer(served: Served) -> None:
+    async with watching(served.address, request_id="one-session", source_name="door") as live:
+        for number in range(2):
+            await live.show(PICTURES[:4], [2 * number + time_s for time_s in (0, 0.5, 1, 1.5)])
+            await live.ask(QUESTION)
+        await live.send(close={})
+        assert await live.call.read() is grpc.aio.EOF
+    await until(lambda: "request ended" in {each["event"] for each in lines_with(served.stack, "one-session")})
+    lines = lines_with(served.stack, "one-session")
+    ended = ["answer ended", "answer ended", "request ended"]
+    assert [(each["event"], each["service"]) for each in lines] == [(event, "generation") for event in ended]
+    assert {each["source_name"] for each in lines} == {"door"}
+    used = [each.finished.finished.usage.completion_tokens for each in live.seen if each.HasField("finished")]
+    assert [each["completion_tokens"] for each in lines] == [*used, sum(used)]
 
 
 async def test_a_question_reads_no_picture_again(served: Served) -> None:

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from PIL import Image
 
 from framesieve.common.process import free_port
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveClip, LiveFrame, RawFrame
+from framesieve.v1 import generation_pb2, prompt_pb2
+from framesieve.v1.generation_pb2 import (
+    SNAPSHOTS_ANSWERS,
+    SNAPSHOTS_SLICES,
+    STREAM_STATE_ENDED,
+    STREAM_STATE_LOST,
+    STREAM_STATE_PLAYING,
+    WALL_CLOCK_CAMERA,
+    WALL_CLOCK_SERVICE,
+    WALL_CLOCK_UNSPECIFIED,
+    LiveClip,
+    LiveFrame,
+    LiveStream,
+    RawFrame,
+)
 from tests import media
 from tests.cameras import camera
-from tests.integration.fleet import Stack, exported, running
-from tests.integration.test_live import QUESTION, Watching, watching
+from tests.integration.fleet import Stack, exported, metric_in, running, until
+from tests.integration.test_live import QUESTION, Watching, lines_with, watching
+from tests.integration.test_metrics import documented, families, seen
 from tests.preprocessing.media_server import head, serving
 from tests.processes import children
 
@@ -46,6 +64,14 @@ def stack(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     }
     with running(checkpoints("qwen2_5_vl"), flags=flags) as made:
         yield made
+
+
+async def until_state(live: Watching, state: int) -> LiveStream:
+    """Reads up to this state of the stream."""
+    while True:
+        told: LiveStream = await live.until("stream")
+        if told.state == state:
+            return told
 
 
 async def show(live: Watching, way: str, form: str) -> None:
@@ -77,7 +103,7 @@ async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: St
             assert times_s == pytest.approx([time_s for time_s, _ in media.shown(STREAMS[form])], abs=1e-6)
             if way == "clip":
                 await live.send(close={})
-                assert (await live.until("stream")).state == generation_pb2.STREAM_STATE_ENDED
+                await until_state(live, STREAM_STATE_ENDED)
                 assert await live.call.read() is grpc.aio.EOF
     tokens, logprobs = answers.pop("picture")
     for way, answer in answers.items():
@@ -154,15 +180,13 @@ async def test_a_source_that_is_lost_is_opened_again_and_the_session_goes_on(sta
         for _ in range(2):
             await live.until("slice")
         seen[0].set()
-        lost = await live.until("stream")
-        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        lost = await until_state(live, STREAM_STATE_LOST)
         assert "open.source could not be fetched: the connection or the response broke off" in lost.reason
         assert (await live.ask(QUESTION))[0]
         for _ in range(2):
             await live.until("slice")
         seen[1].set()
-        ended = await live.until("stream")
-        assert (ended.state, ended.reason) == (generation_pb2.STREAM_STATE_ENDED, "")
+        assert (await until_state(live, STREAM_STATE_ENDED)).reason == "the source came to its end"
         times_s = [each.slice.last_time_s for each in live.seen if each.HasField("slice")]
         assert times_s == sorted(times_s)
         assert (await live.ask(QUESTION))[0]
@@ -187,8 +211,7 @@ async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_
         async with filming(112):
             live = await session.enter_async_context(watching(stack.address, source=source))
             await live.until("slice")
-        lost = await live.until("stream")
-        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        lost = await until_state(live, STREAM_STATE_LOST)
         assert "open.source could not be played: the connection broke off" in lost.reason
         async with filming(168):
             await live.until("restarted")
@@ -202,6 +225,82 @@ async def test_a_camera_that_restarts_with_another_size_is_opened_again_and_its_
         assert PASSWORD not in exported(stack.metrics_ports[name])
 
 
+async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_again(stack: Stack) -> None:
+    """A camera that films a still scene for 2.5 s each time: five frames, of which the last one has no partner. The
+    first slice of each time is whole, and no slice is of two."""
+    picture = "video/x-raw,format=I420,width=112,height=112,framerate=10/1"
+    pipeline = f"videotestsrc is-live=true num-buffers=25 ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
+    opened = {"source": f"rtsp://localhost:{PORT}/live", "reopens": True, "pruning": prompt_pb2.Pruning()}
+    generation = stack.services["generation"]
+    before_s = time.time()
+    async with watching(stack.address, snapshots=SNAPSHOTS_SLICES, source_name="door", **opened) as live:
+        assert "open.source cannot be connected to" in (await until_state(live, STREAM_STATE_LOST)).reason
+        async with camera(mounts={"/live": pipeline}, port=PORT):
+            for _ in range(2):
+                await until_state(live, STREAM_STATE_PLAYING)
+                assert generation.metric("framesieve_generation_source_up", source="door") == 1
+                assert (await until_state(live, STREAM_STATE_LOST)).reason == "the source came to its end"
+        assert (await live.ask(QUESTION))[0]
+        text = exported(generation.metrics_port)
+    slices = [each.slice for each in live.seen if each.HasField("slice")]
+    gaps_s = [after.first_time_s - before.last_time_s for before, after in pairwise(slices)]
+    again = 1 + gaps_s.index(max(gaps_s))  # the first slice after the camera was opened again
+    tokens = slices[0].grid.h * slices[0].grid.w
+    assert [each.kept.shape[0] for each in slices] == [tokens * (place in (0, again)) for place in range(len(slices))]
+    assert all(each.last_time_s - each.first_time_s < 1 for each in slices)
+    usage = live.seen[-1].finished.usage
+    assert usage.frames == usage.used_frames + usage.dropped_frames
+    for name, labels, value in (
+        ("up", {}, 0),
+        ("reopened_total", {}, 1),
+        ("frames_total", {}, usage.frames),
+        ("dropped_frames_total", {}, usage.dropped_frames),
+        ("tokens_total", {"pruning": "before"}, usage.media_tokens_full),
+        ("tokens_total", {"pruning": "after"}, usage.media_tokens),
+        ("lag_seconds_count", {}, len(slices)),
+    ):
+        assert metric_in(text, f"framesieve_generation_source_{name}", source="door", **labels) == value, name
+    ours = {name: family for name, family in families(text).items() if "_source_" in name}
+    assert {name: seen(family, {"source"}) for name, family in ours.items()} == documented("sources")
+    await until(lambda: "door" not in exported(generation.metrics_port))
+    assert all(line["source_name"] == "door" for line in lines_with(stack, "source of a live session was lost")[-2:])
+    finished = live.seen[-1].finished
+    filmed_s = [each.wall_time_s for each in (*slices, finished)]
+    assert filmed_s == sorted(filmed_s)
+    assert before_s < filmed_s[0]
+    assert filmed_s[-1] < time.time()
+    assert {each.wall_clock for each in (*slices, finished)} <= {WALL_CLOCK_CAMERA, WALL_CLOCK_SERVICE}
+    assert finished.snapshot == slices[-1].snapshot
+    for each in slices:
+        with Image.open(io.BytesIO(each.snapshot)) as shown:
+            assert (shown.format, shown.size) == ("JPEG", (112, 112))
+
+
+async def test_a_source_that_reopens_and_can_never_be_opened_ends_the_call(stack: Stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=r"open\.source_name must be at most 64 printable characters"):
+        async with watching(stack.address, source="http://localhost/", source_name="n" * 65):
+            pass
+    for url, code in ((f"rtsp://127.0.0.1:{PORT}/x", "PERMISSION_DENIED"), ("rtsp://a b", "INVALID_ARGUMENT")):
+        async with watching(stack.address, source=url, reopens=True) as live:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"open\.source") as refused:
+                await live.until("slice")
+            assert refused.value.code() is grpc.StatusCode[code]
+
+
+async def test_answers_show_the_picture_that_the_caller_sent(stack: Stack) -> None:
+    before_s = time.time()
+    async with watching(stack.address, snapshots=SNAPSHOTS_ANSWERS) as live:
+        await live.ask(QUESTION)
+        assert live.seen[-1].finished.wall_clock == WALL_CLOCK_UNSPECIFIED
+        await live.send(frame=LiveFrame(picture=PNG))
+        await live.ask(QUESTION)
+        [told] = [each.slice for each in live.seen if each.HasField("slice")]
+        finished = live.seen[-1].finished
+        assert (told.snapshot, finished.snapshot) == (b"", PNG)
+        assert before_s < told.wall_time_s == finished.wall_time_s < time.time()
+        assert told.wall_clock == finished.wall_clock == WALL_CLOCK_SERVICE
+
+
 async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack: Stack) -> None:
     preprocessing = stack.services["preprocessing"].pid
     before = set(children(preprocessing))
@@ -211,8 +310,7 @@ async def test_a_decoder_that_crashes_loses_its_stream_and_not_the_session(stack
         [decoder] = set(children(preprocessing)) - before
         os.kill(decoder, signal.SIGSEGV)
         await live.send(clip=LiveClip(data=STREAMS["mpegts"][len(STREAMS["mpegts"]) // 2 :]))
-        lost = await live.until("stream")
-        assert lost.state == generation_pb2.STREAM_STATE_LOST
+        lost = await until_state(live, STREAM_STATE_LOST)
         assert "clip cannot be decoded: its decoder" in lost.reason
         assert (await live.ask(QUESTION))[0]
         await live.send(clip=LiveClip(data=STREAMS["mpegts"], begins=True))
@@ -226,7 +324,7 @@ async def test_clips_are_lost_with_preprocessing_and_begin_again(stack: Stack) -
         assert (await live.ask(QUESTION))[0]  # all that was shown is seen
         before = max(each.slice.last_time_s for each in live.seen if each.HasField("slice"))
         await asyncio.to_thread(preprocessing.kill)
-        assert (await live.until("stream")).state == generation_pb2.STREAM_STATE_LOST
+        await until_state(live, STREAM_STATE_LOST)
         await asyncio.to_thread(preprocessing.start)
         await asyncio.to_thread(preprocessing.ready)
         while not (await live.ask(QUESTION))[0]:  # until generation's channel has connected again

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deploy.grafana import dashboard
+from framesieve import sync
 from framesieve.cli.launcher import SERVICES
 from framesieve.client.client import FramesieveClient
+from framesieve.client.live_events import LiveSlice
 from framesieve.client.prompt import Image, Video
 from framesieve.common.contract import errors
 from tests import media
+from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack, started
 from tests.integration.gateway import Gateway
 from tests.integration.prometheus import Prometheus, left, scraping
@@ -34,16 +41,59 @@ def replica(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield service
 
 
+class Camera(BaseHTTPRequestHandler):
+    """Films without an end."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):  # nobody watches any more
+            while True:
+                self.wfile.write(media.stream("mpegts"))
+                time.sleep(0.5)
+
+    def log_request(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def live(
+    stack: Stack, tiny_checkpoint: Path, fetch_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    """A second generation service, of which a live session watches a camera."""
+    flags = ("--kv-cache-tokens", "2048", "--live-tokens", "640")
+    server = ThreadingHTTPServer(("127.0.0.1", fetch_port), Camera)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        with (
+            another_generation(stack, tiny_checkpoint, tmp_path_factory.mktemp("live"), *flags) as service,
+            sync.FramesieveClient(service.address) as client,
+            client.live(source=f"http://localhost:{fetch_port}/", source_name="door", answer_tokens=128) as session,
+        ):
+            next(each for each in session.events() if isinstance(each, LiveSlice))
+            yield service
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture(scope="module")
 def watching(
-    prometheus: str, stack: Stack, door: Gateway, replica: Service, tmp_path_factory: pytest.TempPathFactory
+    prometheus: str,
+    stack: Stack,
+    door: Gateway,
+    replica: Service,
+    live: Service,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Prometheus]:
     """A Prometheus that has scraped the services while they answered requests of every kind."""
     ports = {service: [port] for service, port in stack.metrics_ports.items()}
     ports["preprocessing"].append(replica.metrics_port)
+    ports["generation"].append(live.metrics_port)
     folder = tmp_path_factory.mktemp("prometheus")
     with scraping(prometheus, folder, {**ports, "gateway": [door.port]}) as scraped:
-        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 2)
+        assert not left({"scraped": "up == 1"}, lambda expression: len(scraped.query(expression)) == len(SERVICES) + 3)
         asyncio.run(ask_everything(stack.address))
         yield scraped
 

@@ -26,6 +26,7 @@ from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
 from framesieve.services.generation.rpc.live.call import LiveCall
+from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.messages import (
     method_message,
     note_item,
@@ -60,6 +61,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._model = model
         self._credentials = credentials
         self._inbox = Inbox()
+        self._sources = Sources()
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -140,8 +142,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if first is None or not first.HasField("open"):
             raise InvalidRequest("the first request of a live session must open it")
         request_id = _request_id(first.open.request_id)
-        options = partial(passed_on, context, self._credentials)
-        live = LiveCall(first.open, request_id, self._engine, self._media, self._model, self._inbox, options)
+        options = partial(passed_on, context, self._credentials, part=True)
+        live = LiveCall(
+            first.open, request_id, self._engine, self._media, self._model, self._inbox, self._sources, options
+        )
         task = asyncio.create_task(live.run(requests))
         # Notices a disconnected caller even while a response is being written.
         context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol

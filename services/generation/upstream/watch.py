@@ -24,13 +24,15 @@ _STAGE = "preprocessing"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedFrame:
-    """rgb: the pixels, 3 bytes each, row by row. time_s: on the stream's clock. replaced: frames left out before it."""
+    """rgb: the pixels, 3 bytes each, row by row. time_s: on the stream's clock. replaced: frames left out before it.
+    filmed_s: when it was filmed by the camera's own clock, in seconds since 1970; None: the stream does not say."""
 
     width_px: int
     height_px: int
     rgb: memoryview
     time_s: float
     replaced: int
+    filmed_s: float | None = None
 
 
 class Watch:
@@ -82,9 +84,12 @@ class Watch:
     def _frame(self, whole: TensorBuffer, first: preprocessing_pb2.WatchedFrame) -> WatchedFrame:
         if not (math.isfinite(first.time_s) and first.time_s >= self._last_s and first.replaced >= 0):
             raise PeerContract(f"a frame at {first.time_s} s, with {first.replaced} replaced, follows {self._last_s} s")
+        filmed_s = first.filmed_s if first.HasField("filmed_s") else None
+        if not math.isfinite(filmed_s or 0):
+            raise PeerContract(f"a frame was filmed at {filmed_s} s")
         self._last_s = first.time_s
         height, width, _ = whole.shape
-        return WatchedFrame(width, height, whole.data, first.time_s, first.replaced)
+        return WatchedFrame(width, height, whole.data, first.time_s, first.replaced, filmed_s)
 
 
 def _begun(first: preprocessing_pb2.WatchedFrame) -> TensorBuffer:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
+
+import structlog
 
 from framesieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
 from framesieve.services.generation.engine.engine import Engine
@@ -18,10 +21,12 @@ from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames,
 from framesieve.services.generation.rpc.live.options import Ask, Options
 from framesieve.services.generation.rpc.live.raw_frame import picture_of
 from framesieve.services.generation.rpc.live.responses import LiveResponses
+from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.live.streams import Streams
 from framesieve.services.generation.rpc.live.triggers import Triggers
 from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.upstream.media import MediaClient
+from framesieve.services.generation.upstream.watch import WatchedFrame
 from framesieve.v1 import generation_pb2
 from framesieve.v1.generation_pb2 import DROP_REASON_LATE, DROP_REASON_UNAVAILABLE, LiveRequest
 
@@ -31,7 +36,8 @@ MAX_WAITING_QUESTIONS = 16
 class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
 
-    options: makes the arguments of an upstream call that begins now: what time is left, and metadata.
+    sources: those of all sessions. options: makes the arguments of an upstream call that begins now: what time is left,
+    and metadata.
     """
 
     def __init__(
@@ -42,12 +48,15 @@ class LiveCall:
         media: MediaClient,
         model: ServedModel,
         inbox: Inbox,
+        sources: Sources,
         options: Callable[[], dict[str, Any]],
     ) -> None:
         self._wanted = wanted = Options.of(opened, model)
-        self._engine, self._media, self._options = engine, media, options
+        if opened.source_name:
+            structlog.contextvars.bind_contextvars(source_name=wanted.source_name)
+        self._engine, self._media, self._sources, self._options = engine, media, sources, options
         self._session = session = wanted.session(request_id)
-        self._responses = LiveResponses(session)
+        self._responses = LiveResponses(session, wanted.snapshots)
         self.responses = self._responses.queue
         self._conversation = Conversation(wanted, session, self._responses, engine, media, model, inbox, options)
         self._frames = Frames(wanted.fps)
@@ -65,12 +74,20 @@ class LiveCall:
             reserved = len(session.blocks) * session.block_tokens
             accepted = generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved)
             await self._responses.put(accepted=accepted)
-            async with asyncio.TaskGroup() as group:
+            async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:
                 streams = Streams(
-                    self._media, self._wanted.fps, self._options, self._see_streamed, self._responses.put, group
+                    self._media,
+                    self._wanted.fps,
+                    self._options,
+                    self._see_streamed,
+                    self._end_stream,
+                    self._responses.put,
+                    group,
                 )
                 if self._wanted.source:
-                    streams.watch(self._wanted.source)
+                    source = watched.enter_context(self._sources.watched(self._wanted.source_name))
+                    self._responses.source = source
+                    streams.watch(self._wanted.source, self._wanted.reopens, source)
                 for step in (self._read(requests, streams), self._work()):
                     group.create_task(step)
         except ExceptionGroup as failures:
@@ -86,7 +103,7 @@ class LiveCall:
                     raise InvalidRequest(f"must not be sent: this session's frames come by {self._kind}", field=kind)
                 case "frame":
                     self._kind = kind
-                    self._responses.usage.frames += 1
+                    self._responses.count_frames(1)
                     try:
                         self._see(picture_of(request.frame), request.frame.time_s)
                     except InvalidRequest as error:
@@ -114,18 +131,25 @@ class LiveCall:
         self._closed = True
         self._came.set()
 
-    def _see(self, picture: bytes, time_s: float) -> None:
+    def _see(self, picture: bytes, time_s: float, filmed_s: float | None = None) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
-        if piece := self._frames.add(picture, time_s, self._responses.usage.frames - 1):
+        self._add(self._frames.add(picture, time_s, self._responses.usage.frames - 1, filmed_s))
+
+    def _see_streamed(self, picture: bytes, time_s: float, frame: WatchedFrame) -> None:
+        """Takes a frame of a stream."""
+        self._responses.count_frames(frame.replaced + 1)
+        if frame.replaced:
+            self._responses.count_dropped(frame.replaced, DROP_REASON_LATE)
+        self._see(picture, time_s, frame.filmed_s)
+
+    def _end_stream(self) -> None:
+        """A stream is over: its last frame, if it has no partner, is shown twice."""
+        self._add(self._frames.end_stream())
+
+    def _add(self, piece: Slice | None) -> None:
+        if piece:
             self._waiting.add(piece)
             self._came.set()
-
-    def _see_streamed(self, picture: bytes, time_s: float, replaced: int) -> None:
-        """Takes a frame of a stream. replaced: frames that were left out before it, because newer ones came."""
-        self._responses.usage.frames += replaced + 1
-        if replaced:
-            self._responses.count_dropped(replaced, DROP_REASON_LATE)
-        self._see(picture, time_s)
 
     def _question(self, message: generation_pb2.LiveAsk) -> Ask:
         if len(self._asked) > MAX_WAITING_QUESTIONS:
@@ -164,12 +188,12 @@ class LiveCall:
                 await self._responses.finish_without_answer(piece.id, error)
         else:
             if isinstance(piece, Slice):
-                self._pull_triggers(piece.last.time_s, changed)
+                self._pull_triggers(piece.time_us, changed)
 
-    def _pull_triggers(self, time_s: float, changed: float) -> None:
+    def _pull_triggers(self, time_us: int, changed: float) -> None:
         """Asks what a slice triggers, before what waits."""
         room = MAX_WAITING_QUESTIONS + 1 - len(self._asked)
-        for ask in self._triggers.pulled(time_s, changed, tuple(self._asked), room):
+        for ask in self._triggers.pulled(time_us, changed, tuple(self._asked), room):
             self._asked.append(ask)
             self._waiting.ask_now(ask)
 

@@ -25,7 +25,7 @@ from framesieve.common.contract.errors import (
     Unavailable,
 )
 from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
+from framesieve.common.contract.wire import pruning_message
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
 from framesieve.services.generation.request import live_cuts
@@ -174,8 +174,8 @@ class Conversation:
 
     async def _encode_slice(self, shown: Slice | None, piece: Slice, again: bool) -> float:
         """Adds a slice after another one of its turn; None: it begins one."""
-        # Slices build on the last whole one. It is evicted; segment 0 is not before segment 1 is.
-        base_is_gone = self._session.first > max(self._last_whole, 1)
+        # Slices build on the last whole one of their stream. It is evicted; segment 0 is not before segment 1 is.
+        base_is_gone = self._session.first > max(self._last_whole, 1) or bool(shown and shown.stream != piece.stream)
         cut = self._cut
         if shown and cut and not base_is_gone and not cut.kept.size and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
@@ -211,7 +211,8 @@ class Conversation:
             return
         self._still = piece
         await self._evict(0, self._window.oldest_beside(piece))
-        await self._tell_slice(piece, cut, again)
+        if not again:
+            await self._responses.put_slice(piece, cut.grid, cut.kept)
 
     async def _append_slice(self, piece: Slice, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, segment = self._session, cut.segment
@@ -230,7 +231,8 @@ class Conversation:
         session.next_position = segment.next_position
         self._shown, self._still = piece, None
         self._cut = replace(cut, segment=replace(segment, embeds=None))
-        await self._tell_slice(piece, cut, again)
+        if not again:
+            await self._responses.put_slice(piece, cut.grid, cut.kept)
 
     def _check_fits(self, tokens: int) -> None:
         """Raises PromptTooLong if a slice of so many tokens is too large for an empty window."""
@@ -242,23 +244,6 @@ class Conversation:
                 limit=window_tokens,
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
-
-    async def _tell_slice(self, piece: Slice, cut: SliceSegment, again: bool) -> None:
-        if again:
-            return
-        usage = self._responses.usage
-        usage.used_frames += piece.used
-        usage.media_tokens_full += cut.grid.tokens
-        usage.media_tokens += cut.kept.size
-        add_request_stats(prompt_tokens_full=cut.grid.tokens, prompt_tokens=cut.kept.size)
-        told = generation_pb2.LiveSlice(
-            first_time_s=piece.first.given_s,
-            last_time_s=piece.last.given_s,
-            grid=grid_message(cut.grid),
-            kept=int32_tensor(cut.kept),
-            usage=self._responses.used(),
-        )
-        await self._responses.put(slice=told)
 
     # --- questions ---------------------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ It knows neither grpc nor the engine.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Generic, TypeVar
 
 from framesieve.common.contract.errors import InvalidRequest
@@ -23,29 +25,40 @@ MAX_LENGTH_S = 7 * 24 * 3600
 SLICE_FRAMES = 2
 # The pictures of slices that wait: at least those of two slices.
 MAX_WAITING_BYTES = MAX_INLINE_BYTES
-_TICKS_PER_S = 1_000_000
+US_PER_S = 1_000_000
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """picture: the file. time_s: since the session's first frame, to the microsecond. given_s: as the caller said.
-    number: of frames that came before it."""
+    """picture: the file. time_us: since the session's first frame, in microseconds. given_s: as the caller said.
+    number: of frames that came before it. wall_s: when it was filmed, in seconds since 1970: by the camera's own clock
+    (`by_camera`), else when it came. came_ns: when it came, on this host's monotonic clock."""
 
     picture: bytes
-    time_s: float
+    time_us: int
     given_s: float
     number: int = 0
+    wall_s: float = 0.0
+    by_camera: bool = False
+    came_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Two frames, which may show the same picture. used: how many that came are in it."""
+    """Two frames, which may show the same picture. used: how many that came are in it. stream: the number of the stream
+    that both are of."""
 
     first: Frame
     last: Frame
     used: int = SLICE_FRAMES
+    stream: int = 0
+
+    @property
+    def time_us(self) -> int:
+        """When its last frame came."""
+        return (self.first if self.used == 1 else self.last).time_us
 
     @property
     def size_bytes(self) -> int:
@@ -56,18 +69,27 @@ class Slice:
         return (self.first.picture, self.last.picture) == (other.first.picture, other.last.picture)
 
 
+def microseconds(seconds: float) -> int:
+    """Times in whole microseconds, so that their differences are exact. seconds: finite."""
+    return round(Fraction(seconds) * US_PER_S)
+
+
 class Frames:
     """Makes slices of the frames that are used."""
 
     def __init__(self, fps: float) -> None:
-        self._fps = fps
+        self._fps = Fraction(fps)
         self._origin_s: float | None = None
         self._given_s = -math.inf
         self._interval = -1
         self._lone: Frame | None = None
+        self._stream = 0
 
-    def add(self, picture: bytes, time_s: float, number: int = 0) -> Slice | None:
-        """The slice that a frame completes. Raises InvalidRequest for its time, and for no or too large a picture."""
+    def add(self, picture: bytes, time_s: float, number: int = 0, filmed_s: float | None = None) -> Slice | None:
+        """The slice that a frame completes. filmed_s: by the camera's own clock, if it tells.
+
+        Raises InvalidRequest for its time, and for no or too large a picture.
+        """
         if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
             raise InvalidRequest(field="frame.picture", limit=limit, value=f"{len(picture)} bytes")
@@ -79,18 +101,19 @@ class Frames:
         if time_s - self._origin_s > MAX_LENGTH_S:
             limit = f"within {MAX_LENGTH_S} s of the first frame's, {self._origin_s:g}"
             raise InvalidRequest(field="frame.time_s", limit=limit, value=time_s)
-        since = round((time_s - self._origin_s) * _TICKS_PER_S) / _TICKS_PER_S
+        since_us = microseconds(time_s) - microseconds(self._origin_s)
         self._given_s = time_s
-        # The tick after it: 0.29 · 100 is below 29.
-        interval = math.floor((since + 1 / _TICKS_PER_S) * self._fps)
+        # A microsecond after it: a third of a second is 333,333 of them.
+        interval = (since_us + 1) * self._fps // US_PER_S
         if interval <= self._interval:
             return None
         self._interval = interval
-        frame = Frame(picture, since, time_s, number)
+        wall_s = time.time() if filmed_s is None else filmed_s
+        frame = Frame(picture, since_us, time_s, number, wall_s, filmed_s is not None, time.monotonic_ns())
         if self._lone is None:
             self._lone = frame
             return None
-        whole, self._lone = Slice(self._lone, frame), None
+        whole, self._lone = Slice(self._lone, frame, stream=self._stream), None
         return whole
 
     def flush(self) -> Slice | None:
@@ -98,7 +121,12 @@ class Frames:
         lone, self._lone = self._lone, None
         if lone is None:
             return None
-        return Slice(lone, replace(lone, time_s=lone.time_s + 1 / _TICKS_PER_S), used=1)
+        return Slice(lone, replace(lone, time_us=lone.time_us + 1), used=1, stream=self._stream)
+
+    def end_stream(self) -> Slice | None:
+        """As `flush`. The frames that follow are another stream's, and share no slice with those before them."""
+        lone, self._stream = self.flush(), self._stream + 1
+        return lone
 
 
 class Waiting(Generic[T]):

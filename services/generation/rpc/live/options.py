@@ -24,6 +24,7 @@ FPS, MAX_FPS = 2.0, 60.0
 WINDOW_TOKENS, ANSWER_TOKENS, MIN_TOKENS = 4096, 1024, 16
 MAX_TRIGGERS = 16
 MAX_ASK_ID_CHARACTERS = 128
+SOURCE_NAME, MAX_SOURCE_NAME_CHARACTERS = "source", 64
 NOTHING_PRUNED = Pruning(method=NONE)
 
 
@@ -55,7 +56,8 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Options:
     """messages: the conversation before the first frame. window_s: infinite without a limit. max_pixels: of a frame;
-    None: the checkpoint's own. source: a URL, or empty."""
+    None: the checkpoint's own. source: a URL, or empty. source_name: in metrics and logs. reopens: whether it is opened
+    again whatever ends it."""
 
     messages: Sequence[prompt_pb2.Message]
     pruning: Pruning
@@ -68,6 +70,9 @@ class Options:
     triggers: Sequence[generation_pb2.LiveTrigger]
     live: LiveModel
     source: str
+    source_name: str
+    reopens: bool
+    snapshots: generation_pb2.Snapshots
 
     @classmethod
     def of(cls, message: generation_pb2.LiveOpen, model: ServedModel) -> Self:
@@ -99,6 +104,10 @@ class Options:
                 f"(--live-tokens), and {model.limit.tokens} (--max-model-len), got {window + answer}",
                 field="open.window_tokens",
             )
+        name = message.source_name
+        if len(name) > MAX_SOURCE_NAME_CHARACTERS or not name.isprintable():
+            limit = f"at most {MAX_SOURCE_NAME_CHARACTERS} printable characters"
+            raise InvalidRequest(field="open.source_name", limit=limit, value=name[:MAX_SOURCE_NAME_CHARACTERS])
         pruning = _pruning(message.pruning, model.pruning_methods)
         _check_triggers(message.triggers, pruning)
         return cls(
@@ -113,6 +122,9 @@ class Options:
             triggers=message.triggers,
             live=model.live,
             source=message.source,
+            source_name=message.source_name or SOURCE_NAME,
+            reopens=message.reopens,
+            snapshots=message.snapshots,
         )
 
     def session(self, request_id: str) -> Session:

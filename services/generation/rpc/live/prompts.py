@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from framesieve.common.contract.plan import Grid
-from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from framesieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
 from framesieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
 _A_TURN, _ITS_ANSWER = "Hello.", "Hello."
 # Between two frames of a slice that is shown again, after the slice.
-_LATER_S = 0.001
+_LATER_US = 1000
 # A picture file.
 _A_PIXEL = b"P6 1 1 255\n" + bytes(3)
 _A_SLICE = prompt_pb2.Media(
@@ -28,7 +28,7 @@ def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pi
     The slice is shown again, because the size of frames may depend on their number.
     """
     again = [
-        replace(frame, time_s=piece.last.time_s + number * _LATER_S)
+        replace(frame, time_us=piece.last.time_us + number * _LATER_US)
         for number, frame in enumerate((piece.first, piece.last), 1)
     ]
     return _prompt(_answered() if before is None else before, _video([piece.first, piece.last, *again], max_pixels))
@@ -41,7 +41,7 @@ def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2
 
 def still_slice(shown: Slice, piece: Slice, grid: Grid) -> prompt_pb2.Prompt:
     """As `next_slice`, of models that write a slice's time: what the slices show does not count. grid: of both."""
-    times_s = [(each.first.time_s + each.last.time_s) / 2 for each in (shown, piece)]
+    times_s = [(each.first.time_us / US_PER_S + each.last.time_us / US_PER_S) / 2 for each in (shown, piece)]
     embeds = prompt_pb2.MediaEmbeds(grid=prompt_pb2.Grid(t=2, h=grid.h, w=grid.w), timestamps_s=times_s)
     return _prompt((), prompt_pb2.Part(video=prompt_pb2.Media(embeds=embeds)))
 
@@ -87,7 +87,7 @@ def _answered() -> list[prompt_pb2.Message]:
 def _video(frames: Sequence[Frame], max_pixels: int | None) -> prompt_pb2.Part:
     pictures = prompt_pb2.PictureFrames(
         pictures=[frame.picture for frame in frames],
-        timestamps_s=[frame.time_s for frame in frames],
+        timestamps_s=[frame.time_us / US_PER_S for frame in frames],
         by_time=True,
     )
     sampling = prompt_pb2.FrameSampling(max_pixels=max_pixels)

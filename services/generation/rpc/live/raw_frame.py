@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
 from framesieve.v1 import generation_pb2
+
+_HEADER = re.compile(rb"P6\n([1-9][0-9]{0,6}) ([1-9][0-9]{0,6})\n255\n")
 
 
 def picture_of(frame: generation_pb2.LiveFrame) -> bytes:
@@ -27,3 +31,11 @@ def picture_of(frame: generation_pb2.LiveFrame) -> bytes:
 def ppm(width_px: int, height_px: int, rgb: bytes | memoryview) -> bytes:
     """The picture file of pixels, of 3 bytes each: Netpbm's P6, which is a header and the pixels."""
     return b"".join((b"P6\n%d %d\n255\n" % (width_px, height_px), rgb))
+
+
+def pixels_of(picture: bytes) -> tuple[int, int, memoryview] | None:
+    """Width, height and pixels of a file that `ppm` made; None for any other picture."""
+    if (header := _HEADER.match(picture)) is None:
+        return None
+    width, height, rgb = int(header[1]), int(header[2]), memoryview(picture)[header.end() :]
+    return (width, height, rgb) if len(rgb) == 3 * width * height <= 3 * MAX_RAW_PIXELS else None

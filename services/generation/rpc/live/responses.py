@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import structlog
+
 from framesieve.common.contract.errors import FramesieveError, InvalidRequest
+from framesieve.common.contract.plan import Grid, Int32Array
+from framesieve.common.contract.wire import grid_message, int32_tensor
 from framesieve.common.response_queue import ResponseQueue
 from framesieve.common.serving.status import status_message
+from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.request.session import Session
+from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from framesieve.services.generation.rpc.live.snapshot import snapshot_of
+from framesieve.services.generation.rpc.live.source_metrics import Source
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveResponse
+from framesieve.v1.generation_pb2 import (
+    SNAPSHOTS_ANSWERS,
+    SNAPSHOTS_SLICES,
+    SNAPSHOTS_UNSPECIFIED,
+    WALL_CLOCK_CAMERA,
+    WALL_CLOCK_SERVICE,
+    LiveResponse,
+)
+
+log = structlog.get_logger()
 
 
 class LiveResponses:
-    """queue: the responses. usage: the sums so far, but for the tokens that the session holds."""
+    """queue: the responses. usage: the sums so far, but for the tokens that the session holds.
 
-    def __init__(self, session: Session) -> None:
+    snapshots: with which of them a picture comes. source: what is counted of the session's source, if it has one.
+    """
+
+    source: Source | None = None
+
+    def __init__(self, session: Session, snapshots: generation_pb2.Snapshots = SNAPSHOTS_UNSPECIFIED) -> None:
         self.queue: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self.usage = generation_pb2.LiveUsage()
-        self._session = session
+        self._session, self._snapshots = session, snapshots
+        self._seen: Frame | None = None  # the last frame of the last slice
         self._dropped: Counter[generation_pb2.DropReason] = Counter()  # frames, not yet told
 
     async def put(self, **response: Any) -> None:
@@ -30,16 +56,42 @@ class LiveResponses:
     def count_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
         """Counts frames that were not used. The next response is sent after these numbers."""
         self._dropped[reason] += frames
-        self.usage.dropped_frames += frames
+        self._sum_dropped(frames, reason)
 
     async def tell_dropped(self) -> None:
         told, self._dropped = self._dropped, Counter()
         for reason, frames in told.items():
             await self.queue.put(LiveResponse(dropped=generation_pb2.LiveDropped(frames=frames, reason=reason)))
 
+    def count_frames(self, frames: int) -> None:
+        """Counts frames that came."""
+        self.usage.frames += frames
+        if self.source:
+            self.source.count_frames(frames)
+
+    async def put_slice(self, piece: Slice, grid: Grid, kept: Int32Array) -> None:
+        """Counts a slice that was added, and tells of it. grid: its tokens. kept: which of them stayed."""
+        self._seen = piece.last if self._snapshots else replace(piece.last, picture=b"")
+        self.usage.used_frames += piece.used
+        self.usage.media_tokens_full += grid.tokens
+        self.usage.media_tokens += kept.size
+        add_request_stats(prompt_tokens_full=grid.tokens, prompt_tokens=kept.size)
+        if self.source:
+            lag_s = (time.monotonic_ns() - piece.last.came_ns) * 1e-9
+            self.source.count_slice(lag_s, grid.tokens, kept.size)
+        told = generation_pb2.LiveSlice(
+            first_time_s=piece.first.given_s,
+            last_time_s=piece.last.given_s,
+            grid=grid_message(grid),
+            kept=int32_tensor(kept),
+            usage=self.used(),
+            **await self._filmed(SNAPSHOTS_SLICES),
+        )
+        await self.put(slice=told)
+
     async def refuse_frames(self, frames: int, error: InvalidRequest, number: int) -> None:
         """Says that frames were refused, because of the one of this number. The session goes on."""
-        self.usage.dropped_frames += frames
+        self._sum_dropped(frames, generation_pb2.DROP_REASON_REFUSED)
         told = generation_pb2.LiveDropped(
             frames=frames,
             reason=generation_pb2.DROP_REASON_REFUSED,
@@ -51,11 +103,17 @@ class LiveResponses:
 
     async def finish(self, ask_id: str, finished: generation_pb2.Finished) -> None:
         """Ends a question."""
-        await self.put(finished=generation_pb2.LiveFinished(ask_id=ask_id, finished=finished, usage=self.used()))
+        reason = generation_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+        tokens = finished.usage.prompt_tokens, finished.usage.completion_tokens
+        log.info("answer ended", reason=reason, prompt_tokens=tokens[0], completion_tokens=tokens[1])
+        filmed = await self._filmed(SNAPSHOTS_ANSWERS, SNAPSHOTS_SLICES)
+        told = generation_pb2.LiveFinished(ask_id=ask_id, finished=finished, usage=self.used(), **filmed)
+        await self.put(finished=told)
 
     async def finish_without_answer(self, ask_id: str, error: FramesieveError) -> None:
         """Ends a question that was refused, or for which a service was missing. The session goes on."""
         refused = isinstance(error, InvalidRequest)
+        log.warning("a question was not answered", reason=error.reason, error=status_message(error))
         reason = generation_pb2.FINISH_REASON_REFUSED if refused else generation_pb2.FINISH_REASON_UNAVAILABLE
         told = generation_pb2.LiveFinished(
             ask_id=ask_id,
@@ -63,6 +121,7 @@ class LiveResponses:
             usage=self.used(),
             error=status_message(error),
             error_field=error.field,
+            **await self._filmed(SNAPSHOTS_ANSWERS, SNAPSHOTS_SLICES),
         )
         await self.put(finished=told)
 
@@ -72,3 +131,16 @@ class LiveResponses:
         used.CopyFrom(self.usage)
         used.held_tokens = self._session.held
         return used
+
+    def _sum_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
+        self.usage.dropped_frames += frames
+        if self.source:
+            self.source.count_dropped(frames, reason)
+
+    async def _filmed(self, *snapshots: generation_pb2.Snapshots) -> dict[str, Any]:
+        """The fields that say when the last frame was filmed, and show it where one of these snapshots is wanted."""
+        if (frame := self._seen) is None:
+            return {}
+        shown = await asyncio.to_thread(snapshot_of, frame.picture) if self._snapshots in snapshots else b""
+        clock = WALL_CLOCK_CAMERA if frame.by_camera else WALL_CLOCK_SERVICE
+        return {"wall_time_s": frame.wall_s, "wall_clock": clock, "snapshot": shown}

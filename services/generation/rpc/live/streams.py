@@ -1,7 +1,7 @@
 """The encoded video of a live session: clips that its caller sends, or a source that preprocessing opens.
 
     clip clip clip ─▶ Watch ─▶ frames, and how far the bytes are read
-    source         ─▶ Watch ─▶ frames … lost ─▶ wait ─▶ Watch ─▶ frames …
+    source         ─▶ Watch ─▶ frames … lost ─▶ wait ─▶ Watch ─▶ frames …      also at its end, if it reopens
 
 Each stream has a clock of its own. The frames of the first one have its times; those of another one go on by the time
 that passed, in whole intervals of 1 / fps, because preprocessing counts its intervals from its first frame.
@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from fractions import Fraction
 from typing import Any
 
 import structlog
@@ -26,11 +28,13 @@ from framesieve.common.contract.errors import (
     Unavailable,
 )
 from framesieve.common.contract.limits import MAX_PICTURE_BYTES
+from framesieve.services.generation.rpc.live.frames import US_PER_S, microseconds
 from framesieve.services.generation.rpc.live.raw_frame import ppm
+from framesieve.services.generation.rpc.live.source_metrics import Source
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_LOST
+from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_LOST, STREAM_STATE_PLAYING
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # What a source may do at any time, without ending the session.
@@ -46,13 +50,13 @@ class _Over(Exception):
 class StreamTimes:
     """Times of the frames of several streams, one after the other, on one clock.
 
-    now_s: seconds on any clock that never falls back.
+    now_ns: nanoseconds on any clock that never falls back.
     """
 
-    def __init__(self, fps: float, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._fps, self._now_s = fps, now_s
-        self._first_s: float | None = None
-        self._last_s = self._came_s = self._shift_s = 0.0
+    def __init__(self, fps: float, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._interval_us, self._now_ns = US_PER_S / Fraction(fps), now_ns
+        self._first_us: int | None = None
+        self._last_us = self._came_us = self._shift_us = 0
         self._begins = True
 
     def begin(self) -> None:
@@ -60,22 +64,23 @@ class StreamTimes:
         self._begins = True
 
     def of(self, time_s: float) -> float:
-        """The time of the next frame. time_s: on the clock of its stream."""
-        came_s = self._now_s()
-        if self._first_s is None:
-            self._first_s = time_s
+        """The time of the next frame, to the microsecond. time_s: on the clock of its stream."""
+        came_us, time_us = self._now_ns() // 1000, microseconds(time_s)
+        if self._first_us is None:
+            self._first_us = time_us
         elif self._begins:
-            since_s = self._last_s + came_s - self._came_s - self._first_s
-            self._shift_s = self._first_s + math.ceil(since_s * self._fps) / self._fps - time_s
-        self._begins, self._came_s, self._last_s = False, came_s, time_s + self._shift_s
-        return self._last_s
+            since_us = self._last_us + came_us - self._came_us - self._first_us
+            intervals = math.ceil(since_us / self._interval_us)
+            self._shift_us = self._first_us + math.ceil(intervals * self._interval_us) - time_us
+        self._begins, self._came_us, self._last_us = False, came_us, time_us + self._shift_us
+        return self._last_us / US_PER_S
 
 
 class Streams:
     """The streams of one session.
 
-    options: makes the arguments of an upstream call that begins now. see: takes the picture file and the time of each
-    frame, and how many were left out before it. tell: sends a response, given as its field of LiveResponse. group: runs
+    options: makes the arguments of an upstream call that begins now. see: takes each frame, with its picture file and
+    its time. end: called once a stream is over. tell: sends a response, given as its field of LiveResponse. group: runs
     what reads the streams; an error there ends the session.
     """
 
@@ -84,12 +89,13 @@ class Streams:
         media: MediaClient,
         fps: float,
         options: Callable[[], dict[str, Any]],
-        see: Callable[[bytes, float, int], None],
+        see: Callable[[bytes, float, WatchedFrame], None],
+        end: Callable[[], None],
         tell: Callable[..., Awaitable[None]],
         group: asyncio.TaskGroup,
     ) -> None:
         self._media, self._fps, self._options = media, fps, options
-        self._see, self._tell, self._group = see, tell, group
+        self._see, self._end, self._tell, self._group = see, end, tell, group
         self._times = StreamTimes(fps)
         self._source: asyncio.Task[None] | None = None
         self._clips: Watch | None = None  # None: the next clip that begins a stream is waited for
@@ -98,9 +104,9 @@ class Streams:
         self._sent_bytes = self._read_bytes = 0
         self._progress = asyncio.Event()
 
-    def watch(self, url: str) -> None:
-        """Watches a source until the session is closed."""
-        self._source = self._group.create_task(self._watch(url))
+    def watch(self, url: str, reopens: bool, source: Source) -> None:
+        """Watches a source until the session is closed. reopens: whatever ends it, and before its first frame, too."""
+        self._source = self._group.create_task(self._watch(url, reopens, source))
 
     async def add(self, clip: generation_pb2.LiveClip) -> None:
         """Sends a clip to preprocessing. Raises InvalidRequest for one of no bytes or too many."""
@@ -145,56 +151,80 @@ class Streams:
                 else:
                     self._read_bytes = event
                     self._progress.set()
-            ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED)
+            state, reason = STREAM_STATE_ENDED, ""
         except _Over as over:
-            ended = generation_pb2.LiveStream(state=STREAM_STATE_ENDED, reason=str(over))
+            state, reason = STREAM_STATE_ENDED, str(over)
         except (InvalidRequest, Overloaded, Unavailable) as error:
             if not isinstance(error, Unavailable):
                 error.field = "clip"
             if isinstance(error, InvalidRequest) and not isinstance(error, MediaDamaged):
                 raise
             log.warning("clips of a live session were lost", error=str(error))
-            ended = generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=str(error))
+            state, reason = STREAM_STATE_LOST, str(error)
         finally:
             watch.cancel()
             if self._clips is watch:
                 self._clips = None
             self._progress.set()
-        await self._tell(stream=ended)
+        await self._tell_over(state, reason)
 
-    async def _watch(self, url: str) -> None:
+    async def _watch(self, url: str, reopens: bool, source: Source) -> None:
         wait_s, seen = FIRST_WAIT_S, False
         while True:
-            self._times.begin()
-            watch = self._media.watch(self._fps, url, **self._options())
             try:
-                await watch.open()
-                async for event in watch.events():
-                    if isinstance(event, WatchedFrame):
-                        self._show(event)
+                async with aclosing(self._played(url, source)) as frames:
+                    async for frame in frames:
+                        self._show(frame)
                         wait_s, seen = FIRST_WAIT_S, True
-                await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_ENDED))
-                return
-            except _Over as over:
-                await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_ENDED, reason=str(over)))
-                return
+                over, reason = not reopens, "the source came to its end"
+            except _Over as error:
+                over, reason = True, str(error)
             except _LOST as error:
-                reason = _named(error)
-                if not seen:
+                over, reason = False, _named(error)
+                if not (seen or (reopens and _may_pass(error))):
                     raise
-            finally:
-                watch.cancel()
+            if over:
+                source.ended()
+                await self._tell_over(STREAM_STATE_ENDED, reason)
+                return
             log.warning("the source of a live session was lost", error=reason)
-            await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_LOST, reason=reason))
+            source.lost()
+            await self._tell_over(STREAM_STATE_LOST, reason)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _played(self, url: str, source: Source) -> AsyncGenerator[WatchedFrame]:
+        """The frames of a source from now on. Tells of the first one before."""
+        self._times.begin()
+        watch, plays = self._media.watch(self._fps, url, **self._options()), False
+        try:
+            await watch.open()
+            async for event in watch.events():
+                if isinstance(event, WatchedFrame):
+                    if not plays:
+                        plays = True
+                        source.plays()
+                        await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_PLAYING))
+                    yield event
+        finally:
+            watch.cancel()
+
+    async def _tell_over(self, state: generation_pb2.StreamState, reason: str) -> None:
+        self._end()
+        await self._tell(stream=generation_pb2.LiveStream(state=state, reason=reason))
 
     def _show(self, frame: WatchedFrame) -> None:
         picture = ppm(frame.width_px, frame.height_px, frame.rgb)
         try:
-            self._see(picture, self._times.of(frame.time_s), frame.replaced)
+            self._see(picture, self._times.of(frame.time_s), frame)
         except InvalidRequest as error:  # its time: the session is as long as it may be
             raise _Over(f"no more frames are taken: {error}") from error
+
+
+def _may_pass(error: FramesieveError) -> bool:
+    """Whether a source that could not be opened may be opened later. The URL and the policy stay as they are; what a
+    server answers, the places for streams and preprocessing itself may change."""
+    return type(error) is not InvalidRequest and not isinstance(error, MediaForbidden)
 
 
 def _named(error: FramesieveError) -> str:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.rpc.live.frames import Slice
+from framesieve.services.generation.rpc.live.frames import Slice, microseconds
 from framesieve.v1 import prompt_pb2
 
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
@@ -44,14 +44,15 @@ class Window:
     """window_s: how old a slice may be, beside the newest one. recurrent: whether the model has a recurrent state."""
 
     def __init__(self, session: Session, window_s: float, recurrent: bool) -> None:
-        self._session, self._window_s, self._recurrent = session, window_s, recurrent
-        self._times: deque[tuple[int, float]] = deque()  # segment and time of each slice that is not too old
+        self._session, self._recurrent = session, recurrent
+        self._window_us = math.inf if math.isinf(window_s) else microseconds(window_s)
+        self._times: deque[tuple[int, int]] = deque()  # segment and time of each slice that is not too old
         self._last: deque[Numbered] = deque()
 
     def add(self, number: int, shown: Slice | Answered) -> None:
         """Adds what segment `number` shows or says, and forgets what is beyond the limits above."""
         if isinstance(shown, Slice):
-            self._times.append((number, shown.last.time_s))
+            self._times.append((number, shown.last.time_us))
         self._last.append((number, shown))
         size_bytes = sum(each.size_bytes for _, each in self._last if isinstance(each, Slice))
         while len(self._last) > MAX_REPEATED or size_bytes > MAX_REPEATED_BYTES:
@@ -68,7 +69,7 @@ class Window:
         first = 0 if self._recurrent else self._session.first  # of the segments that may be evicted
         while self._times and self._times[0][0] < first:
             self._times.popleft()
-        while self._times and self._times[0][1] < newest.last.time_s - self._window_s:
+        while self._times and self._times[0][1] < newest.last.time_us - self._window_us:
             number, _ = self._times.popleft()
             if not self._times or self._times[0][0] > number:  # no newer slice is in this segment
                 oldest = number + 1
@@ -83,12 +84,12 @@ class Window:
         staying = [each for each in self._last if each[0] >= first or first == 1]
         if not self._recurrent:  # the first one stays for ever, so it is a slice
             return list(dropwhile(lambda each: isinstance(each[1], Answered), staying))
-        return self._newest_half(staying, newest.last.time_s - self._window_s / 2 if newest else -math.inf)
+        return self._newest_half(staying, newest.last.time_us - self._window_us / 2 if newest else -math.inf)
 
-    def _newest_half(self, last: Sequence[Numbered], oldest_s: float) -> list[Numbered]:
+    def _newest_half(self, last: Sequence[Numbered], oldest_us: float) -> list[Numbered]:
         """The newest segments that need at most half of the window's tokens when the session begins with them.
 
-        oldest_s: a slice before this time goes, and all before it.
+        oldest_us: a slice before this time goes, and all before it.
         """
         # A slice that comes first needs what segment 0 has: the opening, and a whole slice. A question needs more.
         room, first = self._session.window_tokens // 2 - self._session.rows_of(0), len(last)
@@ -97,7 +98,7 @@ class Window:
             rows = self._session.rows_of(number)
             if room < (0 if isinstance(shown, Slice) else rows):
                 break
-            if isinstance(shown, Slice) and shown.last.time_s < oldest_s:
+            if isinstance(shown, Slice) and shown.last.time_us < oldest_us:
                 break
             first, room = place, room - rows
         return list(last[first:])
