@@ -1,0 +1,118 @@
+"""Events on their way to one sink: in order for each camera, tried again until they are delivered.
+
+    put ─▶ [yard: event event …] ─▶ deliver, again after growing waits
+           [door: event …]       ─▶ deliver
+
+What waits has 64 MiB at most. Beyond that the oldest event of the camera with the most goes, is counted, and is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from framesieve.watch.events import Event
+from framesieve.watch.waits import growing_s
+
+MAX_WAITING_BYTES = 64 * 2**20
+
+
+class Undelivered(Exception):
+    """The sink could not be reached, or has no room now: the event is tried again."""
+
+
+class Refused(Exception):
+    """The sink does not take this event, and would not later."""
+
+
+class Sender(Protocol):
+    """name: of the sink, for people."""
+
+    name: str
+
+    async def deliver(self, event: Event, body: str) -> None:
+        """Returns once the sink has the event. Raises Undelivered or Refused. body: the event as JSON."""
+
+    async def close(self) -> None: ...
+
+
+class Outbox:
+    """say: takes a line for people. group: runs what delivers."""
+
+    def __init__(self, sender: Sender, snapshot: bool, say: Callable[[str], None], group: asyncio.TaskGroup) -> None:
+        self.dropped = 0
+        self._sender, self._snapshot, self._say, self._group = sender, snapshot, say, group
+        self._waiting: dict[str, deque[tuple[Event, str]]] = {}  # by camera; the first one is being delivered
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._bytes = 0
+        self._why = ""  # it does not deliver now; empty: it does
+
+    def put(self, event: Event) -> None:
+        body = event.json(self._snapshot)
+        lane = self._waiting.setdefault(event.camera, deque())
+        lane.append((event, body))
+        self._bytes += len(body)
+        while self._bytes > MAX_WAITING_BYTES and self._drop():
+            pass
+        if event.camera not in self._tasks:
+            self._tasks[event.camera] = self._group.create_task(self._deliver(event.camera))
+
+    async def close(self, within_s: float) -> int:
+        """Delivers what waits, and ends. Returns how many events were dropped since it began."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=within_s)
+        for task in self._tasks.values():
+            task.cancel()
+        left = sum(map(len, self._waiting.values()))
+        self.dropped += left
+        if left:
+            self._say(f"{self._sender.name}: {left} events were not delivered: {self._why or 'it is too slow'}")
+        await self._sender.close()
+        return self.dropped
+
+    def failed(self, why: str) -> None:
+        """The sink cannot be reached: told once, until it works again."""
+        if not self._why:
+            self._say(f"{self._sender.name}: events wait: {why}")
+        self._why = why
+
+    async def _deliver(self, camera: str) -> None:
+        lane = self._waiting[camera]
+        while lane:
+            event, body = lane[0]
+            await self._try(event, body)
+            lane.popleft()
+            self._bytes -= len(body)
+        del self._waiting[camera], self._tasks[camera]
+
+    async def _try(self, event: Event, body: str) -> None:
+        for wait_s in growing_s():
+            try:
+                await self._sender.deliver(event, body)
+            except Undelivered as error:
+                self.failed(str(error))
+                await asyncio.sleep(wait_s)
+            except Refused as error:
+                self.dropped += 1
+                self._say(f"{self._sender.name}: refuses an event of {event.camera}: {error}")
+                return
+            else:
+                if self._why:
+                    self._say(f"{self._sender.name}: delivers again; {self.dropped} events were dropped so far")
+                self._why = ""
+                return
+
+    def _drop(self) -> bool:
+        """Drops the oldest event that is not being delivered, of the camera that has most. False if there is none."""
+        lane = max(self._waiting.values(), key=len)
+        if len(lane) == 1:
+            return False
+        _, body = lane[1]
+        del lane[1]
+        self._bytes -= len(body)
+        if not self.dropped:
+            self._say(f"{self._sender.name}: drops the oldest events: {MAX_WAITING_BYTES >> 20} MiB wait")
+        self.dropped += 1
+        return True
