@@ -39,7 +39,7 @@ class Sender(Protocol):
 
 
 class Outbox:
-    """say: takes a line for people. group: runs what delivers."""
+    """say: takes lines for people. group: runs what delivers. dropped: how many events no sink took."""
 
     def __init__(self, sender: Sender, snapshot: bool, say: Callable[[str], None], group: asyncio.TaskGroup) -> None:
         self.dropped = 0
@@ -68,14 +68,14 @@ class Outbox:
         left = sum(map(len, self._waiting.values()))
         self.dropped += left
         if left:
-            self._say(f"{self._sender.name}: {left} events were not delivered: {self._why or 'it is too slow'}")
+            self._say(f"{self._sender.name}: {left} events were not delivered: {self._why or 'too slow'}")
         await self._sender.close()
         return self.dropped
 
     def failed(self, why: str) -> None:
-        """The sink cannot be reached: told once, until it works again."""
+        """The sink does not take events now: told once, until it works again."""
         if not self._why:
-            self._say(f"{self._sender.name}: events wait: {why}")
+            self._say(f"{self._sender.name}: {why}")
         self._why = why
 
     async def _deliver(self, camera: str) -> None:
@@ -92,11 +92,11 @@ class Outbox:
             try:
                 await self._sender.deliver(event, body)
             except Undelivered as error:
-                self.failed(str(error))
+                self.failed(f"events wait: {error}")
                 await asyncio.sleep(wait_s)
             except Refused as error:
                 self.dropped += 1
-                self._say(f"{self._sender.name}: refuses an event of {event.camera}: {error}")
+                self.failed(f"refuses events: {error}")
                 return
             else:
                 if self._why:

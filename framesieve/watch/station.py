@@ -40,7 +40,7 @@ class _Running:
 
 
 class Station:
-    """read: reads the file; raises StartupError for a wrong one. tell: takes each event. say: takes lines for people."""
+    """read: reads the file, or raises StartupError. tell: takes every event. say: takes lines for people."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Station:
             case Webhook():
                 sender = WebhookSender(sink)
             case Mqtt():
-                sender = MqttSender(sink, lambda why: outbox.failed(why))
+                sender = MqttSender(sink, lambda why: outbox.failed(f"events wait: {why}"))
             case Stdout():
                 sender = StdoutSender()
         outbox = Outbox(sender, sink.snapshot, self._say, self._group)

@@ -66,7 +66,7 @@ class Watching:
                     finally:
                         closing.cancel()
             except FramesieveError as error:
-                self._lose(str(error))
+                self._lose(_in_words(error))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), next(waits))
 
@@ -85,9 +85,9 @@ class Watching:
             case LiveSlice() if not self._plays:
                 self._play()
             case LiveStream():
-                self._lose(event.reason or "it ended")
+                self._lose(_in_words(event.reason) if event.reason else "the camera ended the stream")
             case LiveRefused():
-                self._complain(f"not answered: {event.question}: {event.error}")
+                self._complain(f"not answered: {event.question}: {_in_words(event.error)}")
             case LiveDropped() if event.reason in _LOSSES or event.error:
                 self._complain(f"frames are dropped: {event.error or _LOSSES[event.reason]}")
 
@@ -106,3 +106,8 @@ class Watching:
         if self._said != text:
             self._said = text
             self._say(f"{self._camera.name}: {text}")
+
+
+def _in_words(error: FramesieveError | str) -> str:
+    """The error of a live session in words of a file of cameras."""
+    return str(error).replace("open.source", "the camera").removeprefix("open.")
