@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from dataclasses import replace
 from datetime import datetime
@@ -71,8 +72,10 @@ def watch(
     def tell(event: Event) -> None:
         if event.type == ANSWER:
             if prints:
-                at, answer = event.time.astimezone(), event.data["answer"]
-                typer.echo(f"{_clock(at)} {event.camera}: {event.data['question']} {' '.join(str(answer).split())}")
+                answer = event.data["answer"]
+                text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+                said = f"{event.data['question']} {' '.join(text.split())}"
+                typer.echo(f"{_clock(event.time.astimezone())} {event.camera}: {said}")
         else:
             say(f"{event.camera}: {'lost: ' + event.data['reason'] if event.type == LOST else 'plays'}")
 

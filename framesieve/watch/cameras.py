@@ -14,6 +14,9 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,6 +40,7 @@ from framesieve.watch.tables import (
 _MAX_QUESTIONS = 16  # of a live session
 _SCHEMES = ("rtsp", "rtsps", "http", "https")
 _MQTT_PORT, _MQTTS_PORT = 1883, 8883
+_VISIBLE = re.compile(r"[!-~]+")
 _KEY_BYTES = (24, 64)  # of Standard Webhooks
 
 
@@ -83,13 +87,17 @@ class Mqtt:
 Sink: TypeAlias = Stdout | Webhook | Mqtt
 
 
+Stamp: TypeAlias = tuple[int, ...]
+"""Of a file: another one after each change."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a file says. files: that file, and those with secrets and schemas that it names."""
+    """What a file says. files: that file, and those with secrets and schemas that it names, as they were then."""
 
     cameras: tuple[Camera, ...]
     sinks: tuple[Sink, ...]
-    files: tuple[Path, ...]
+    files: Mapping[Path, Stamp]
 
 
 def read(path: Path) -> Watched:
@@ -97,11 +105,23 @@ def read(path: Path) -> Watched:
     return _Reading(path).watched()
 
 
+def stamped(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    """The stamps that files have now; empty ones where there is no file."""
+    stamps: dict[Path, Stamp] = {}
+    for path in paths:
+        stamps[path] = ()
+        with suppress(OSError):
+            told = path.stat()
+            stamps[path] = (told.st_ino, told.st_size, told.st_mtime_ns)
+    return stamps
+
+
 class _Reading:
     """Paths in the file are relative to its folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._files = path, [path]
+        self._path = path
+        self._files: dict[Path, Stamp] = {}
         self._file: File = parsed(str(path), self._text(path, str(path)))
 
     def watched(self) -> Watched:
@@ -117,7 +137,7 @@ class _Reading:
         for number, table in enumerate(tables):
             questions = tuple(each for of, each in asked if table.name in of)
             cameras.append(self._camera(place_of("camera", number, table.name), table, questions, snapshots))
-        return Watched(tuple(cameras), sinks, tuple(self._files))
+        return Watched(tuple(cameras), sinks, self._files)
 
     def _camera(self, where: str, table: CameraTable, questions: tuple[Trigger, ...], snapshots: bool) -> Camera:
         if not 1 <= len(questions) <= _MAX_QUESTIONS:
@@ -174,18 +194,18 @@ class _Reading:
         parts = self._split(where, "url", table.url, _SCHEMES)
         _, _, place = parts.netloc.rpartition("@")
         address = f"{parts.scheme}://{place}{parts.path}"  # a query may hold a password
-        own = table.user is not None or table.password_file is not None or table.password_env is not None
+        has_password = table.password_file is not None or table.password_env is not None
         if parts.username is not None:
-            if own:
+            if has_password or table.user is not None:
                 raise self._error(where, "user and password must not be set beside those in url")
             return table.url, address
-        login = self._login(where, table if own else self._file, self._of(table, "user"))
+        login = self._login(where, table if has_password else self._file, self._of(table, "user"))
         return (parts._replace(netloc=f"{login}@{place}").geturl() if login else table.url), address
 
     def _split(self, where: str, key: str, url: str, schemes: tuple[str, ...]) -> SplitResult:
         try:
             parts = urlsplit(url)
-            if parts.scheme in schemes and parts.hostname and parts.port != 0:
+            if parts.scheme in schemes and parts.hostname and parts.port != 0 and _VISIBLE.fullmatch(url):
                 return parts
         except ValueError:
             pass
@@ -241,8 +261,7 @@ class _Reading:
         return found
 
     def _text(self, path: Path, what: str) -> str:
-        if path not in self._files:
-            self._files.append(path)
+        self._files = stamped([path]) | self._files  # before it is read
         try:
             return path.read_text(encoding="utf-8")
         except OSError as error:

@@ -12,12 +12,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
 
 from framesieve.client.client import FramesieveClient
 from framesieve.common.contract.errors import StartupError
-from framesieve.watch.cameras import Camera, Mqtt, Sink, Stdout, Watched, Webhook
+from framesieve.watch.cameras import Camera, Mqtt, Sink, Stdout, Watched, Webhook, stamped
 from framesieve.watch.events import Event
 from framesieve.watch.mqtt import MqttSender
 from framesieve.watch.outbox import Outbox, Sender
@@ -28,8 +26,6 @@ from framesieve.watch.webhook import WebhookSender
 _LOOK_S = 1.0
 # At the end, and where a camera or a sink has changed: for questions that were asked, and for events that wait.
 _END_S = 4.0
-
-Stamp: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +55,20 @@ class Station:
         async with asyncio.TaskGroup() as group:
             self._group = group
             await self._take(watched)
-            taken = seen = _stamp(watched.files)
-            refused = ""
+            seen, refused = watched.files, ""
             while not await _within(ending, _LOOK_S):
-                before, seen = seen, _stamp(watched.files)
-                if seen != before or (seen == taken and not refused):
+                before, seen = seen, stamped(watched.files)
+                if seen != before or seen == watched.files:
                     continue
                 try:
                     watched = self._read()
-                except StartupError as error:  # a file that it names may be missing, whose stamp is not looked at
+                except StartupError as error:
                     if str(error) != refused:
                         self._say(f"the change is not taken over: {error}")
-                    refused, taken = str(error), seen
+                    refused = str(error)
                     continue
-                refused, taken = "", seen
-                seen = taken = _stamp(watched.files)
-                self._say("the file has changed")
+                self._say("the change is taken over")
+                refused = ""
                 await self._take(watched)
             await self._end(list(self._cameras.values()))
             await self._close([outbox for _, outbox in self._sinks])
@@ -129,18 +123,6 @@ class Station:
 
     async def _close(self, outboxes: list[Outbox]) -> None:
         self._dropped += sum(await asyncio.gather(*(each.close(_END_S) for each in outboxes)))
-
-
-def _stamp(files: tuple[Path, ...]) -> Stamp:
-    """It changes when one of the files does."""
-    stamps: list[tuple[int, ...]] = []
-    for each in files:
-        try:
-            told = each.stat()
-            stamps.append((told.st_ino, told.st_size, told.st_mtime_ns))
-        except OSError:
-            stamps.append(())
-    return tuple(stamps)
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

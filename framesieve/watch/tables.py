@@ -32,6 +32,11 @@ def _is_name(text: str) -> str:
     raise ValueError("must be 1 to 64 characters without /, + and #")
 
 
+def _is_host(text: str) -> str:
+    text.encode("idna")
+    return text
+
+
 Text: TypeAlias = Annotated[str, AfterValidator(_not_blank)]
 
 
@@ -47,7 +52,7 @@ class Login(_Table):
     password_env: Text | None = None
 
 
-class Watched(Login):
+class Shared(Login):
     """What holds for a camera, or at the top of the file for all that do not say their own. As in `LiveOptions`."""
 
     fps: float | None = Field(None, gt=0, le=60)
@@ -59,7 +64,7 @@ class Watched(Login):
     system: Text | None = None
 
 
-class CameraTable(Watched):
+class CameraTable(Shared):
     """[[camera]]. Its name may be a part of MQTT's topics."""
 
     name: Annotated[str, AfterValidator(_is_name)]
@@ -100,14 +105,14 @@ class MqttTable(Login):
     """[[sink]] of the type mqtt."""
 
     type: Literal["mqtt"]
-    host: Text
+    host: Annotated[Text, AfterValidator(_is_host)]
     port: int | None = Field(None, ge=1, le=65535)
     topic: Annotated[str, Field(pattern=r"^[^+#\x00]+$")] = "framesieve/{camera}"
     tls: bool = False
     snapshot: bool = False
 
 
-class File(Watched):
+class File(Shared):
     camera: list[CameraTable] = Field(min_length=1)
     question: list[QuestionTable] = Field(min_length=1)
     sink: list[Annotated[StdoutTable | WebhookTable | MqttTable, Field(discriminator="type")]] = []

@@ -41,8 +41,8 @@ class Watching:
     ) -> None:
         self._client, self._camera, self._tell, self._say = client, camera, tell, say
         self._ending = asyncio.Event()
-        self._plays = False
-        self._said = ""  # what was told last; it is not told again before something works
+        # What was told last: not told again before the camera plays, or a question is answered.
+        self._lost = self._complained = ""
 
     def end(self) -> None:
         """Lets `run` return once what was asked is answered."""
@@ -78,12 +78,11 @@ class Watching:
     def _take(self, event: LiveEvent) -> None:
         match event:
             case LiveFinished():
-                self._said = ""
+                self._complained = ""
                 self._tell(answered(self._camera, event))
             case LiveStream(state=StreamState.PLAYING):
-                self._play()
-            case LiveSlice() if not self._plays:
-                self._play()
+                self._lost = ""
+                self._tell(playing(self._camera))
             case LiveStream():
                 self._lose(_in_words(event.reason) if event.reason else "the camera ended the stream")
             case LiveRefused():
@@ -91,20 +90,14 @@ class Watching:
             case LiveDropped() if event.reason in _LOSSES or event.error:
                 self._complain(f"frames are dropped: {event.error or _LOSSES[event.reason]}")
 
-    def _play(self) -> None:
-        self._plays, self._said = True, ""
-        self._tell(playing(self._camera))
-
     def _lose(self, reason: str) -> None:
-        """Tells it once, until the camera plays again or the reason is another one."""
-        if self._said != reason:
-            self._said = reason
+        if self._lost != reason:
+            self._lost = reason
             self._tell(lost(self._camera, reason))
-        self._plays = False
 
     def _complain(self, text: str) -> None:
-        if self._said != text:
-            self._said = text
+        if self._complained != text:
+            self._complained = text
             self._say(f"{self._camera.name}: {text}")
 
 
