@@ -39,7 +39,7 @@ def watch(
     """Watch the cameras of a file: ask about each every so often, or when something changed, until Ctrl-C.
 
     Answers go to the sinks of the file: webhooks, MQTT brokers, stdout. Without a sink of stdout they are also printed
-    for people. Cameras and services that are away are waited for. A changed file is taken over within two seconds.
+    for people. Cameras and services that are away are waited for. A changed file is taken over within seconds.
     examples/cameras.toml is an example, docs/watch.md has every key.
 
     At the first signal (Ctrl-C, SIGTERM, a closed terminal) it ends what was asked and what waits for the sinks, within

@@ -47,7 +47,7 @@ class Outbox:
         self._waiting: dict[str, deque[tuple[Event, str]]] = {}  # by camera; the first one is being delivered
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._bytes = 0
-        self._why = ""  # it does not deliver now; empty: it does
+        self._why = ""  # the sink takes no events now; empty: it does
 
     def put(self, event: Event) -> None:
         body = event.json(self._snapshot)
@@ -68,7 +68,7 @@ class Outbox:
         left = sum(map(len, self._waiting.values()))
         self.dropped += left
         if left:
-            self._say(f"{self._sender.name}: {left} events were not delivered: {self._why or 'too slow'}")
+            self._say(f"{self._sender.name}: {left} events were not delivered")
         await self._sender.close()
         return self.dropped
 
@@ -100,7 +100,8 @@ class Outbox:
                 return
             else:
                 if self._why:
-                    self._say(f"{self._sender.name}: delivers again; {self.dropped} events were dropped so far")
+                    dropped = f"; {self.dropped} events were dropped so far" if self.dropped else ""
+                    self._say(f"{self._sender.name}: delivers again{dropped}")
                 self._why = ""
                 return
 
