@@ -38,8 +38,8 @@ class Event:
     snapshot: bytes = field(default=b"", repr=False)
     id: str = field(default_factory=lambda: str(uuid4()))
 
-    def json(self, snapshot: bool) -> str:
-        """One line. snapshot: with the picture, in base64."""
+    def json(self, snapshot: bool) -> bytes:
+        """One line, in UTF-8. snapshot: with the picture, in base64."""
         picture = {"snapshot": base64.b64encode(self.snapshot).decode()} if snapshot and self.snapshot else {}
         envelope = {
             "specversion": "1.0",
@@ -51,7 +51,7 @@ class Event:
             "datacontenttype": "application/json",
             "data": {"camera": self.camera, **self.data, **picture},
         }
-        return json.dumps(envelope, ensure_ascii=False)
+        return json.dumps(envelope, ensure_ascii=False).encode()
 
 
 def answered(camera: Camera, finished: LiveFinished) -> Event:

@@ -15,8 +15,7 @@ from paho.mqtt.client import Client, error_string
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 
 from framesieve.watch.cameras import Mqtt
-from framesieve.watch.events import Event
-from framesieve.watch.outbox import Undelivered
+from framesieve.watch.outbox import Letter, Undelivered
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1, 60
 
@@ -56,9 +55,9 @@ class MqttSender:
         client.connect_async(wanted.host, wanted.port)
         client.loop_start()
 
-    async def deliver(self, event: Event, body: str) -> None:
+    async def deliver(self, letter: Letter) -> None:
         """Without a connection paho keeps the event, and sends it after the next one is made."""
-        sent = self._client.publish(self._topic.replace("{camera}", event.camera), body.encode(), qos=1)
+        sent = self._client.publish(self._topic.replace("{camera}", letter.camera), letter.body, qos=1)
         if sent.rc not in (MQTTErrorCode.MQTT_ERR_SUCCESS, MQTTErrorCode.MQTT_ERR_NO_CONN):
             raise Undelivered(error_string(sent.rc))
         acknowledged = self._acknowledged[sent.mid] = asyncio.get_running_loop().create_future()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from framesieve.watch.events import Event
@@ -27,13 +28,22 @@ class Refused(Exception):
     """The sink does not take this event, and would not later."""
 
 
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """An event on its way. id: the event's. body: its JSON."""
+
+    id: str
+    camera: str
+    body: bytes
+
+
 class Sender(Protocol):
     """name: of the sink, for people."""
 
     name: str
 
-    async def deliver(self, event: Event, body: str) -> None:
-        """Returns once the sink has the event. Raises Undelivered or Refused. body: the event as JSON."""
+    async def deliver(self, letter: Letter) -> None:
+        """Returns once the sink has it. Raises Undelivered or Refused."""
 
     async def close(self) -> None: ...
 
@@ -44,16 +54,15 @@ class Outbox:
     def __init__(self, sender: Sender, snapshot: bool, say: Callable[[str], None], group: asyncio.TaskGroup) -> None:
         self.dropped = 0
         self._sender, self._snapshot, self._say, self._group = sender, snapshot, say, group
-        self._waiting: dict[str, deque[tuple[Event, str]]] = {}  # by camera; the first one is being delivered
+        self._waiting: dict[str, deque[Letter]] = {}  # by camera; the first one is being delivered
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._bytes = 0
         self._why = ""  # the sink takes no events now; empty: it does
 
     def put(self, event: Event) -> None:
-        body = event.json(self._snapshot)
-        lane = self._waiting.setdefault(event.camera, deque())
-        lane.append((event, body))
-        self._bytes += len(body)
+        letter = Letter(event.id, event.camera, event.json(self._snapshot))
+        self._waiting.setdefault(event.camera, deque()).append(letter)
+        self._bytes += len(letter.body)
         while self._bytes > MAX_WAITING_BYTES and self._drop():
             pass
         if event.camera not in self._tasks:
@@ -81,16 +90,14 @@ class Outbox:
     async def _deliver(self, camera: str) -> None:
         lane = self._waiting[camera]
         while lane:
-            event, body = lane[0]
-            await self._try(event, body)
-            lane.popleft()
-            self._bytes -= len(body)
+            await self._try(lane[0])
+            self._bytes -= len(lane.popleft().body)
         del self._waiting[camera], self._tasks[camera]
 
-    async def _try(self, event: Event, body: str) -> None:
+    async def _try(self, letter: Letter) -> None:
         for wait_s in growing_s():
             try:
-                await self._sender.deliver(event, body)
+                await self._sender.deliver(letter)
             except Undelivered as error:
                 self.failed(f"events wait: {error}")
                 await asyncio.sleep(wait_s)
@@ -110,9 +117,8 @@ class Outbox:
         lane = max(self._waiting.values(), key=len)
         if len(lane) == 1:
             return False
-        _, body = lane[1]
+        self._bytes -= len(lane[1].body)
         del lane[1]
-        self._bytes -= len(body)
         if not self.dropped:
             self._say(f"{self._sender.name}: drops the oldest events: {MAX_WAITING_BYTES >> 20} MiB wait")
         self.dropped += 1

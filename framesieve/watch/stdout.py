@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from framesieve.watch.events import Event
+from framesieve.watch.outbox import Letter
 
 
 class StdoutSender:
     name = "stdout"
 
-    async def deliver(self, event: Event, body: str) -> None:
-        typer.echo(body)
+    async def deliver(self, letter: Letter) -> None:
+        typer.echo(letter.body)
 
     async def close(self) -> None:
         pass

@@ -15,8 +15,8 @@ import httpx
 from standardwebhooks import Webhook as Signer
 
 from framesieve.watch.cameras import Webhook
-from framesieve.watch.events import CONTENT_TYPE, Event
-from framesieve.watch.outbox import Refused, Undelivered
+from framesieve.watch.events import CONTENT_TYPE
+from framesieve.watch.outbox import Letter, Refused, Undelivered
 
 _TIMEOUT_S = 10.0
 _LATER = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS)
@@ -31,15 +31,15 @@ class WebhookSender:
         self._signer = None if wanted.secret is None else Signer(wanted.secret)
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S)
 
-    async def deliver(self, event: Event, body: str) -> None:
+    async def deliver(self, letter: Letter) -> None:
         headers = {"content-type": CONTENT_TYPE}
         if self._signer:
             now = datetime.now(UTC)
-            signature = self._signer.sign(event.id, now, body)
-            headers |= {"webhook-id": event.id, "webhook-timestamp": str(int(now.timestamp()))}
+            signature = self._signer.sign(letter.id, now, letter.body.decode())
+            headers |= {"webhook-id": letter.id, "webhook-timestamp": str(int(now.timestamp()))}
             headers |= {"webhook-signature": signature}
         try:
-            response = await self._http.post(self._url, content=body.encode(), headers=headers)
+            response = await self._http.post(self._url, content=letter.body, headers=headers)
         except httpx.HTTPError as error:
             raise Undelivered(str(error) or type(error).__name__) from error
         told = f"{response.status_code} {response.reason_phrase}".strip()
