@@ -1,7 +1,7 @@
-"""The `framesieve` command: serve, models, settings, ask, chat, live, inspect, bench.
+"""The `framesieve` command: serve, models, settings, ask, chat, live, watch, inspect, bench.
 
 Completions and JSON are printed to stdout, everything else to stderr. Exit status: 0; 1 for an error, reported as one
-line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` has statuses of its own.
+line that begins with its reason; 2 for wrong usage; 130 after Ctrl-C. `serve` and `watch` have statuses of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from framesieve.cli.serve import serve
 from framesieve.cli.settings import settings
 from framesieve.cli.signals import raise_on_interrupt
 from framesieve.cli.variables import Command
+from framesieve.cli.watch import watch
 
 app = typer.Typer(
     name="framesieve",
@@ -57,7 +58,7 @@ def _prepare(
 
 
 _FLAGS_OF_SERVICES = {"allow_extra_args": True, "ignore_unknown_options": True}
-for _command in (serve, models, settings, ask, chat, live, inspect, bench):
+for _command in (serve, models, settings, ask, chat, live, watch, inspect, bench):
     app.command(cls=Command, context_settings=_FLAGS_OF_SERVICES if _command in (serve, settings) else None)(
         spread(_command)
     )

@@ -170,9 +170,14 @@ def chromium() -> str:
     return _debian("chromium-headless-shell", "chromium-headless-shell")
 
 
+@pytest.fixture(scope="session")
+def mosquitto() -> str:
+    return _debian("mosquitto", "mosquitto")
+
+
 def _debian(program: str, package: str) -> str:
     """The path of a program that comes with a Debian package. Without it the test is skipped, in CI it fails."""
-    found = shutil.which(program)
+    found = shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
     if found is None:
         how = f"{program} is not installed: apt-get install {package}"
         if os.environ.get("CI"):

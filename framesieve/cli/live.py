@@ -113,6 +113,10 @@ def live(
     max_pixels: MaxPixelsOption = None,
     system: SystemOption = None,
     sampling: SamplingFlags,
+    schema: Annotated[
+        Path | None,
+        of_output(help="File with a JSON schema that each answer to the question satisfies, unless it is cut off."),
+    ] = None,
     adapter: AdapterOption = None,
     as_json: Annotated[
         bool, of_output("--json", help="Print each answer, or the error, as a line of JSON on stdout.")
@@ -133,6 +137,8 @@ def live(
 
     Example: framesieve live rtsp://camera.example/stream "Is someone at the door?" --on-change 0.3
 
+    Example: framesieve live /dev/video0 "Who is at the door?" --schema people.json --json
+
     Example: framesieve live match.mp4 "Sum up what happened." --every-s 0 --speed 4
     """
     if not question.strip():
@@ -142,12 +148,15 @@ def live(
     if every_s is None and on_change is None:
         every_s = _EVERY_S
     drawn = sampling.options()
-    trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=drawn)
     at_end = not every_s and on_change is None
     url = source if "://" in source else None
     said = said_pruning(pruning_rate, method, pruning_threshold)
 
     async def watch() -> None:
+        asked = (
+            drawn if schema is None else drawn | {"json_schema": schema.read_text(encoding="utf-8", errors="replace")}
+        )
+        trigger = Trigger(question, every_s=every_s or None, on_change=on_change, transient=transient, sampling=asked)
         async with FramesieveClient(server, **access.access()) as client:
             opening = client.live(
                 system=system,
@@ -173,7 +182,7 @@ def live(
                                 await _ended(session.events())
                                 was_due = printer.asked
                             if at_end or (every_s and not was_due):
-                                await session.answer(question, transient=transient, **drawn)
+                                await session.answer(question, transient=transient, **asked)
                                 printer.answered = True
                             typing.cancel()
                             await session.close()

@@ -257,6 +257,8 @@ def in_flags(messages: Sequence[Message] = ()) -> Iterator[None]:
 
 def _flag(field: str, messages: Sequence[Message]) -> str:
     match steps_of(field):
+        case "sampling", "json_schema":
+            return "--schema"
         case "frame_sampling" | "sampling", _, *_:
             return f"--{field.partition('.')[2].replace('_', '-')}"
         case "prompt", "messages", int(number), "parts", int(place), "image" | "video", *rest:

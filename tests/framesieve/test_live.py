@@ -129,6 +129,16 @@ def test_a_clip_that_ends_before_it_is_asked_about_is_asked_about_at_its_end(
     assert ("UNAVAILABLE: the question could not be answered" in result.stderr) == bool(status)
 
 
+def test_the_question_is_asked_with_the_schema_of_its_answers(
+    play: Run, services: FakeServices, tmp_path: Path
+) -> None:
+    (tmp_path / "answer.json").write_text('{"type": "object"}')
+    assert play(FILM, "--every-s", "5", "--schema", "answer.json").exit_code == 0
+    assert services.asked[-1].sampling.json_schema == '{"type": "object"}'
+    missing = play(FILM, "--schema", "nowhere.json")
+    assert (missing.exit_code, missing.stderr) == (1, "FILE: nowhere.json: No such file or directory\n")
+
+
 @pytest.mark.parametrize(
     ("film", "text"),
     [
