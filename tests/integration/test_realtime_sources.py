@@ -25,6 +25,9 @@ PORT = free_port()
 URL = f"http://localhost:{PORT}/camera"
 STREAM = media.stream("mpegts")
 WATCHED = WATCHING | {"framesieve": OWN | {"source": URL, "source_name": "door", "snapshots": "slices"}}
+# Of a drawn frame: without its picture, what is dimmed is dark, and the rest empty.
+BRIGHTEST = """(canvas) => Math.max(...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
+  .filter((_, place) => place % 4 < 3))"""
 TRIGGER = {"every_s": 1, "response": {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 4}}
 
 
@@ -66,7 +69,8 @@ async def test_a_session_watches_the_source_that_its_update_names(door: Gateway)
     async with filming() as enough, talking(door, WATCHED) as talk:
         piece = await talk.until("framesieve.slice")
         assert piece["kept"] == list(range(piece["grid"]["h"] * piece["grid"]["w"]))
-        assert piece.get("snapshot", "data:image/jpeg;base64,").startswith("data:image/jpeg;base64,")
+        assert piece["snapshot"].startswith("data:image/jpeg;base64,")
+        assert piece["wall_clock"] == "service"
         for event, param in (
             (made(image(0)), "item.content[0]"),
             (updated(framesieve={"source": f"{URL}/other"}), "session.framesieve"),
@@ -76,6 +80,7 @@ async def test_a_session_watches_the_source_that_its_update_names(door: Gateway)
             assert (error["event_id"], error["param"]) == (param, param)
         answer = await talk.answer(instructions=QUESTION)
         assert answer["usage"]["framesieve"]["session"]["used_frames"] >= 2
+        assert answer["framesieve"].keys() == {"wall_time_s", "wall_clock", "snapshot"}
         enough.set()
         while (await talk.until("framesieve.stream"))["state"] != "ended":
             pass
@@ -167,6 +172,8 @@ async def test_the_page_shows_a_camera_by_its_url(door: Gateway, stack: Stack, c
         await watch.click()
         seen = page.locator("article.live")
         await expect(seen.locator("canvas")).to_be_visible(timeout=ANSWER_MS)
+        assert await seen.locator("canvas").evaluate(BRIGHTEST) > 100
+        await expect(page.locator("#preview-note")).to_contain_text("plays")
         await expect(seen.locator("figcaption").last).to_have_text(re.compile(r"^\d+ of \d+ visual tokens are new"))
         await page.get_by_label("Question").fill(QUESTION)
         await page.get_by_label("Longest answer").fill("8")
