@@ -88,7 +88,11 @@ class LiveCall:
                     self._kind = kind
                     self._responses.usage.frames += 1
                     try:
-                        self._see(picture_of(request.frame), request.frame.time_s)
+                        frame = request.frame
+                        # Pixels are copied in a thread, so that others run between the copies.
+                        raw = frame.HasField("raw")
+                        picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
+                        self._see(picture, frame.time_s)
                     except InvalidRequest as error:
                         await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
                 case "clip":
@@ -114,13 +118,13 @@ class LiveCall:
         self._closed = True
         self._came.set()
 
-    def _see(self, picture: bytes, time_s: float) -> None:
+    def _see(self, picture: bytes | bytearray, time_s: float) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
         if piece := self._frames.add(picture, time_s, self._responses.usage.frames - 1):
             self._waiting.add(piece)
             self._came.set()
 
-    def _see_streamed(self, picture: bytes, time_s: float, replaced: int) -> None:
+    def _see_streamed(self, picture: bytes | bytearray, time_s: float, replaced: int) -> None:
         """Takes a frame of a stream. replaced: frames that were left out before it, because newer ones came."""
         self._responses.usage.frames += replaced + 1
         if replaced:

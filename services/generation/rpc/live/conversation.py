@@ -164,11 +164,10 @@ class Conversation:
             # A video has frames of one size: the limit of a picture's is the size of those before it.
             if self._shown is None or error.limit is None or ".pictures[" not in (error.field or ""):
                 raise
-        alone = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
-        options = self._options()
-        async with self._media.open(
-            alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, replica=self._session.id, **options
-        ) as upstream:
+        alone, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
+        pruning = pruning_message(NOTHING_PRUNED)
+        chosen: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options()}
+        async with self._media.open(alone, pruning, StageClock(), self._of_media, **chosen) as upstream:
             self._check_fits(upstream.plan.media[-1].grid.slice_tokens)
             raise _Resized("the session's frames have another size")
 
@@ -181,15 +180,15 @@ class Conversation:
             await self._stand_still(shown, cut, piece, again)
             return 0.0
         if shown is None:
-            prompt = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
+            prompt, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
         else:
-            prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
+            prompt, pictures = prompts.next_slice(shown, piece, self._wanted.max_pixels)
         wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
         # With a threshold, the slice before is there to be compared with alone.
         selected = 1 if shown and wanted.threshold is not None else 0
         # Slices meet the replica that has the ones before them in its caches.
-        chosen: dict[str, Any] = {"first_slice": selected, "replica": self._session.id}
+        chosen: dict[str, Any] = {"files": pictures, "first_slice": selected, "replica": self._session.id}
         async with self._media.open(prompt, pruning, clock, self._of_media, **chosen, **options) as upstream:
             async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:

@@ -33,7 +33,7 @@ class Frame:
     """picture: the file. time_s: since the session's first frame, to the microsecond. given_s: as the caller said.
     number: of frames that came before it."""
 
-    picture: bytes
+    picture: bytes | bytearray
     time_s: float
     given_s: float
     number: int = 0
@@ -66,7 +66,7 @@ class Frames:
         self._interval = -1
         self._lone: Frame | None = None
 
-    def add(self, picture: bytes, time_s: float, number: int = 0) -> Slice | None:
+    def add(self, picture: bytes | bytearray, time_s: float, number: int = 0) -> Slice | None:
         """The slice that a frame completes. Raises InvalidRequest for its time, and for no or too large a picture."""
         if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"

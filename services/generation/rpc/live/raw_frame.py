@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
+from framesieve.services.generation.upstream.watch import ppm_header
 from framesieve.v1 import generation_pb2
 
 
@@ -18,12 +19,8 @@ def picture_of(frame: generation_pb2.LiveFrame) -> bytes:
     size = f"{raw.width}×{raw.height} pixels"
     if raw.width * raw.height > MAX_RAW_PIXELS:
         raise InvalidRequest(f"has {size}, at most {MAX_RAW_PIXELS} are allowed", field="frame.raw")
-    if len(raw.rgb) != 3 * raw.width * raw.height:
+    rgb = raw.rgb  # once: each time it is read it is copied
+    if len(rgb) != 3 * raw.width * raw.height:
         limit = f"{3 * raw.width * raw.height} bytes, 3 for each of {size}"
-        raise InvalidRequest(field="frame.raw.rgb", limit=limit, value=f"{len(raw.rgb)} bytes")
-    return ppm(raw.width, raw.height, raw.rgb)
-
-
-def ppm(width_px: int, height_px: int, rgb: bytes | memoryview) -> bytes:
-    """The picture file of pixels, of 3 bytes each: Netpbm's P6, which is a header and the pixels."""
-    return b"".join((b"P6\n%d %d\n255\n" % (width_px, height_px), rgb))
+        raise InvalidRequest(field="frame.raw.rgb", limit=limit, value=f"{len(rgb)} bytes")
+    return ppm_header(raw.width, raw.height) + rgb

@@ -26,7 +26,6 @@ from framesieve.common.contract.errors import (
     Unavailable,
 )
 from framesieve.common.contract.limits import MAX_PICTURE_BYTES
-from framesieve.services.generation.rpc.live.raw_frame import ppm
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
 from framesieve.v1 import generation_pb2
@@ -84,7 +83,7 @@ class Streams:
         media: MediaClient,
         fps: float,
         options: Callable[[], dict[str, Any]],
-        see: Callable[[bytes, float, int], None],
+        see: Callable[[bytes | bytearray, float, int], None],
         tell: Callable[..., Awaitable[None]],
         group: asyncio.TaskGroup,
     ) -> None:
@@ -190,9 +189,8 @@ class Streams:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _show(self, frame: WatchedFrame) -> None:
-        picture = ppm(frame.width_px, frame.height_px, frame.rgb)
         try:
-            self._see(picture, self._times.of(frame.time_s), frame.replaced)
+            self._see(frame.picture, self._times.of(frame.time_s), frame.replaced)
         except InvalidRequest as error:  # its time: the session is as long as it may be
             raise _Over(f"no more frames are taken: {error}") from error
 
