@@ -174,7 +174,7 @@ class Engine:
         opened: Future[None] = Future()
         opened.set_running_or_notify_cancel()
         queued = self._between_steps(lambda: self._open(session, opened))
-        queued.add_done_callback(lambda done: (error := done.exception()) and opened.set_exception(error))
+        queued.add_done_callback(lambda done: opened.set_exception(done.exception()) if done.exception() else None)
         return opened
 
     def interrupt(self, session: Session) -> Future[None]:

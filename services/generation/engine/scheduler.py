@@ -20,8 +20,8 @@ requests that do not run, as blocks are. There are two for each running request,
 A chunk with draft tokens writes a third one, if it is free, with the state before them: if any is rejected, the next
 chunk computes the accepted ones again, together with new draft tokens.
 
-Live sessions own all their blocks from their opening to their end, at most `live_blocks` together. An opening waits as a
-prompt does, for blocks that running requests leave, and before the prompts that wait. The request of a
+Live sessions own all their blocks from their opening to their end, at most `live_blocks` together. An opening waits for
+blocks that running requests leave, as a prompt does, and gets them before the prompts that wait. The request of a
 session borrows them: it needs no others, has nothing of the prefix cache, and is never preempted. With recurrent states
 a session keeps one more, after its rows, which its request begins with and replaces if anything of it stays; a session
 is opened only while all running requests have their two beside those of sessions and of pinned blocks.

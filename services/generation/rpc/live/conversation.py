@@ -118,6 +118,16 @@ class Conversation:
             await self._begin_again(())
             return await self._add(piece)
 
+    def keep_less(self) -> bool:
+        """Forgets the oldest slice of those to begin again with. Returns whether there was one."""
+        return self._window.keep_less()
+
+    def give_up_pictures(self) -> None:
+        """Forgets all pictures. Only while nothing is added: the next slice is then taken whole."""
+        while self.keep_less():
+            pass
+        self._shown, self._still = (each and each.showing(b"", b"") for each in (self._shown, self._still))
+
     async def _add(self, piece: Slice | Ask) -> float:
         if isinstance(piece, Slice):
             return await self._take_slice(piece)
@@ -176,6 +186,8 @@ class Conversation:
         # Slices build on the last whole one. It is evicted; segment 0 is not before segment 1 is.
         base_is_gone = self._session.first > max(self._last_whole, 1)
         cut = self._cut
+        if shown and not shown.size_bytes:  # they were given up, and with a whole slice only their times count
+            base_is_gone, shown = True, shown.showing(piece.first.picture, piece.last.picture)
         if shown and cut and not base_is_gone and not cut.kept.size and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
@@ -194,6 +206,8 @@ class Conversation:
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if shown and cut:
+                if replace(upstream.plan.media[-1].grid, t=1) != cut.grid:
+                    raise _Resized("the session's frames have another size")
                 cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
                 cut = live_cuts.turn_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)

@@ -29,7 +29,8 @@ class LiveResponses:
 
     def count_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
         """Counts frames that were not used. The next response is sent after these numbers."""
-        self._dropped[reason] += frames
+        if frames:
+            self._dropped[reason] += frames
         self.usage.dropped_frames += frames
 
     async def tell_dropped(self) -> None:
