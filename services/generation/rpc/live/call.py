@@ -94,6 +94,10 @@ class LiveCall:
             self._sessions.remove(self)
             self._engine.close(session)
             self.over.set()
+            # Errors refer to the call until garbage is collected: its pictures go now.
+            self.give_up_pictures()
+            while self._waiting:
+                self._waiting.take()
 
     async def _open(self) -> None:
         while True:
