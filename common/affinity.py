@@ -52,7 +52,7 @@ class Affinity:
                 del self._running[value]
 
 
-def media_key(prompt: prompt_pb2.Prompt, files: Sequence[bytes] = ()) -> str | None:
+def media_key(prompt: prompt_pb2.Prompt, files: Sequence[bytes | bytearray] = ()) -> str | None:
     """32 characters that name the first media item; None for a prompt without media.
 
     files: the media files that `detach_files` took out of the prompt.
@@ -66,7 +66,7 @@ def media_key(prompt: prompt_pb2.Prompt, files: Sequence[bytes] = ()) -> str | N
     return None
 
 
-def _content(item: prompt_pb2.Media, files: Sequence[bytes]) -> bytes:
+def _content(item: prompt_pb2.Media, files: Sequence[bytes | bytearray]) -> bytes | bytearray:
     """What an item is known by. Of frames the first picture, so that a list that grows keeps its key."""
     match item.WhichOneof("source"):
         case "data":
@@ -74,8 +74,8 @@ def _content(item: prompt_pb2.Media, files: Sequence[bytes]) -> bytes:
         case "data_bytes":
             return files[0]
         case "frames":
-            first = item.frames.pictures[:1] or [files[0][:size] for size in item.frames.sizes_bytes[:1]]
-            return b"".join(first)
+            sizes = item.frames.sizes_bytes
+            return files[0][: sizes[0]] if sizes else b"".join(item.frames.pictures[:1])
         case "embeds":
             return item.embeds.tensor.data
     return (item.url or item.path).encode()

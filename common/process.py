@@ -1,7 +1,7 @@
 """What a process asks of its system: memory that malloc keeps, its share of the cores, open files, free ports, the end
 of its parent; and the status it exits with.
 
-Sources: mallopt(3), malloc_trim(3), setpriority(2), sched(7) on autogroups, getrlimit(2), pidfd_open(2).
+Sources: mallopt(3), malloc_trim(3), setpriority(2), sched(7) on autogroups, getrlimit(2), pidfd_open(2), cgroups(7).
 """
 
 from __future__ import annotations
@@ -44,6 +44,20 @@ class ExitStatus(IntEnum):
     CANNOT_START = 2  # a StartupError
     CUT_OFF = 3  # stopped by a signal, and requests that outlasted the grace period were cancelled
     STUCK = 4  # a step or a forward that took longer than --step-timeout-s
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> int:
+    """The memory that this process may use: the machine's, or its container's."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # cgroup v2 and v1
+        with suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int(Path(path).read_text()))
+    return min(limits)
 
 
 def at_once(number: int) -> int:

@@ -161,7 +161,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
     return without, files
 
 
-def file_pieces(files: Iterable[bytes]) -> Iterator[bytes]:
+def file_pieces(files: Iterable[bytes | bytearray]) -> Iterator[bytes]:
     """The contents of the messages that bring detached files."""
     for file in files:
         for _, piece in pieces(memoryview(file)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -45,14 +46,17 @@ class ClientQuotas:
         return len(self._accounts)
 
     def limited(self, behaviour: Behaviour, keeps_messages: bool = True) -> Behaviour:
-        """The behaviour within the quota of its client. Requests are still bytes; each is counted as it arrives.
+        """The behaviour within the quota of its client. Requests are still bytes.
 
-        keeps_messages: whether all messages of a call count until it ends; else each until the next one is read.
+        keeps_messages: whether each message is counted as it arrives, until the call ends; else the behaviour counts
+        what it keeps of them, by `charge_of_request`.
         """
 
         async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             with self.request(client_of(context)) as charge:
-                async with aclosing(behaviour(_Charged(context, charge, keeps_messages), context)) as responses:
+                _charge.set(charge)
+                requests = _Charged(context, charge if keeps_messages else _free)
+                async with aclosing(behaviour(requests, context)) as responses:
                     async for response in responses:
                         yield response
 
@@ -106,14 +110,24 @@ class ClientQuotas:
             )
 
 
+def _free(_: int) -> None:
+    """A charge that counts nothing."""
+
+
+_charge: ContextVar[Charge] = ContextVar("charge", default=_free)
+
+
+def charge_of_request() -> Charge:
+    """The function that counts bytes which the running request keeps, as `ClientQuotas.request` yields it."""
+    return _charge.get()
+
+
 class _Charged:
     """Iterates over request bytes and counts them. It keeps none; gRPC's own iterator keeps the last."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge, keeps_messages: bool) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], charge: Charge) -> None:
         self._context = context
         self._charge = charge
-        self._keeps_messages = keeps_messages
-        self._last_bytes = 0
 
     def __aiter__(self) -> _Charged:
         return self
@@ -122,9 +136,6 @@ class _Charged:
         data = await self._context.read()
         if data is grpc.aio.EOF:
             raise StopAsyncIteration
-        if not self._keeps_messages:
-            self._charge(-self._last_bytes)
-        self._last_bytes = len(data)
         self._charge(len(data))
         return bytes(data)
 

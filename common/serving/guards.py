@@ -25,9 +25,10 @@ from framesieve.common.telemetry.callers import begin_callers
 _OPTIONS = (
     # A second process on the same address fails, instead of getting half of the connections.
     ("grpc.so_reuseport", 0),
-    # Per connection. Generation has one upstream call for each request that runs or waits; calls above this limit
-    # wait inside its channel, where no queue length can be measured.
-    ("grpc.max_concurrent_streams", 1024),
+    # Per connection. Generation has one upstream call for each request that runs or waits, and a gateway one for each
+    # live session. Calls above this limit, those of health among them, wait inside a channel, where no queue length can
+    # be measured: --max-requests and --live-tokens bound them.
+    ("grpc.max_concurrent_streams", 2**14),
     # Connections of callers that vanished with their machine or network are closed within 80 seconds.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),

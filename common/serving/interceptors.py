@@ -38,7 +38,7 @@ from framesieve.common.telemetry.metrics import MESSAGE_BYTES
 from framesieve.common.telemetry.tracing import passed_on_trace
 
 OUR_METHODS = "/framesieve."
-# Their requests come as long as a camera films: each is done with once the next one is read.
+# Their requests come as long as a camera films: each is done with once the next one is read, or counted by the service.
 _FILMING = frozenset({"Live", "Watch"})
 # Services call them for a session, of which there is a line in generation's log.
 _PARTS = frozenset({"Encode", "Preprocess", "Watch"})

@@ -134,7 +134,7 @@ async def main() -> ExitStatus:
                 in_parts,
                 usual,
             )
-            servicer = GenerationServicer(engine, media, served, credentials)
+            servicer = GenerationServicer(engine, media, served, credentials, settings.media_buffer_bytes)
             step = StepWatch.of(lambda: engine.step_began_ns, settings.step_timeout_s, model.device.type)
             register = partial(add_GenerationServiceServicer_to_server, servicer)
             reach = Reach(ready_preprocessing, ready_encoder)

@@ -98,7 +98,10 @@ class GenerationSettings(UpstreamSettings):
         f"({', '.join(BEFORE_TOWER)}), such as {AUTO_THRESHOLD:g}; unset: the rate alone decides",
     )
     media_buffer_bytes: int = Field(
-        2**30, ge=1, description="maximum bytes of media embeddings on the host, over all requests"
+        2**30,
+        ge=1,
+        description="maximum bytes of media embeddings on the host, over all requests; live sessions may hold as many "
+        "bytes of pictures together",
     )
     max_num_seqs: int | None = Field(
         None,

@@ -9,7 +9,7 @@ import structlog
 
 from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
+from framesieve.common.process import ExitStatus, cores, memory_bytes
 from framesieve.common.serving.guards import check_ports
 from framesieve.common.serving.server import run, serve
 from framesieve.common.telemetry.logs import configure_logging
@@ -25,7 +25,7 @@ from framesieve.services.preprocessing.sources.digests import digests
 from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
 from framesieve.services.preprocessing.workers.limits import Mechanism
 from framesieve.services.preprocessing.workers.media_reader import indexes
-from framesieve.services.preprocessing.workers.streams import StreamWorkers
+from framesieve.services.preprocessing.workers.streams import StreamWorkers, most_streams
 from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
@@ -43,7 +43,12 @@ async def main() -> ExitStatus:
             raise StartupError(f"{flag} {root} is not a folder")
     reading = JobQueue(settings.read_workers, settings.limits, settings.inflight_bytes, count_replaced)
     decoding = JobQueue(settings.decode_workers, settings.limits, settings.inflight_bytes, count_replaced)
-    streams = StreamWorkers(settings.max_streams, settings.limits, count_replaced)
+    most, why = settings.max_streams, "--max-streams"
+    if most is None:
+        most, why = most_streams(cores(), memory_bytes(), settings.max_requests)
+        why = f"--max-streams is unset: {why}"
+    log.info("streams that may be watched", most=most, why=why)
+    streams = StreamWorkers(most, settings.limits, count_replaced, why)
     checkpoint = Checkpoint.find(settings.model)
     known = digests(count_kept("digest"))
     planner = Planner(checkpoint, settings.media_root, settings.media_max_bytes, known, settings.upload_root)

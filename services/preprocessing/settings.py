@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -10,6 +9,7 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from framesieve.common.contract.errors import StartupError
+from framesieve.common.process import cores
 from framesieve.common.serving.settings import ServiceSettings, separated
 from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
@@ -19,10 +19,6 @@ from framesieve.services.preprocessing.workers.limits import Limits
 _MAX_FRAMES = 2**20
 
 Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 class PreprocessingSettings(ServiceSettings):
@@ -74,26 +70,27 @@ class PreprocessingSettings(ServiceSettings):
         description="maximum seconds for fetching a URL, from the name lookup to the last byte; of a live stream, to "
         "its first byte, and from each byte to the next",
     )
-    max_streams: int = Field(
-        8,
+    max_streams: int | None = Field(
+        None,
         ge=0,
         description="maximum streams of encoded video that live sessions watch at a time, each with a decoding "
-        "process of its own, of --decode-memory-bytes; further ones are refused",
+        "process of its own, of --decode-memory-bytes; further ones are refused; unset: 16 for each core, as far as a "
+        "quarter of the memory has 64 MiB for each, and half of --max-requests suffices; the log says how many",
     )
 
     decode_workers: int = Field(
-        default_factory=_cores,
+        default_factory=cores,
         ge=1,
         description="number of decoding processes, each with one media item at a time; default: one per core",
     )
     read_workers: int = Field(
-        default_factory=lambda: max(2, _cores()),
+        default_factory=lambda: max(2, cores()),
         ge=1,
         description="number of processes that read headers and indexes, with one media item each; default: one per "
         "core, at least 2",
     )
     plan_threads: int = Field(
-        default_factory=lambda: max(4, _cores()),
+        default_factory=lambda: max(4, cores()),
         ge=1,
         description="number of threads that lay out prompts with media or large texts; default: one per core, at least "
         "4",

@@ -124,4 +124,4 @@ def test_listeners_limit_connections_and_pings_and_channels_ping_less_often() ->
     assert channel["grpc.http2.max_pings_without_data"] == 0  # no limit
     assert listener["grpc.keepalive_time_ms"] + listener["grpc.keepalive_timeout_ms"] == 80_000
     assert listener["grpc.max_connection_age_ms"] == 300_000
-    assert (listener["grpc.max_concurrent_streams"], listener["grpc.http2.max_ping_strikes"]) == (1024, 2)
+    assert (listener["grpc.max_concurrent_streams"], listener["grpc.http2.max_ping_strikes"]) == (2**14, 2)

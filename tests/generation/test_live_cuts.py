@@ -54,10 +54,10 @@ class Watched:
 
     def watch(self, before: Any, shown: Slice | None, piece: Slice) -> None:
         if shown is None:
-            plan = self.plan(prompts.turn_slice(before, piece, MAX_PIXELS))
+            plan = self.plan(prompts.turn_slice(before, piece, MAX_PIXELS)[0])
             cut = live_cuts.turn_slice(plan, item(plan), self.session, self.ends)
         else:
-            plan = self.plan(prompts.next_slice(shown, piece, MAX_PIXELS))
+            plan = self.plan(prompts.next_slice(shown, piece, MAX_PIXELS)[0])
             cut = live_cuts.next_slice(plan, item(plan), self.session, self.place)
         self.place = cut.place
         assert cut.kept.tolist() == list(range(cut.grid.tokens))

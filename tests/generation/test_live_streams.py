@@ -45,7 +45,7 @@ async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None
 
     async def film() -> AsyncIterator[WatchedFrame]:
         for time_s in (3.0, 3.0 + MAX_LENGTH_S + 1):
-            yield WatchedFrame(1, 1, memoryview(b"rgb"), time_s, 0)
+            yield WatchedFrame(b"P6", time_s, 0)
 
     async def tell(stream: Any) -> None:
         told.append(stream)

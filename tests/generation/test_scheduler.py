@@ -129,12 +129,35 @@ def test_a_prompt_is_not_admitted_if_it_would_preempt_another() -> None:
     assert desk.scheduler.preemptions == 0
 
 
+def test_a_session_is_opened_once_running_requests_leave_its_blocks_and_preempts_none() -> None:
+    """Prompts that come after it wait for longer, however often it is opened and closed."""
+    desk = Desk(blocks=16, max_num_batched_tokens=64, live_blocks=8)
+    running = [desk.add(16, 8) for _ in range(2)]  # 6 blocks each
+    desk.step()
+    late = desk.add(16, 1)
+    for _ in range(3):
+        session = Session("live", 24, 8, BLOCK_TOKENS)
+        desk.scheduler.open(session)
+        desk.step()
+        assert not desk.scheduler.opened()
+        desk.scheduler.close(session)
+    desk.scheduler.open(session)
+    while not desk.scheduler.opened():
+        assert late.status is Status.WAITING
+        assert desk.step()
+    assert [each.status for each in running] == [Status.DONE] * 2
+    desk.step()
+    assert late.status is Status.DONE
+    assert desk.scheduler.preemptions == 0
+
+
 def test_requests_of_sessions_run_before_an_older_prompt_only_while_it_lacks_blocks() -> None:
     """However many there are: whenever a place is free, the prompt is considered first."""
     desk = Desk(blocks=16, max_num_batched_tokens=64, max_num_seqs=2, live_blocks=8)
     sessions = [Session(name, 8, 4, BLOCK_TOKENS) for name in "ab"]
     for session in sessions:
         desk.scheduler.open(session)
+    assert desk.scheduler.opened() == sessions
     running = desk.add(16, 5)
     desk.step()
     prompt, of_sessions = desk.add(20, 1), list[Request]()  # needs 5 blocks, 5 are free, and `running` grows

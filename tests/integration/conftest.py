@@ -192,7 +192,8 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
         "encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES), "--compile", "off"
     )
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
-    flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--kv-cache-tokens", "16384")
+    upstream = (*upstream, "--kv-cache-tokens", "17408", "--live-tokens", "1024")
+    flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16")
     generation = one("generation", *upstream, *flags)
     made = Fleet(preprocessing, encoder, generation, fetch_port)
     try:

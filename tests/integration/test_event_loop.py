@@ -11,8 +11,10 @@ import re
 
 from framesieve.client.client import FramesieveClient
 from framesieve.client.prompt import Video
+from framesieve.v1.generation_pb2 import LiveFrame, RawFrame
 from tests import media
 from tests.integration.fleet import Fleet
+from tests.integration.test_live import watching
 from tests.preprocessing.media_server import ok, serving
 
 ROUNDS = 2
@@ -30,6 +32,12 @@ async def test_large_media_do_not_hold_up_the_event_loops(fleet: Fleet, fleet_cl
             for video in (Video(url=f"http://localhost:{fleet.fetch_port}/{number}"), Video(server_path="clip.mp4")):
                 await client.ask(video, "What moves?", max_new_tokens=8, timeout_s=60)
         await client.ask(Video(data=media.clip(fps=8, seed=number)), "What moves?", max_new_tokens=8, timeout_s=60)
+        async with watching(services[2].address) as live:
+            for place, time_s in enumerate((0, 0.5, 1, 1.5)):
+                raw = RawFrame(width=1920, height=1080, rgb=bytes([number % 256, place, 0]) * 1920 * 1080)
+                await live.send(frame=LiveFrame(time_s=time_s, raw=raw))
+                if place % 2:
+                    await live.until("slice")
         printed = {
             f"{each.name}: {name}"
             for each, length in zip(services, before, strict=True)

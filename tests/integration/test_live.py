@@ -29,6 +29,9 @@ QUESTION, SECOND = "What moves?", "And now?"
 WHOLE = prompt_pb2.Pruning(method="none")
 MAX_PIXELS = 112 * 112
 PICTURES = tuple(media.picture(112, 112, seed) for seed in range(16))
+LARGE = PICTURES[0] + bytes(80_000)
+# Of a client.
+MAX_BYTES = 60_000
 GREEDY: Any = {"max_new_tokens": 6, "temperature": 0, "logprobs": True, "timeout_s": 60}
 OWN = Sampling(max_new_tokens=6, temperature=0, logprobs=True)
 
@@ -47,7 +50,7 @@ class Served:
 def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -> Iterator[Served]:
     folder = checkpoints(request.param)
     # The frames of a session may come to more than a client's bytes, as 40 pictures do.
-    flags = ("--kv-cache-tokens", "4096", "--live-tokens", "2048", "--max-bytes-per-client", "30000")
+    flags = ("--kv-cache-tokens", "4096", "--live-tokens", "2048", "--max-bytes-per-client", str(MAX_BYTES))
     with running(folder, flags={"generation": flags}) as stack:
         yield Served(folder, stack)
 
@@ -226,6 +229,21 @@ async def test_a_long_question_before_the_first_frame_goes_when_it_leaves_no_roo
         expected = await client.ask(video(0, 4, times_s), QUESTION, **GREEDY)
         assert tokens == list(expected.token_ids)
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+async def test_frames_beyond_the_bytes_of_a_client_are_dropped_and_no_session_ends(served: Served) -> None:
+    """A session that rests uses nothing of them."""
+    sizes = [sum(map(len, PICTURES[:2])), sum(map(len, PICTURES[2:4]))]
+    assert max(sizes) < MAX_BYTES < len(LARGE) < 2 * MAX_BYTES
+    async with watching(served.address) as first, watching(served.address) as second:
+        for number, live in enumerate([first, second] * (MAX_BYTES // min(sizes) + 1)):
+            await live.show(PICTURES[:2], (number, number + 0.5))
+        await first.show(PICTURES[:1], (100,))
+        await first.send(frame=LiveFrame(picture=LARGE, time_s=100.5))
+        dropped = await first.until("dropped")
+        assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_NO_ROOM)
+        for live in (first, second):
+            assert (await live.ask(QUESTION))[0]
 
 
 async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -> None:

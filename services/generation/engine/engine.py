@@ -83,6 +83,7 @@ class Engine:
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()
+        self._opening: dict[Session, Future[None]] = {}
         self._arrivals = count()
         self._stopping = False
         self._on_end = on_end
@@ -117,6 +118,7 @@ class Engine:
         """Fails all requests with Unavailable, and does not wait for the thread, which may hang."""
         with self._lock:
             self._stopping = True
+            self._fail_opening()
         self._stepper.give_up(Unavailable("the engine of generation has failed", "generation"))
 
     def submit(self, request: Request) -> None:
@@ -165,8 +167,15 @@ class Engine:
         self._commands.put((request, lambda: self._stepper.forget(request)))
 
     def open(self, session: Session) -> Future[None]:
-        """Gives a live session its blocks. The result raises Overloaded if there are none left, and Unavailable."""
-        return self._between_steps(lambda: self._scheduler.open(session))
+        """Gives a live session its blocks, once running requests leave enough. `close` ends waiting for them, too.
+
+        The result raises Overloaded if sessions may not have so many more, and Unavailable.
+        """
+        opened: Future[None] = Future()
+        opened.set_running_or_notify_cancel()
+        queued = self._between_steps(lambda: self._open(session, opened))
+        queued.add_done_callback(lambda done: opened.set_exception(done.exception()) if done.exception() else None)
+        return opened
 
     def interrupt(self, session: Session) -> Future[None]:
         """Ends the request of a live session, if it has one, without an event. Afterwards the session rests."""
@@ -186,6 +195,9 @@ class Engine:
     def step(self) -> bool:
         """Runs queued commands, launches a step and reads one. Returns False if there was nothing to do."""
         self._run_commands()
+        with self._lock:
+            for session in self._scheduler.opened():
+                self._opening.pop(session).set_result(None)
         return self._stepper.step()
 
     def check_integrity(self) -> None:
@@ -202,6 +214,7 @@ class Engine:
                         self._run_command(*self._commands.get())
             self._run_commands()
             with self._lock:
+                self._fail_opening()
                 self._stepper.fail(self._scheduler.requests(), Unavailable("generation was stopped", "generation"))
         except OutOfStep as error:
             log.error("the engine ended: ranks are out of step", error=str(error))
@@ -258,12 +271,21 @@ class Engine:
                 self._commands.put((None, run))
         return done
 
+    def _open(self, session: Session, opened: Future[None]) -> None:
+        self._scheduler.open(session)
+        self._opening[session] = opened
+
+    def _fail_opening(self) -> None:
+        while self._opening:
+            self._opening.popitem()[1].set_exception(_ended())
+
     def _interrupt(self, session: Session) -> None:
         if request := self._scheduler.request_of(session):
             self._stepper.forget(request)
 
     def _close(self, session: Session) -> None:
         self._interrupt(session)
+        self._opening.pop(session, None)
         self._scheduler.close(session)
 
     def _deliver(self, request: Request, item: MediaItem) -> None:

@@ -20,7 +20,8 @@ requests that do not run, as blocks are. There are two for each running request,
 A chunk with draft tokens writes a third one, if it is free, with the state before them: if any is rejected, the next
 chunk computes the accepted ones again, together with new draft tokens.
 
-Live sessions own all their blocks from their opening to their end, at most `live_blocks` together. The request of a
+Live sessions own all their blocks from their opening to their end, at most `live_blocks` together. An opening waits for
+blocks that running requests leave, as a prompt does, and gets them before the prompts that wait. The request of a
 session borrows them: it needs no others, has nothing of the prefix cache, and is never preempted. With recurrent states
 a session keeps one more, after its rows, which its request begins with and replaces if anything of it stays; a session
 is opened only while all running requests have their two beside those of sessions and of pinned blocks.
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
@@ -84,6 +85,7 @@ class Scheduler:
         self.awaiting_media: list[Request] = []
         self.awaiting_sibling: list[Request] = []
         self.sessions: list[Session] = []
+        self.opening: list[Session] = []
         self.preemptions = 0
         self._live_blocks = live_blocks
         self._queues = {
@@ -123,34 +125,43 @@ class Scheduler:
             self._enter(sibling, Status.AWAITING_SIBLING)
 
     def open(self, session: Session) -> None:
-        """Gives a live session its blocks, which other requests may lose.
+        """Queues a live session for its blocks, see `opened`.
 
         Raises Overloaded if it may not have them, or if no recurrent state is left for it.
         """
-        owned = sum(len(each.blocks) for each in self.sessions)
+        others = (*self.sessions, *self.opening)
+        owned = sum(each.num_blocks for each in others)
         if owned + session.num_blocks > self._live_blocks:
             size = self.allocator.block_tokens
             raise Overloaded(
-                f"{len(self.sessions)} live sessions have {owned * size} tokens of the KV cache, "
+                f"{len(others)} live sessions have {owned * size} tokens of the KV cache, "
                 f"{session.num_blocks * size} more would exceed --live-tokens {self._live_blocks * size}"
             )
         pinned_states = self._pinned_states()
-        if not self._states_suffice(len(self.sessions) + 1, pinned_states):
+        if not self._states_suffice(len(others) + 1, pinned_states):
             raise Overloaded(
-                f"{len(self.sessions)} live sessions and {len(pinned_states)} cached prefixes have all the recurrent "
+                f"{len(others)} live sessions and {len(pinned_states)} cached prefixes have all the recurrent "
                 f"states that running requests leave (--state-slots)"
             )
-        while self.allocator.free < session.num_blocks:
-            if victim := self._reclaimable():
+        self.opening.append(session)
+
+    def opened(self) -> list[Session]:
+        """The sessions that get their blocks now, first come first served. Requests that do not run may lose theirs."""
+        opened = []
+        while self.opening and self.opening[0].num_blocks <= self._available((*self.waiting, *self.awaiting_media)):
+            session = self.opening.pop(0)
+            while self.allocator.free < session.num_blocks and (victim := self._reclaimable()):
                 self._reclaim(victim)
-            else:
-                self._preempt(self._newest())
-        session.blocks = self.allocator.allocate(session.num_blocks)
-        self.sessions.append(session)
+            session.blocks = self.allocator.allocate(session.num_blocks)
+            self.sessions.append(session)
+            opened.append(session)
+        return opened
 
     def close(self, session: Session) -> None:
         """Takes the blocks and the state of a live session that has no request."""
-        if session in self.sessions:
+        if session in self.opening:
+            self.opening.remove(session)
+        elif session in self.sessions:
             self.sessions.remove(session)
             self._drop_state_of(session)
             self.allocator.decref(session.blocks)
@@ -305,12 +316,9 @@ class Scheduler:
             return None
         if not request.session:
             self._prefix_cache.reuse(request)
-        promised = sum(self._missing_blocks(other, other.tokens) for other in self.running)
-        not_running = [each for each in (*self.waiting[1:], *self.awaiting_media) if not each.session]
-        reclaimable = sum(self.allocator.exclusive(other.blocks[other.num_pinned_blocks :]) for other in not_running)
-        # One block for each running request to grow into: otherwise its next token would preempt the new request.
-        growing = sum(not each.session for each in self.running)
-        available = self.allocator.free + reclaimable - promised - growing
+        available = self._available((*self.waiting[1:], *self.awaiting_media))
+        available -= sum(each.num_blocks for each in self.opening)
+        growing = any(not each.session for each in self.running)
         if growing and not request.session and self._missing_blocks(request, request.tokens) > available:
             # A session owns its blocks: its request takes none from the oldest request, which is asked first each time.
             of_sessions = [each for each in self.waiting if each.session and not each.num_unread]
@@ -320,6 +328,14 @@ class Scheduler:
         self.waiting.remove(request)
         self._enter(request, Status.RUNNING)
         return request
+
+    def _available(self, not_running: Iterable[Request]) -> int:
+        """Blocks that running requests leave. not_running: those that may lose theirs."""
+        promised = sum(self._missing_blocks(each, each.tokens) for each in self.running)
+        lost = [each.blocks[each.num_pinned_blocks :] for each in not_running if not each.session]
+        # One block for each running request to grow into: otherwise its next token would preempt what is admitted.
+        growing = sum(not each.session for each in self.running)
+        return self.allocator.free + sum(map(self.allocator.exclusive, lost)) - promised - growing
 
     def _enter(self, request: Request, status: Status) -> None:
         request.move_to(status)
@@ -501,7 +517,7 @@ class Scheduler:
     def _can_pin(self, request: Request, blocks: Sequence[int], state: int) -> bool:
         """Whether every request still fits into the cache beside all pinned blocks, and its states beside all pinned
         ones."""
-        if not self._states_suffice(len(self.sessions), self._pinned_states(state)):
+        if not self._states_suffice(len(self.sessions) + len(self.opening), self._pinned_states(state)):
             return False
         pinned = len(self._pins.keys() | set(blocks))
         return all(

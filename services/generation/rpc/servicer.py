@@ -18,6 +18,7 @@ import structlog
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.wire import pruning_message
 from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from framesieve.common.security.quotas import charge_of_request
 from framesieve.common.serving.interceptors import passed_on
 from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from framesieve.common.telemetry.logs import add_request_stats
@@ -26,6 +27,7 @@ from framesieve.services.generation.request.encoded_media import MediaItem
 from framesieve.services.generation.request.request import Request
 from framesieve.services.generation.rpc.events import Events, Inbox
 from framesieve.services.generation.rpc.live.call import LiveCall
+from framesieve.services.generation.rpc.live.sessions import LiveSessions
 from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.messages import (
     method_message,
@@ -51,10 +53,18 @@ Context: TypeAlias = grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Serves requests with one engine. model: the one that it runs. credentials: sent upstream."""
+    """Serves requests with one engine.
+
+    model: the one that it runs. credentials: sent upstream. picture_bytes: those that live sessions may hold together.
+    """
 
     def __init__(
-        self, engine: Engine, media: MediaClient, model: ServedModel, credentials: Credentials = NO_CREDENTIALS
+        self,
+        engine: Engine,
+        media: MediaClient,
+        model: ServedModel,
+        credentials: Credentials = NO_CREDENTIALS,
+        picture_bytes: int = 2**30,
     ) -> None:
         self._engine = engine
         self._media = media
@@ -62,6 +72,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._credentials = credentials
         self._inbox = Inbox()
         self._sources = Sources()
+        blocks = model.live.tokens // model.live.block_tokens if model.live else 0
+        self._sessions = LiveSessions(picture_bytes, blocks)
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -144,7 +156,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id = _request_id(first.open.request_id)
         options = partial(passed_on, context, self._credentials, part=True)
         live = LiveCall(
-            first.open, request_id, self._engine, self._media, self._model, self._inbox, self._sources, options
+            *(first.open, request_id, self._engine, self._media, self._model, self._inbox, self._sources, options),
+            *(self._sessions, charge_of_request()),
         )
         task = asyncio.create_task(live.run(requests))
         # Notices a disconnected caller even while a response is being written.

@@ -86,17 +86,20 @@ class MediaClient:
         metadata: Metadata = (),
         first_slice: int = 0,
         replica: str | None = None,
+        files: Sequence[bytes | bytearray] = (),
     ) -> AsyncIterator[MediaSession]:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
         media are encoded.
         timeout, metadata: of the upstream call. first_slice: of the media that are selected, as in `Select`. replica:
-        calls with the same one prefer the same replica; default: those about the same first media item.
+        calls with the same one prefer the same replica; default: those about the same first media item. files: those
+        that the prompt announces by their sizes, in order; the larger ones of other prompts are detached from it.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
-        prompt, files = detach_files(prompt)
+        if not files:
+            prompt, files = detach_files(prompt)
         check_prompt(prompt, self._max_inline_bytes)
         asked = prunings_of(prompt, pruning, self._usual_method)
         prunings = tuple(replace(each, first_slice=first_slice) for each in asked)
@@ -146,7 +149,7 @@ class MediaClient:
     def _encode_call(
         self,
         prompt: prompt_pb2.Prompt,
-        files: Sequence[bytes],
+        files: Sequence[bytes | bytearray],
         pruning: prompt_pb2.Pruning,
         first_slice: int,
         adapter: Adapter | None,
@@ -273,7 +276,7 @@ class MediaSession:
 
 async def _encode_requests(
     prompt: prompt_pb2.Prompt,
-    files: Sequence[bytes],
+    files: Sequence[bytes | bytearray],
     pruning: prompt_pb2.Pruning,
     first_slice: int,
     adapter: Adapter | None,

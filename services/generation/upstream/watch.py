@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import PeerContract
@@ -24,12 +24,10 @@ _STAGE = "preprocessing"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedFrame:
-    """rgb: the pixels, 3 bytes each, row by row. time_s: on the stream's clock. replaced: frames left out before it.
+    """picture: a file, see `ppm_header`. time_s: on the stream's clock. replaced: frames left out before it.
     filmed_s: when it was filmed by the camera's own clock, in seconds since 1970; None: the stream does not say."""
 
-    width_px: int
-    height_px: int
-    rgb: memoryview
+    picture: bytes | bytearray
     time_s: float
     replaced: int
     filmed_s: float | None = None
@@ -88,13 +86,23 @@ class Watch:
         if not math.isfinite(filmed_s or 0):
             raise PeerContract(f"a frame was filmed at {filmed_s} s")
         self._last_s = first.time_s
-        height, width, _ = whole.shape
-        return WatchedFrame(width, height, whole.data, first.time_s, first.replaced, filmed_s)
+        picture = cast(bytearray, whole.data.obj)
+        return WatchedFrame(picture, first.time_s, first.replaced, filmed_s)
+
+
+def ppm_header(width_px: int, height_px: int) -> bytes:
+    """What comes before the pixels, of 3 bytes each, in a picture file of Netpbm's P6."""
+    return b"P6\n%d %d\n255\n" % (width_px, height_px)
 
 
 def _begun(first: preprocessing_pb2.WatchedFrame) -> TensorBuffer:
-    """A buffer for the frame that a message begins."""
+    """A buffer for the frame that a message begins: the end of a picture file."""
     shape = shape_of(first.chunk.shape)
     if len(shape) != 3 or shape[2] != 3 or min(shape) < 1 or shape[0] * shape[1] > MAX_RAW_PIXELS:
         raise PeerContract(f"a frame of a stream has the shape {list(shape)}")
-    return buffer_for(first.chunk, (DType.UINT8,), shape)
+    buffer, header = buffer_for(first.chunk, (DType.UINT8,), shape), ppm_header(shape[1], shape[0])
+    # To copy the pixels into a file once they are complete would hold up the event loop.
+    picture = bytearray(len(header) + buffer.data.nbytes)
+    picture[: len(header)] = header
+    buffer.data = memoryview(picture)[len(header) :]
+    return buffer

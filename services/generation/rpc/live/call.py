@@ -21,6 +21,7 @@ from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames,
 from framesieve.services.generation.rpc.live.options import Ask, Options
 from framesieve.services.generation.rpc.live.raw_frame import picture_of
 from framesieve.services.generation.rpc.live.responses import LiveResponses
+from framesieve.services.generation.rpc.live.sessions import LiveSessions
 from framesieve.services.generation.rpc.live.source_metrics import Sources
 from framesieve.services.generation.rpc.live.streams import Streams
 from framesieve.services.generation.rpc.live.triggers import Triggers
@@ -28,7 +29,12 @@ from framesieve.services.generation.rpc.served_model import ServedModel
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.services.generation.upstream.watch import WatchedFrame
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import DROP_REASON_LATE, DROP_REASON_UNAVAILABLE, LiveRequest
+from framesieve.v1.generation_pb2 import (
+    DROP_REASON_LATE,
+    DROP_REASON_NO_ROOM,
+    DROP_REASON_UNAVAILABLE,
+    LiveRequest,
+)
 
 MAX_WAITING_QUESTIONS = 16
 
@@ -37,7 +43,7 @@ class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
 
     sources: those of all sessions. options: makes the arguments of an upstream call that begins now: what time is left,
-    and metadata.
+    and metadata. charge: counts bytes that the call holds; raises Overloaded or InvalidRequest beyond a quota.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class LiveCall:
         inbox: Inbox,
         sources: Sources,
         options: Callable[[], dict[str, Any]],
+        sessions: LiveSessions,
+        charge: Callable[[int], None],
     ) -> None:
         self._wanted = wanted = Options.of(opened, model)
         if opened.source_name:
@@ -59,22 +67,27 @@ class LiveCall:
         self._responses = LiveResponses(session, wanted.snapshots)
         self.responses = self._responses.queue
         self._conversation = Conversation(wanted, session, self._responses, engine, media, model, inbox, options)
-        self._frames = Frames(wanted.fps)
+        self._sessions, self._charge, self._charged_bytes = sessions, charge, 0
+        self._frames = Frames(wanted.fps, sessions.hold)
         self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DROP_REASON_LATE))
         self._asked: list[Ask] = []  # questions that are not finished, in no order
         self._triggers = Triggers(wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
+        self._serving: Slice | Ask | None = None
+        self._group: asyncio.TaskGroup | None = None  # while the session is open
+        self.over = asyncio.Event()
         self._kind = "source" if wanted.source else ""  # of what brings its frames; empty: nothing has yet
 
     async def run(self, requests: AsyncIterator[LiveRequest]) -> None:
         """Serves the session until it is closed and everything that was asked is answered; then its blocks are free."""
         session = self._session
         try:
-            await asyncio.wrap_future(self._engine.open(session))
+            await self._open()
             reserved = len(session.blocks) * session.block_tokens
             accepted = generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved)
             await self._responses.put(accepted=accepted)
             async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:
+                self._group = group
                 streams = Streams(
                     self._media,
                     self._wanted.fps,
@@ -94,7 +107,49 @@ class LiveCall:
             first = failures.exceptions[0]
             raise (first.error if isinstance(first, SegmentFailed) else first) from None
         finally:
+            self._sessions.remove(self)
             self._engine.close(session)
+            self.over.set()
+            # Errors refer to the call until garbage is collected: its pictures go now.
+            self.give_up_pictures()
+            while self._waiting:
+                self._waiting.take()
+
+    async def _open(self) -> None:
+        while True:
+            try:
+                await asyncio.wrap_future(self._engine.open(self._session))
+                break
+            except Overloaded:
+                if not await self._sessions.make_way(self._session.num_blocks):
+                    raise
+        self._sessions.use(self)
+
+    # --- as `sessions` see it ----------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return self._session.num_blocks
+
+    @property
+    def rests(self) -> bool:
+        return self._group is not None and not self._waiting and self._serving is None
+
+    def keep_less(self) -> bool:
+        return self._conversation.keep_less()
+
+    def give_up_pictures(self) -> None:
+        self._conversation.give_up_pictures()
+        self._responses.count_dropped(self._frames.give_up(), DROP_REASON_NO_ROOM)
+
+    def end(self, error: Exception) -> None:
+        async def fail() -> None:
+            raise error
+
+        if self._group:
+            self._group.create_task(fail())
+
+    # --- what comes --------------------------------------------------------------------------------------------
 
     async def _read(self, requests: AsyncIterator[LiveRequest], streams: Streams) -> None:
         async for request in requests:
@@ -105,7 +160,11 @@ class LiveCall:
                     self._kind = kind
                     self._responses.count_frames(1)
                     try:
-                        self._see(picture_of(request.frame), request.frame.time_s)
+                        frame = request.frame
+                        # Pixels are copied in a thread, so that others run between the copies.
+                        raw = frame.HasField("raw")
+                        picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
+                        self._see(picture, frame.time_s)
                     except InvalidRequest as error:
                         await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
                 case "clip":
@@ -119,6 +178,7 @@ class LiveCall:
                         await self._responses.finish_without_answer(request.ask.ask_id, error)
                         continue
                     self._waiting.ask(self._asked[-1], self._frames.flush())
+                    self._charge_pictures()
                 case "cancel":
                     for asked in self._asked:
                         asked.cancelled.set()
@@ -131,11 +191,18 @@ class LiveCall:
         self._closed = True
         self._came.set()
 
-    def _see(self, picture: bytes, time_s: float, filmed_s: float | None = None) -> None:
+    def _see(self, picture: bytes | bytearray, time_s: float, filmed_s: float | None = None) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
-        self._add(self._frames.add(picture, time_s, self._responses.usage.frames - 1, filmed_s))
+        self._sessions.use(self)
+        try:
+            piece = self._frames.add(picture, time_s, self._responses.usage.frames - 1, filmed_s)
+        except Overloaded:
+            self._responses.count_dropped(1, DROP_REASON_NO_ROOM)
+            self._came.set()
+            return
+        self._add(piece)
 
-    def _see_streamed(self, picture: bytes, time_s: float, frame: WatchedFrame) -> None:
+    def _see_streamed(self, picture: bytes | bytearray, time_s: float, frame: WatchedFrame) -> None:
         """Takes a frame of a stream."""
         self._responses.count_frames(frame.replaced + 1)
         if frame.replaced:
@@ -149,7 +216,22 @@ class LiveCall:
     def _add(self, piece: Slice | None) -> None:
         if piece:
             self._waiting.add(piece)
+            self._charge_pictures()
             self._came.set()
+
+    def _charge_pictures(self) -> None:
+        """Charges the client for slices that wait, and the one that is being added. The oldest that wait go without
+        room."""
+        serving_bytes = self._serving.size_bytes if isinstance(self._serving, Slice) else 0
+        while True:
+            held_bytes = self._waiting.size_bytes + serving_bytes
+            try:
+                self._charge(held_bytes - self._charged_bytes)
+            except (InvalidRequest, Overloaded):
+                self._responses.count_dropped(self._waiting.take_oldest_slice().used, DROP_REASON_NO_ROOM)
+            else:
+                self._charged_bytes = held_bytes
+                return
 
     def _question(self, message: generation_pb2.LiveAsk) -> Ask:
         if len(self._asked) > MAX_WAITING_QUESTIONS:
@@ -160,12 +242,17 @@ class LiveCall:
         while self._waiting or not self._closed:
             if not self._waiting:
                 self._came.clear()
+                await self._responses.tell_dropped()
                 await self._came.wait()
                 continue
-            piece = self._waiting.take()
+            self._serving = piece = self._waiting.take()
             await self._serve(piece)
             if isinstance(piece, Ask):
                 self._asked.remove(piece)
+            self._serving = None
+            del piece
+            self._charge_pictures()
+            self._sessions.use(self)
         await self._responses.tell_dropped()
 
     async def _serve(self, piece: Slice | Ask) -> None:

@@ -118,6 +118,16 @@ class Conversation:
             await self._begin_again(())
             return await self._add(piece)
 
+    def keep_less(self) -> bool:
+        """Forgets the oldest slice of those to begin again with. Returns whether there was one."""
+        return self._window.keep_less()
+
+    def give_up_pictures(self) -> None:
+        """Forgets all pictures. Only while nothing is added: the next slice is then taken whole."""
+        while self.keep_less():
+            pass
+        self._shown, self._still = (each and each.showing(b"", b"") for each in (self._shown, self._still))
+
     async def _add(self, piece: Slice | Ask) -> float:
         if isinstance(piece, Slice):
             return await self._take_slice(piece)
@@ -164,11 +174,10 @@ class Conversation:
             # A video has frames of one size: the limit of a picture's is the size of those before it.
             if self._shown is None or error.limit is None or ".pictures[" not in (error.field or ""):
                 raise
-        alone = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
-        options = self._options()
-        async with self._media.open(
-            alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, replica=self._session.id, **options
-        ) as upstream:
+        alone, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
+        pruning = pruning_message(NOTHING_PRUNED)
+        chosen: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options()}
+        async with self._media.open(alone, pruning, StageClock(), self._of_media, **chosen) as upstream:
             self._check_fits(upstream.plan.media[-1].grid.slice_tokens)
             raise _Resized("the session's frames have another size")
 
@@ -177,24 +186,28 @@ class Conversation:
         # Slices build on the last whole one of their stream. It is evicted; segment 0 is not before segment 1 is.
         base_is_gone = self._session.first > max(self._last_whole, 1) or bool(shown and shown.stream != piece.stream)
         cut = self._cut
+        if shown and not shown.size_bytes:  # they were given up, and with a whole slice only their times count
+            base_is_gone, shown = True, shown.showing(piece.first.picture, piece.last.picture)
         if shown and cut and not base_is_gone and not cut.kept.size and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
         if shown is None:
-            prompt = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
+            prompt, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
         else:
-            prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
+            prompt, pictures = prompts.next_slice(shown, piece, self._wanted.max_pixels)
         wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
         # With a threshold, the slice before is there to be compared with alone.
         selected = 1 if shown and wanted.threshold is not None else 0
         # Slices meet the replica that has the ones before them in its caches.
-        chosen: dict[str, Any] = {"first_slice": selected, "replica": self._session.id}
+        chosen: dict[str, Any] = {"files": pictures, "first_slice": selected, "replica": self._session.id}
         async with self._media.open(prompt, pruning, clock, self._of_media, **chosen, **options) as upstream:
             async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if shown and cut:
+                if replace(upstream.plan.media[-1].grid, t=1) != cut.grid:
+                    raise _Resized("the session's frames have another size")
                 cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
             else:
                 cut = live_cuts.turn_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)

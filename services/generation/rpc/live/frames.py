@@ -30,13 +30,13 @@ US_PER_S = 1_000_000
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Frame:
     """picture: the file. time_us: since the session's first frame, in microseconds. given_s: as the caller said.
     number: of frames that came before it. wall_s: when it was filmed, in seconds since 1970: by the camera's own clock
     (`by_camera`), else when it came. came_ns: when it came, on this host's monotonic clock."""
 
-    picture: bytes
+    picture: bytes | bytearray
     time_us: int
     given_s: float
     number: int = 0
@@ -64,6 +64,10 @@ class Slice:
     def size_bytes(self) -> int:
         return len(self.first.picture) + len(self.last.picture)
 
+    def showing(self, first: bytes | bytearray, last: bytes | bytearray) -> Slice:
+        """Other pictures at its times."""
+        return replace(self, first=replace(self.first, picture=first), last=replace(self.last, picture=last))
+
     def repeats(self, other: Slice) -> bool:
         """Whether it shows the same files."""
         return (self.first.picture, self.last.picture) == (other.first.picture, other.last.picture)
@@ -75,20 +79,22 @@ def microseconds(seconds: float) -> int:
 
 
 class Frames:
-    """Makes slices of the frames that are used."""
+    """Makes slices of the frames that are used. hold: called with each of them; raises Overloaded for lack of room."""
 
-    def __init__(self, fps: float) -> None:
-        self._fps = Fraction(fps)
+    def __init__(self, fps: float, hold: Callable[[Frame], None] = lambda _: None) -> None:
+        self._fps, self._hold = Fraction(fps), hold
         self._origin_s: float | None = None
         self._given_s = -math.inf
         self._interval = -1
         self._lone: Frame | None = None
         self._stream = 0
 
-    def add(self, picture: bytes, time_s: float, number: int = 0, filmed_s: float | None = None) -> Slice | None:
+    def add(
+        self, picture: bytes | bytearray, time_s: float, number: int = 0, filmed_s: float | None = None
+    ) -> Slice | None:
         """The slice that a frame completes. filmed_s: by the camera's own clock, if it tells.
 
-        Raises InvalidRequest for its time, and for no or too large a picture.
+        Raises InvalidRequest for its time, and for no or too large a picture, and Overloaded where it has no room.
         """
         if not 1 <= len(picture) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
@@ -107,14 +113,20 @@ class Frames:
         interval = (since_us + 1) * self._fps // US_PER_S
         if interval <= self._interval:
             return None
-        self._interval = interval
         wall_s = time.time() if filmed_s is None else filmed_s
         frame = Frame(picture, since_us, time_s, number, wall_s, filmed_s is not None, time.monotonic_ns())
+        self._hold(frame)
+        self._interval = interval
         if self._lone is None:
             self._lone = frame
             return None
         whole, self._lone = Slice(self._lone, frame, stream=self._stream), None
         return whole
+
+    def give_up(self) -> int:
+        """Forgets the frame that waits for another one. Returns the number of such frames."""
+        lone, self._lone = self._lone, None
+        return int(lone is not None)
 
     def flush(self) -> Slice | None:
         """A slice of the frame that waits for another one, if there is one: it is shown twice."""
@@ -143,6 +155,11 @@ class Waiting(Generic[T]):
     def __len__(self) -> int:
         return len(self._all)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all pictures."""
+        return sum(each.size_bytes for each in self._all if isinstance(each, Slice))
+
     def add(self, piece: Slice) -> None:
         if self._all and isinstance(newest := self._all[-1], Slice):
             self._drop(newest)
@@ -165,12 +182,12 @@ class Waiting(Generic[T]):
     def take(self) -> Slice | T:
         return self._all.popleft()
 
+    def take_oldest_slice(self) -> Slice:
+        """The oldest of the slices, of which there is one at least."""
+        oldest = next(each for each in self._all if isinstance(each, Slice))
+        self._all.remove(oldest)
+        return oldest
+
     def _drop_oldest(self) -> None:
-        slices = [each for each in self._all if isinstance(each, Slice)]
-        size_bytes = sum(each.size_bytes for each in slices)
-        for oldest in slices:
-            if size_bytes <= MAX_WAITING_BYTES:
-                return
-            self._all.remove(oldest)
-            self._drop(oldest)
-            size_bytes -= oldest.size_bytes
+        while self.size_bytes > MAX_WAITING_BYTES:
+            self._drop(self.take_oldest_slice())

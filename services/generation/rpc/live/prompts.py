@@ -1,11 +1,17 @@
-"""The short conversations whose plans a live session's segments are cut from (`request/live_cuts.py`)."""
+"""The short conversations whose plans a live session's segments are cut from (`request/live_cuts.py`).
+
+Pictures of more than a piece are not put into the prompt, where each message around them would copy them: it announces
+their sizes, and they follow it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from framesieve.common.contract.plan import Grid
+from framesieve.common.contract.tensors import PIECE_BYTES
 from framesieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
 from framesieve.v1 import prompt_pb2
 
@@ -21,8 +27,11 @@ _A_SLICE = prompt_pb2.Media(
     )
 )
 
+# A prompt, and the pictures that it announces, in order.
+Announcing: TypeAlias = tuple[prompt_pb2.Prompt, Sequence[bytes | bytearray]]
 
-def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
+
+def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> Announcing:
     """A turn that begins with a slice. before: the conversation so far; None: one that ends with an answer.
 
     The slice is shown again, because the size of frames may depend on their number.
@@ -31,12 +40,14 @@ def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pi
         replace(frame, time_us=piece.last.time_us + number * _LATER_US)
         for number, frame in enumerate((piece.first, piece.last), 1)
     ]
-    return _prompt(_answered() if before is None else before, _video([piece.first, piece.last, *again], max_pixels))
+    video, pictures = _video([piece.first, piece.last, *again], max_pixels)
+    return _prompt(_answered() if before is None else before, video), pictures
 
 
-def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
+def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> Announcing:
     """A slice after another one of its turn."""
-    return _prompt((), _video([shown.first, shown.last, piece.first, piece.last], max_pixels))
+    video, pictures = _video([shown.first, shown.last, piece.first, piece.last], max_pixels)
+    return _prompt((), video), pictures
 
 
 def still_slice(shown: Slice, piece: Slice, grid: Grid) -> prompt_pb2.Prompt:
@@ -56,7 +67,7 @@ def question(
     """
     if len(seen) > 1:
         frames = [replace(frame, picture=_A_PIXEL) for each in seen for frame in (each.first, each.last)]
-        return _prompt((), _video(frames, None), *parts)
+        return _prompt((), _video(frames, None)[0], *parts)
     if seen:
         return _prompt((), prompt_pb2.Part(video=_A_SLICE), *parts)
     return _prompt(_answered() if before is None else before, *parts)
@@ -84,11 +95,14 @@ def _answered() -> list[prompt_pb2.Message]:
     return [prompt_pb2.Message(role=role, parts=[prompt_pb2.Part(text=text)]) for role, text in turns]
 
 
-def _video(frames: Sequence[Frame], max_pixels: int | None) -> prompt_pb2.Part:
-    pictures = prompt_pb2.PictureFrames(
-        pictures=[frame.picture for frame in frames],
-        timestamps_s=[frame.time_us / US_PER_S for frame in frames],
-        by_time=True,
-    )
+def _video(frames: Sequence[Frame], max_pixels: int | None) -> tuple[prompt_pb2.Part, Sequence[bytes | bytearray]]:
+    """A video of these frames, and the pictures that it announces."""
+    shown = prompt_pb2.PictureFrames(timestamps_s=[frame.time_us / US_PER_S for frame in frames], by_time=True)
+    pictures = [frame.picture for frame in frames]
+    if announces := sum(map(len, pictures)) > PIECE_BYTES:
+        shown.sizes_bytes.extend(map(len, pictures))
+    else:
+        shown.pictures.extend(map(bytes, pictures))
     sampling = prompt_pb2.FrameSampling(max_pixels=max_pixels)
-    return prompt_pb2.Part(video=prompt_pb2.Media(frames=pictures, frame_sampling=sampling))
+    part = prompt_pb2.Part(video=prompt_pb2.Media(frames=shown, frame_sampling=sampling))
+    return part, pictures if announces else ()

@@ -6,6 +6,7 @@ import re
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import MAX_RAW_PIXELS
+from framesieve.services.generation.upstream.watch import ppm_header
 from framesieve.v1 import generation_pb2
 
 _HEADER = re.compile(rb"P6\n([1-9][0-9]{0,6}) ([1-9][0-9]{0,6})\n255\n")
@@ -22,19 +23,15 @@ def picture_of(frame: generation_pb2.LiveFrame) -> bytes:
     size = f"{raw.width}×{raw.height} pixels"
     if raw.width * raw.height > MAX_RAW_PIXELS:
         raise InvalidRequest(f"has {size}, at most {MAX_RAW_PIXELS} are allowed", field="frame.raw")
-    if len(raw.rgb) != 3 * raw.width * raw.height:
+    rgb = raw.rgb  # once: each time it is read it is copied
+    if len(rgb) != 3 * raw.width * raw.height:
         limit = f"{3 * raw.width * raw.height} bytes, 3 for each of {size}"
-        raise InvalidRequest(field="frame.raw.rgb", limit=limit, value=f"{len(raw.rgb)} bytes")
-    return ppm(raw.width, raw.height, raw.rgb)
+        raise InvalidRequest(field="frame.raw.rgb", limit=limit, value=f"{len(rgb)} bytes")
+    return ppm_header(raw.width, raw.height) + rgb
 
 
-def ppm(width_px: int, height_px: int, rgb: bytes | memoryview) -> bytes:
-    """The picture file of pixels, of 3 bytes each: Netpbm's P6, which is a header and the pixels."""
-    return b"".join((b"P6\n%d %d\n255\n" % (width_px, height_px), rgb))
-
-
-def pixels_of(picture: bytes) -> tuple[int, int, memoryview] | None:
-    """Width, height and pixels of a file that `ppm` made; None for any other picture."""
+def pixels_of(picture: bytes | bytearray) -> tuple[int, int, memoryview] | None:
+    """Width, height and pixels of a file that begins with `ppm_header`; None for any other picture."""
     if (header := _HEADER.match(picture)) is None:
         return None
     width, height, rgb = int(header[1]), int(header[2]), memoryview(picture)[header.end() :]

@@ -55,8 +55,9 @@ class LiveResponses:
 
     def count_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
         """Counts frames that were not used. The next response is sent after these numbers."""
-        self._dropped[reason] += frames
-        self._sum_dropped(frames, reason)
+        if frames:
+            self._dropped[reason] += frames
+            self._sum_dropped(frames, reason)
 
     async def tell_dropped(self) -> None:
         told, self._dropped = self._dropped, Counter()

@@ -13,13 +13,13 @@ MAX_FILE_BYTES = 4 * 2**20
 _LONGEST_PX, _QUALITY = 1280, 85
 
 
-def snapshot_of(picture: bytes) -> bytes:
+def snapshot_of(picture: bytes | bytearray) -> bytes:
     """A picture file: of pixels a JPEG, scaled to at most 1280 pixels on the longer side; else the file as it came.
 
     Empty for a file of more than MAX_FILE_BYTES.
     """
     if (pixels := pixels_of(picture)) is None:
-        return picture if len(picture) <= MAX_FILE_BYTES else b""
+        return bytes(picture) if len(picture) <= MAX_FILE_BYTES else b""
     width, height, rgb = pixels
     image = Image.frombytes("RGB", (width, height), rgb)
     image.thumbnail((_LONGEST_PX, _LONGEST_PX))

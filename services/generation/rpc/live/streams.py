@@ -29,7 +29,6 @@ from framesieve.common.contract.errors import (
 )
 from framesieve.common.contract.limits import MAX_PICTURE_BYTES
 from framesieve.services.generation.rpc.live.frames import US_PER_S, microseconds
-from framesieve.services.generation.rpc.live.raw_frame import ppm
 from framesieve.services.generation.rpc.live.source_metrics import Source
 from framesieve.services.generation.upstream.media import MediaClient
 from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
@@ -89,7 +88,7 @@ class Streams:
         media: MediaClient,
         fps: float,
         options: Callable[[], dict[str, Any]],
-        see: Callable[[bytes, float, WatchedFrame], None],
+        see: Callable[[bytes | bytearray, float, WatchedFrame], None],
         end: Callable[[], None],
         tell: Callable[..., Awaitable[None]],
         group: asyncio.TaskGroup,
@@ -214,9 +213,8 @@ class Streams:
         await self._tell(stream=generation_pb2.LiveStream(state=state, reason=reason))
 
     def _show(self, frame: WatchedFrame) -> None:
-        picture = ppm(frame.width_px, frame.height_px, frame.rgb)
         try:
-            self._see(picture, self._times.of(frame.time_s), frame)
+            self._see(frame.picture, self._times.of(frame.time_s), frame)
         except InvalidRequest as error:  # its time: the session is as long as it may be
             raise _Over(f"no more frames are taken: {error}") from error
 

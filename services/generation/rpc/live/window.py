@@ -59,6 +59,17 @@ class Window:
             _, first = self._last.popleft()
             size_bytes -= first.size_bytes if isinstance(first, Slice) else 0
 
+    def keep_less(self) -> bool:
+        """Forgets the oldest slice that the session would begin again with, and what came before it.
+
+        Returns False if there is none.
+        """
+        while self._last:
+            _, oldest = self._last.popleft()
+            if isinstance(oldest, Slice):
+                return True
+        return False
+
     def clear(self) -> None:
         self._times.clear()
         self._last.clear()

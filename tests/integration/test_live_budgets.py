@@ -1,0 +1,119 @@
+"""What live sessions hold is bounded: those that are idle yield, and frames without room are dropped and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from PIL import Image
+
+from framesieve.client.client import FramesieveClient
+from framesieve.common.channels import open_channel
+from framesieve.common.security.credentials import NO_CREDENTIALS
+from framesieve.v1 import generation_pb2
+from framesieve.v1.generation_pb2 import LiveFrame, LiveOpen, LiveRequest, RawFrame
+from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.integration.fleet import Service, Stack, running, started
+from tests.integration.test_live import GREEDY, PICTURES, QUESTION, Watching, video, watching
+
+IDLE_S = 1.0
+SIZE_PX = 112
+FRAME_BYTES = SIZE_PX * SIZE_PX * 3
+# Room for the pictures of ten frames; more than two of them are not kept to begin again with.
+PICTURE_BYTES = 10 * (FRAME_BYTES + 20)
+# Generation in which sessions are idle sooner.
+HASTY = f"""
+import runpy
+from framesieve.services.generation.rpc.live import sessions
+sessions.IDLE_S = {IDLE_S}
+runpy.run_module("framesieve.services.generation", run_name="__main__", alter_sys=True)
+"""
+SMALL: Any = {"window_tokens": 256, "answer_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    model, folder = checkpoints("qwen2_5_vl"), tmp_path_factory.mktemp("hasty")
+    with running(model) as whole:
+        upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", whole.addresses[name])]
+        flags = (*upstream, "--kv-cache-tokens", "65536", "--live-tokens", "40960")
+        flags = (*flags, "--media-buffer-bytes", str(PICTURE_BYTES))
+        hasty = Service("generation", model, folder, flags, program=HASTY)
+        with started(hasty):
+            yield Stack({**whole.services, "generation": hasty})
+
+
+async def show_pixels(live: Watching, first: int, end: int) -> None:
+    for number in range(first, end):
+        rgb = Image.open(io.BytesIO(PICTURES[number])).tobytes()
+        raw = RawFrame(width=SIZE_PX, height=SIZE_PX, rgb=rgb)
+        await live.send(frame=LiveFrame(time_s=number / 2, raw=raw))
+        if number % 2:
+            await live.until("slice")
+
+
+async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(stack: Stack) -> None:
+    """The slice after that is taken whole, because nothing is there to compare it with."""
+    async with FramesieveClient(stack.address) as client, AsyncExitStack() as others:
+        idle = await others.enter_async_context(watching(stack.address, **SMALL))
+        await show_pixels(idle, 0, 4)
+        await asyncio.sleep(IDLE_S)
+        for _ in range(4):  # each holds the last slice of two frames
+            live = await others.enter_async_context(watching(stack.address, **SMALL))
+            await show_pixels(live, 0, 4)
+            assert not any(each.HasField("dropped") for each in live.seen)
+        await show_pixels(idle, 4, 6)
+        tokens, logprobs = await idle.ask(QUESTION)
+        expected = await client.ask(video(0, 6, [number / 2 for number in range(6)]), QUESTION, **GREEDY)
+        assert tokens == list(expected.token_ids)
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+async def test_frames_without_room_are_dropped_and_the_session_goes_on(stack: Stack) -> None:
+    async with watching(stack.address, **SMALL) as live:
+        await live.send(frame=LiveFrame(raw=RawFrame(width=PICTURE_BYTES, height=1, rgb=bytes(3 * PICTURE_BYTES))))
+        dropped = await live.until("dropped")
+        assert (dropped.frames, dropped.reason) == (1, generation_pb2.DROP_REASON_NO_ROOM)
+        await show_pixels(live, 0, 2)
+        assert (await live.ask(QUESTION))[0]
+        assert live.seen[-1].finished.usage.dropped_frames == 1
+
+
+async def test_the_session_that_is_idle_longest_yields_to_one_that_is_opened(stack: Stack) -> None:
+    half = {"window_tokens": 16384, "answer_tokens": 4096}  # of what sessions may hold
+    async with watching(stack.address, **half) as first, watching(stack.address, **half) as second:
+        with pytest.raises(grpc.aio.AioRpcError, match="live sessions have 40960 tokens"):
+            async with watching(stack.address, **half):
+                pass
+        await asyncio.sleep(IDLE_S)
+        await first.show(PICTURES[:2], (0, 0.5))
+        async with watching(stack.address, **half) as third:
+            assert (await third.ask(QUESTION))[0]
+        with pytest.raises(grpc.aio.AioRpcError, match=r"was idle for \d+ s, and another one needs") as ended:
+            await second.until("finished")
+        assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await first.ask(QUESTION))[0]
+
+
+async def test_more_than_a_thousand_idle_sessions_on_one_connection_hold_up_nobody(stack: Stack) -> None:
+    least = LiveOpen(window_tokens=16, answer_tokens=16)
+    async with open_channel(stack.address, NO_CREDENTIALS) as channel, asyncio.timeout(100):
+        stub, calls = GenerationServiceStub(channel), list[Any]()
+        for _ in range(1100):
+            calls.append(stub.Live())
+            await calls[-1].write(LiveRequest(open=least))
+            assert (await calls[-1].read()).HasField("accepted")
+        assert (await HealthStub(channel).Check(HealthCheckRequest(), timeout=10)).status
+        live = Watching(stub.Live())
+        await live.send(open=LiveOpen(**SMALL))
+        assert (await live.ask(QUESTION))[0]
+        for call in (*calls, live.call):
+            call.cancel()
