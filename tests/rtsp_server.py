@@ -23,13 +23,16 @@ from gi.repository import Gio, GLib, Gst, GstRtsp, GstRtspServer  # noqa: E402
 
 
 def tell(factory, media, path):
-    def begun(media, state):
-        if state == Gst.State.PLAYING:
-            pipeline = media.get_element().get_parent()
-            since_s = (pipeline.get_clock().get_time() - pipeline.get_base_time()) / Gst.SECOND
-            print(json.dumps({"path": path, "began_s": time.time() - since_s}), flush=True)
+    pipeline = media.get_element().get_parent()
 
-    media.connect("new-state", begun)
+    def begun():
+        if pipeline.get_state(0)[1] != Gst.State.PLAYING:
+            return True  # it is called again
+        since_s = (pipeline.get_clock().get_time() - pipeline.get_base_time()) / Gst.SECOND
+        print(json.dumps({"path": path, "began_s": time.time() - since_s}), flush=True)
+        return False
+
+    GLib.timeout_add(20, begun)
 
 
 wanted = json.loads(sys.argv[1])

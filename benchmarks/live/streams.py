@@ -96,8 +96,8 @@ ALL = [Load(tokens, pruning, answer) for tokens in (2_000, 4_000, 8_000) for pru
 class Trial:
     """So many cameras at once.
 
-    latencies_s: from the last frame of each chunk to its alert. failed: why; empty: all were in time. full, kept: tokens
-    of a chunk before and after pruning, on average.
+    latencies_s: from the last frame of each chunk to its alert. failed: why; empty: all were in time. full, kept:
+    tokens of a chunk before and after pruning, on average.
     """
 
     cameras: int

@@ -1,4 +1,4 @@
-"""`make soak-live`: an hour of a live session in minutes, an hour of 30 cameras, a thousand sessions that end in all ways.
+"""`make soak-live`: an hour of a live session in minutes, an hour of 30 cameras, then a thousand sessions.
 
     hour        a clip over and over, two frames a second by their times, sent as fast as they are taken; a question
                 each minute, of which every second one stays. Memory in the last minute against that in the fifth
