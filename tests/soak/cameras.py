@@ -233,11 +233,10 @@ def _reported(all_watched: Sequence[Watched], samples: Sequence[Sample], minutes
         *faults,
         *(f"{name} grew {each.ratio:.3f} times" for name, each in memory.items() if each.ratio > AT_MOST),
     ]
-    return Report(
-        *(count, minutes, count * minutes * PIECE_FRAMES, count * _due(minutes)),
-        *(_sum(all_watched, each) for each in ("came", "shown", "dropped", "answers")),
-        *(max(each.late_s for each in all_watched), early, memory, faults),
-    )
+    came, shown, dropped, answers = (_sum(all_watched, each) for each in ("came", "shown", "dropped", "answers"))
+    late_s = max(each.late_s for each in all_watched)
+    sent, due = count * minutes * PIECE_FRAMES, count * _due(minutes)
+    return Report(count, minutes, sent, due, came, shown, dropped, answers, late_s, early, memory, faults)
 
 
 def _sum(all_watched: Sequence[Watched], name: str) -> int:
