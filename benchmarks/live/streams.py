@@ -140,34 +140,33 @@ def _rows(loads: Sequence[Load]) -> Iterator[Row]:
         films = _Films(Path(name))
         yield asyncio.run(_watched_alone(films))
         model, about = _model(Path(name) / "model")
+        ours = 2
         for load in loads:
             print(load, file=sys.stderr)
-            good, bad = _searched(model, films, load)
+            good, bad = _searched(model, films, load, max(1, ours))
             what = f"{about}: {load}"
-            ours = good.cameras if good else 0
-            theirs = bad.cameras if bad else MOST
+            ours, theirs = good.cameras if good else 0, bad.cameras if bad else MOST
             note = "; ".join(map(str, filter(None, (good, bad))))
-            yield Row(f"{what}: cameras in time", "the next number, too late", ours, theirs, "cameras", note=note)
+            against = "the next number, too late" if bad else "the most that are tried"
+            yield Row(f"{what}: cameras in time", against, ours, theirs, "cameras", note=note)
             if good:
                 yield Row(f"{what}: from the last frame to the alert", "95 % within", *good.latency_s, "s")
 
 
-def _searched(model: Path, films: _Films, load: Load) -> tuple[Trial | None, Trial | None]:
-    """The most cameras in time, and the next number that was tried; None: not even one, or MOST are in time."""
+def _searched(model: Path, films: _Films, load: Load, count: int) -> tuple[Trial | None, Trial | None]:
+    """The most cameras in time, and the next number that was tried; None: not even one, or MOST are in time.
+
+    count: is tried first.
+    """
     good: Trial | None = None
     bad: Trial | None = None
-    count = 1
-    while count <= MOST:
+    low = 0
+    while count <= MOST and (bad is None or bad.cameras - low > max(1, low // 16)):
         trial = asyncio.run(_tried(model, films, load, count))
         print(trial, file=sys.stderr)
         good, bad = (good, trial) if trial.failed else (trial, bad)
         low = good.cameras if good else 0
-        if bad is None:
-            count = 2 * low
-        elif bad.cameras - low <= max(1, low // 16):
-            break
-        else:
-            count = (low + bad.cameras) // 2
+        count = (low + bad.cameras) // 2 if bad else 2 * low
     return good, bad
 
 
