@@ -53,7 +53,7 @@ PIECE_FRAMES = CHUNK_S * CAMERA_FPS + 1
 PIECES = CHUNKS + 3
 MOST = 128
 TOKEN_PX = 28 * 28
-ANSWER_ROOM = 192
+ANSWER_ROOM, BLOCK_TOKENS = 192, 16
 PRUNINGS = {
     "unpruned": prompt_pb2.Pruning(method=NONE),
     "EVS": prompt_pb2.Pruning(method=EVS_CAUSAL, rate=0.75),
@@ -172,7 +172,7 @@ def _searched(model: Path, films: _Films, load: Load, count: int) -> tuple[Trial
 
 async def _tried(model: Path, films: _Films, load: Load, count: int) -> Trial:
     """Ends as soon as a camera is too late."""
-    room = count * (load.window_tokens + ANSWER_ROOM)
+    room = (count + 1) * (load.window_tokens + ANSWER_ROOM + BLOCK_TOKENS)  # the warm-up's may not be free yet
     async with playing(films.of(count)) as cameras:
         flags = {
             "preprocessing": [*cameras.flags, "--max-streams", str(count)],

@@ -217,7 +217,7 @@ def _due(minutes: int) -> int:
 
 
 def _reported(all_watched: Sequence[Watched], samples: Sequence[Sample], minutes: int, faults: Sequence[str]) -> Report:
-    count, early = len(all_watched), min(EARLY_MINUTE, max(1, minutes // 2))
+    count, early = len(all_watched), min(EARLY_MINUTE, max(1, minutes - 1))
     memory = {}
     for name in samples[0].bytes:
         early_bytes, late_bytes = (
