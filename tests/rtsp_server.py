@@ -22,10 +22,10 @@ for name in ("Gst", "GstRtsp", "GstRtspServer"):
 from gi.repository import Gio, GLib, Gst, GstRtsp, GstRtspServer  # noqa: E402
 
 
-def tell(factory, media, path):
+def tell(factory: object, media: GstRtspServer.RTSPMedia, path: str) -> None:
     pipeline = media.get_element().get_parent()
 
-    def begun():
+    def begun() -> bool:
         if pipeline.get_state(0)[1] != Gst.State.PLAYING:
             return True  # it is called again
         since_s = (pipeline.get_clock().get_time() - pipeline.get_base_time()) / Gst.SECOND
