@@ -52,7 +52,7 @@ test-deep: setup  ## Run the slow variations of tests, the fuzzers and the soaks
 	$(BIN)/python -m tests.fuzz.http
 	$(BIN)/python -m tests.fuzz.run
 	$(BIN)/python -m tests.soak.run
-	$(BIN)/python -m tests.soak.live
+	$(BIN)/python -m tests.soak.live --cameras 0
 
 # Where the bundle is unpacked, packages come from it and torch from $(PYTHON); nothing is installed, compiled or fetched.
 # Elsewhere without an index: make test-gpu GPU_SETUP= GPU_PYTHON=python3
@@ -104,7 +104,7 @@ bench-gateway: setup  ## Measure what the HTTP gateway costs over gRPC, many str
 bench-gpu: $(GPU_SETUP)  ## Check and measure a CUDA device in three calls of at most 8 minutes: correctness, engine, tower
 	$(GPU_PYTHON) -m benchmarks.gpu $(CALL)
 
-bench-live: setup  ## Measure live sessions: a question against Generate, an old session, sessions at once (20 minutes)
+bench-live: setup  ## Measure live sessions: a question against Generate, an old session, sessions and cameras at once (35 minutes)
 	$(BIN)/python -m benchmarks.live
 
 bench-media: setup  ## Measure the path from a file to pruned embeddings against other implementations
@@ -122,7 +122,7 @@ fuzz-rpc: setup  ## Send ten thousand mutated calls and answers to the three ser
 soak: setup  ## Run a mixed load with disconnects, killed services and bad requests (10 minutes)
 	$(BIN)/python -m tests.soak.run
 
-soak-live: setup  ## Run an hour of a live session in minutes, then end a thousand in every way
+soak-live: setup  ## Run an hour of a live session in minutes, watch 30 cameras for an hour, then end a thousand sessions in every way
 	$(BIN)/python -m tests.soak.live
 
 fuzz: setup  ## Plan and decode two thousand broken media files (about 2 minutes)

@@ -22,13 +22,22 @@ def resident_bytes(pid: int) -> int:
     return sum(_status_bytes(each, "VmRSS") for each in tree(pid))
 
 
+def proportional_bytes(pid: int) -> int:
+    """Memory of the process and its descendants; each page that several share counts once among them (PSS)."""
+    return sum(_file_bytes(f"/proc/{each}/smaps_rollup", "Pss") for each in tree(pid))
+
+
 def peak_bytes(pid: int) -> int:
     """The most resident memory that the process ever had, without its descendants."""
     return _status_bytes(pid, "VmHWM")
 
 
 def _status_bytes(pid: int, field: str) -> int:
-    lines = _text(Path(f"/proc/{pid}/status")).splitlines()
+    return _file_bytes(f"/proc/{pid}/status", field)
+
+
+def _file_bytes(path: str, field: str) -> int:
+    lines = _text(Path(path)).splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from benchmarks.table import Row, table
@@ -20,14 +21,25 @@ Measurement: TypeAlias = Callable[[int], list[Row]]
 """The rows of a number of rounds."""
 
 
-def run(name: str, doc: str | None, measurements: Mapping[str, Measurement], rounds: int, least_rounds: int) -> None:
-    """The command `python -m benchmarks.NAME`: measures all, or those of --only, and prints their rows."""
-    args = options(name, doc, measurements, rounds, least_rounds).parse_args()
+def run(
+    name: str,
+    doc: str | None,
+    measurements: Mapping[str, Measurement],
+    rounds: int,
+    least_rounds: int,
+    long: Mapping[str, Measurement] = MappingProxyType({}),
+) -> None:
+    """The command `python -m benchmarks.NAME`: measures all, or those of --only, and prints their rows.
+
+    long: measurements that are made only where --only names them.
+    """
+    known = {**measurements, **long}
+    args = options(name, doc, known, rounds, least_rounds).parse_args()
     configure_logging("benchmarks", "auto", "warning")  # to stderr
     beginning, rows = Beginning.of(name), list[Row]()
     for each in args.only or measurements:
         print(f"measuring {each}", file=sys.stderr)
-        rows += measurements[each](args.rounds)
+        rows += known[each](args.rounds)
     report(beginning, rows, args.json)
 
 

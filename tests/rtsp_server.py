@@ -7,17 +7,33 @@ Argument: JSON with
     users      passwords by name
     digest     whether passwords are asked for by Digest; otherwise by Basic
     udp        whether packets are sent by UDP alone; otherwise in the connection
+    tells      whether it prints a line of JSON when it begins to play: the path, and began_s, when time 0 was due
 It prints its port once it listens, and then a line for each TEARDOWN.
 """
 
 import json
 import sys
+import time
 
 import gi
 
 for name in ("Gst", "GstRtsp", "GstRtspServer"):
     gi.require_version(name, "1.0")
 from gi.repository import Gio, GLib, Gst, GstRtsp, GstRtspServer  # noqa: E402
+
+
+def tell(factory: object, media: GstRtspServer.RTSPMedia, path: str) -> None:
+    pipeline = media.get_element().get_parent()
+
+    def begun() -> bool:
+        if pipeline.get_state(0)[1] != Gst.State.PLAYING:
+            return True  # it is called again
+        since_s = (pipeline.get_clock().get_time() - pipeline.get_base_time()) / Gst.SECOND
+        print(json.dumps({"path": path, "began_s": time.time() - since_s}), flush=True)
+        return False
+
+    GLib.timeout_add(20, begun)
+
 
 wanted = json.loads(sys.argv[1])
 Gst.init(None)
@@ -44,6 +60,8 @@ for path, pipeline in wanted["mounts"].items():
     factory = GstRtspServer.RTSPMediaFactory()
     factory.set_launch(f"( {pipeline} )")
     factory.set_protocols(GstRtsp.RTSPLowerTrans.UDP if wanted.get("udp") else GstRtsp.RTSPLowerTrans.TCP)
+    if wanted.get("tells"):
+        factory.connect("media-configure", tell, path)
     if users or cert:
         permissions = GstRtspServer.RTSPPermissions()
         permissions.add_permission_for_role("user", "media.factory.access", True)

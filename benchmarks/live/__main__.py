@@ -1,7 +1,8 @@
 """`make bench-live`: live sessions by three real processes.
 
 Prints Markdown or JSON to stdout and progress to stderr. A measurement is a function in a file of its own that takes a
-number of rounds and returns rows, and a line in MEASUREMENTS. Memory over an hour is measured by `make soak-live`.
+number of rounds and returns rows, and a line in MEASUREMENTS, or in LONG, which are measured where --only names them.
+Memory over an hour is measured by `make soak-live`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from benchmarks.live.age import age
 from benchmarks.live.question import question
 from benchmarks.live.sessions import sessions
 from benchmarks.live.still import still_slice
+from benchmarks.live.streams import all_streams, streams
 from benchmarks.report import Measurement, run
 
 MEASUREMENTS: Mapping[str, Measurement] = {
@@ -19,7 +21,9 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "age": age,
     "sessions": sessions,
     "still": still_slice,
+    "streams": streams,
 }
+LONG: Mapping[str, Measurement] = {"all-streams": all_streams}
 
 if __name__ == "__main__":
-    run("live", __doc__, MEASUREMENTS, rounds=7, least_rounds=5)
+    run("live", __doc__, MEASUREMENTS, rounds=7, least_rounds=5, long=LONG)

@@ -1,12 +1,14 @@
-"""`make soak-live`: an hour of a live session in minutes, then a thousand sessions that end in every way.
+"""`make soak-live`: an hour of a live session in minutes, an hour of 30 cameras, then a thousand sessions.
 
     hour        a clip over and over, two frames a second by their times, sent as fast as they are taken; a question
                 each minute, of which every second one stays. Memory in the last minute against that in the fifth
+    cameras     streams by RTSP in real time, see `cameras.py`: each frame is shown or counted as dropped
     thousand    sessions that are closed, cancelled, or whose process is killed, half of them within an answer;
                 afterwards no service has more descriptors, blocks or upstream calls than before, at most six more
                 threads, and at most 32 MiB more memory
 
-Prints a report and exits with status 1 if memory grew, a frame was dropped, or anything was not given back.
+Prints a report and exits with status 1 if memory grew, a pushed frame was dropped, a frame of a camera was not counted,
+a service logged a warning while it watched cameras, or anything was not given back.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from framesieve.common.checkpoint import DEMO_MODEL
 from framesieve.common.security.credentials import NO_CREDENTIALS
 from framesieve.v1.generation_pb2 import LiveClose
 from tests.integration.fleet import Service, Stack, at_rest, running
+from tests.soak import cameras
 
 CLIP = Path(__file__).parents[2] / "demo" / "clip.mp4"
 FPS = 2
@@ -53,7 +56,7 @@ LAZY_THREADS = 6
 # The allocator keeps some freed memory. A leak of 33 KiB a session exceeds this in a thousand.
 GROWTH_BYTES = 32 * 2**20
 # Small, so that caches are full before memory is measured.
-FLAGS = {
+FLAGS: dict[str, tuple[str, ...]] = {
     "preprocessing": ("--inflight-bytes", str(8 * 2**20)),
     "encoder": ("--cache-bytes", str(2 * 2**20)),
     "generation": ("--kv-cache-tokens", "65536", "--live-tokens", "61440"),
@@ -74,6 +77,7 @@ class Report:
     dropped: int
     early_bytes: dict[str, float]
     late_bytes: dict[str, float]
+    cameras: cameras.Report | None
     sessions: int
     sessions_took_s: float
     before: dict[str, dict[str, int]]
@@ -215,36 +219,43 @@ def frames() -> list[bytes]:
     return pictures
 
 
-async def soak(minutes: int, count: int) -> Report:
+async def soak(minutes: int, count: int, camera_count: int) -> Report:
     pictures = frames()
-    with running(DEMO_MODEL, flags=FLAGS) as stack:
-        services = list(stack.services.values())
-        began_s = time.monotonic()
-        memory, dropped = await hour(stack, pictures, minutes)
-        took_s = time.monotonic() - began_s
-        early, late = (
-            {name: statistics.median(samples) for name, samples in memory[minute].items()}
-            for minute in (min(EARLY_MINUTE, minutes), minutes)
-        )
-        faults = [f"{dropped} frames were dropped"] * bool(dropped)
-        faults += [
-            f"{name} grew {late[name] / before:.3f} times"
-            for name, before in early.items()
-            if late[name] > AT_MOST * before
-        ]
-        await sessions(stack, pictures, min(WARM_UP, count))
-        await at_rest(services, SETTLE_S)
-        before, began_s = held(services), time.monotonic()
-        await sessions(stack, pictures, count)
-        sessions_took_s = time.monotonic() - began_s
-        try:
+    async with cameras.filming(camera_count, minutes) as filmed:
+        flags = {**FLAGS, "preprocessing": (*FLAGS["preprocessing"], *filmed.flags, "--max-streams", str(camera_count))}
+        with running(DEMO_MODEL, flags=flags) as stack:
+            services = list(stack.services.values())
+            began_s = time.monotonic()
+            memory, dropped = await hour(stack, pictures, minutes)
+            took_s = time.monotonic() - began_s
+            early, late = (
+                {name: statistics.median(samples) for name, samples in memory[minute].items()}
+                for minute in (min(EARLY_MINUTE, minutes), minutes)
+            )
+            faults = [f"{dropped} frames were dropped"] * bool(dropped)
+            faults += [
+                f"{name} grew {late[name] / before:.3f} times"
+                for name, before in early.items()
+                if late[name] > AT_MOST * before
+            ]
+            watched = await cameras.watch(stack, filmed, camera_count, minutes) if camera_count else None
+            faults += watched.faults if watched else []
+            await sessions(stack, pictures, min(WARM_UP, count))
             await at_rest(services, SETTLE_S)
-        except AssertionError as still:
-            faults.append(f"still held without sessions: {still}")
-        after = await settled(services, before)
-        faults += more(after, before)
+            before, began_s = held(services), time.monotonic()
+            await sessions(stack, pictures, count)
+            sessions_took_s = time.monotonic() - began_s
+            try:
+                await at_rest(services, SETTLE_S)
+            except AssertionError as still:
+                faults.append(f"still held without sessions: {still}")
+            after = await settled(services, before)
+            faults += more(after, before)
     slices = minutes * MINUTE_S * FPS // 2
-    return Report(minutes, took_s, slices, minutes, dropped, early, late, count, sessions_took_s, before, after, faults)
+    return Report(
+        *(minutes, took_s, slices, minutes, dropped, early, late, watched),
+        *(count, sessions_took_s, before, after, faults),
+    )
 
 
 def show(report: Report) -> None:
@@ -256,6 +267,8 @@ def show(report: Report) -> None:
     for name, early in report.early_bytes.items():
         late = report.late_bytes[name]
         print(f"| {name} | {early / 2**20:.1f} MiB | {late / 2**20:.1f} MiB | {late / early:.3f} |")
+    if report.cameras:
+        cameras.show(report.cameras)
     print(f"\n{report.sessions} sessions in {report.sessions_took_s:.0f} s, before and after them")
     print("| service | threads | descriptors | memory |")
     print("|---|---|---|---|")
@@ -268,12 +281,15 @@ def show(report: Report) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=int, default=60, help="of the long session, by the times of its frames")
+    parser.add_argument(
+        "--minutes", type=int, default=60, help="of the long session, by the times of its frames, and of the cameras"
+    )
+    parser.add_argument("--cameras", type=int, default=30)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     args = parser.parse_args()
     unwind_on_signals()
-    report = asyncio.run(soak(args.minutes, args.sessions))
+    report = asyncio.run(soak(args.minutes, args.sessions, args.cameras))
     if args.json:
         print(json.dumps(asdict(report), indent=2))
     else:
