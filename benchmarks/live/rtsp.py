@@ -64,5 +64,7 @@ async def playing(films: Sequence[Path]) -> AsyncIterator[Cameras]:
 
 async def _read(lines: asyncio.StreamReader, cameras: Cameras) -> None:
     async for line in lines:
+        if not line.startswith(b"{"):  # of a camera that is left
+            continue
         told = json.loads(line)
         cameras.began_s[int(told["path"][1:])].append(told["began_s"])
