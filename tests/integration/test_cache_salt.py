@@ -81,27 +81,6 @@ async def test_concurrent_requests_of_different_salts_share_no_encoding(stack: S
     assert await work_done(stack) == (frames + 2 * FRAMES, slices + 2 * SLICES)
 
 
-async def test_slices_that_are_only_compared_with_are_decoded_again_for_another_salt(stack: Stack) -> None:
-    pictures = tuple(media.picture(112, 112, seed) for seed in range(730, 734))
-
-    async def decoded(count: int, salt: str, first_slice: int) -> int:
-        """How many frames are decoded of the first pictures. first_slice: whose tokens are chosen."""
-        before, _ = await work_done(stack)
-        part = Video(frames=Frames(pictures[:count], tuple(map(float, range(count)))))
-        prompt = generate_request([user_turn(part, "")], Options(cache_salt=salt)).prompt
-        pruning = {"rate": 0, "method": "pixel_change", "threshold": 0.5}
-        select = {"all": True, "first_slice": first_slice, "pruning": pruning}
-        async with grpc.aio.insecure_channel(stack.addresses["preprocessing"]) as channel:
-            call = PreprocessingServiceStub(channel).Preprocess()
-            async for _ in responses(call, PreprocessRequest(prompt=prompt), PreprocessRequest(select=select)):
-                pass
-        return (await work_done(stack))[0] - before
-
-    assert await decoded(2, "alice", 0) == 2
-    assert await decoded(4, "alice", 1) == 2
-    assert await decoded(4, "bob", 1) == 4
-
-
 async def test_every_http_endpoint_takes_a_salt(stack: Stack, http: httpx.Client) -> None:
     url = data_url("video/mp4", media.clip(FRAMES, fps=2, seed=74))
     content = [{"type": "input_file", "file_data": url}, {"type": "input_text", "text": "What?"}]

@@ -248,6 +248,7 @@ def frames_responses(
         "repaired_frames": piece.repaired_frames,
         "decoded_ago_s": ago_s(piece.decoded_ns),
         "resized_ago_s": ago_s(piece.resized_ns),
+        "reference": piece.reference,
     }
     if piece.repeats is not None:
         frames = preprocessing_pb2.FramesChunk(

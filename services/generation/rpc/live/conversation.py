@@ -177,7 +177,7 @@ class Conversation:
         # Slices build on the last whole one. It is evicted; segment 0 is not before segment 1 is.
         base_is_gone = self._session.first > max(self._last_whole, 1)
         cut = self._cut
-        if shown and cut and not base_is_gone and not cut.kept.size and piece.repeats(shown):
+        if shown and cut and cut.settled and not base_is_gone and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
         if shown is None:
@@ -186,16 +186,18 @@ class Conversation:
             prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
         wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
-        # With a threshold, the slice before is there to be compared with alone.
-        selected = 1 if shown and wanted.threshold is not None else 0
+        select = prompt_pb2.Select()
+        if shown and cut and wanted.threshold is not None:
+            # The slice before is there for its place, and to be compared with after a whole slice.
+            select = prompt_pb2.Select(first_slice=1, reference=cut.reference)
         # Slices meet the replica that has the ones before them in its caches.
-        chosen: dict[str, Any] = {"first_slice": selected, "replica": self._session.id}
+        chosen: dict[str, Any] = {"select": select, "replica": self._session.id}
         async with self._media.open(prompt, pruning, clock, self._of_media, **chosen, **options) as upstream:
             async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if shown and cut:
-                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
+                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut)
             else:
                 cut = live_cuts.turn_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
         # Not before the call upstream has ended: to tell of the slice waits for a caller that reads nothing.
@@ -203,10 +205,10 @@ class Conversation:
         return 0.0 if base_is_gone or shown is None else cut.kept.size / cut.grid.tokens
 
     async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
-        """Adds a slice that shows the same files as the last one, which kept nothing, and so keeps nothing, either."""
+        """Adds a slice that shows the same files as the last one, after which these keep nothing."""
         if cut.segment.ids.size:
             plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
-            cut = live_cuts.next_slice(plan, None, self._session, cut.place)
+            cut = live_cuts.next_slice(plan, None, self._session, cut)
             await self._append_slice(piece, cut, whole=False, again=again)
             return
         self._still = piece
@@ -421,7 +423,7 @@ class Conversation:
         after it. plan: has the slices of `_seen`."""
         if self._still and self._cut:
             # The slices of the plan are stand-ins of another size.
-            passed = live_cuts.next_slice(plan, None, self._session, self._cut.place)
+            passed = live_cuts.next_slice(plan, None, self._session, self._cut)
             self._cut = replace(passed, grid=self._cut.grid)
             self._session.next_position = passed.segment.next_position
             self._shown, self._still = self._still, None
