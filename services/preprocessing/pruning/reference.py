@@ -13,7 +13,9 @@ Source: a sum of what exceeds an allowance is CUSUM, Page, Continuous Inspection
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Self
 
 import numpy as np
@@ -23,7 +25,7 @@ from framesieve.services.preprocessing.pruning.change import BLOCKS_A_SIDE, STEP
 from framesieve.services.preprocessing.pruning.pixel_change import MAX_LEVEL
 
 # Of the threshold: the allowance, and the sum at which a place is shown. A change of their sum, 5/8, is shown at once.
-ALLOWANCE, LIMIT = 1 / 8, 1 / 2
+ALLOWANCE, LIMIT = Fraction(1, 8), Fraction(1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,9 +57,10 @@ class Reference:
 
         means: of the slice. threshold: a share of 255 levels.
         """
-        steps = threshold * MAX_LEVEL * STEPS
-        lasting = np.maximum(self.lasting + change_steps(means, self.means) - int(steps * ALLOWANCE), 0)
-        shown = lasting >= steps * LIMIT
+        steps = Fraction(str(threshold)) * MAX_LEVEL * STEPS
+        allowance, limit = math.floor(steps * ALLOWANCE), math.ceil(steps * LIMIT)
+        lasting = np.maximum(self.lasting + change_steps(means, self.means) - allowance, 0)
+        shown = lasting >= limit
         places = shown.reshape(means.shape[1] // BLOCKS_A_SIDE, -1)
         blocks = places.repeat(BLOCKS_A_SIDE, 0).repeat(BLOCKS_A_SIDE, 1)
         after = Reference(np.where(blocks, means, self.means), np.where(shown, 0, lasting))
