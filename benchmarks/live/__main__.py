@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.live.age import age
+from benchmarks.live.change import change_rules
 from benchmarks.live.question import question
 from benchmarks.live.sessions import sessions
 from benchmarks.live.still import still_slice
@@ -19,6 +20,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "age": age,
     "sessions": sessions,
     "still": still_slice,
+    "change": change_rules,
 }
 
 if __name__ == "__main__":

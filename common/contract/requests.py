@@ -154,7 +154,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
                 files.append(b"".join(pictures))
                 detached.frames.sizes_bytes.extend(map(len, pictures))
                 detached.frames.timestamps_s.extend(media.frames.timestamps_s)
-                detached.frames.by_time = media.frames.by_time
+                detached.frames.by_time, detached.frames.left_out = media.frames.by_time, media.frames.left_out
             for field in ("frame_sampling", "pruning"):
                 if media.HasField(field):
                     getattr(detached, field).CopyFrom(getattr(media, field))

@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
-from framesieve import Frames, FramesieveClient, InvalidRequest, Video
-from framesieve.client.encoding import responses
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Options, user_turn
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from framesieve import FramesieveClient, InvalidRequest, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack

@@ -24,7 +24,7 @@ from framesieve.common.contract.errors import (
     PromptTooLong,
     Unavailable,
 )
-from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.plan import Grid, PromptPlan
 from framesieve.common.contract.wire import grid_message, int32_tensor, pruning_message
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
@@ -169,8 +169,7 @@ class Conversation:
         async with self._media.open(
             alone, pruning_message(NOTHING_PRUNED), StageClock(), self._of_media, replica=self._session.id, **options
         ) as upstream:
-            self._check_fits(upstream.plan.media[-1].grid.slice_tokens)
-            raise _Resized("the session's frames have another size")
+            raise self._resized(upstream.plan.media[-1].grid)
 
     async def _encode_slice(self, shown: Slice | None, piece: Slice, again: bool) -> float:
         """Adds a slice after another one of its turn; None: it begins one."""
@@ -180,19 +179,23 @@ class Conversation:
         if shown and cut and cut.settled and not base_is_gone and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
+        wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
+        reference = cut.reference if cut and not base_is_gone else b""
         if shown is None:
             prompt = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
         else:
-            prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels)
-        wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
+            prompt = prompts.next_slice(shown, piece, self._wanted.max_pixels, alone=bool(reference))
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
         select = prompt_pb2.Select()
-        if shown and cut and wanted.threshold is not None:
-            # The slice before is there for its place, and to be compared with after a whole slice.
-            select = prompt_pb2.Select(first_slice=1, reference=cut.reference)
+        if shown and wanted.threshold is not None:
+            # The slice before is there for its place alone, or, if it is whole, to be compared with.
+            select = prompt_pb2.Select(first_slice=1, reference=reference)
         # Slices meet the replica that has the ones before them in its caches.
         chosen: dict[str, Any] = {"select": select, "replica": self._session.id}
         async with self._media.open(prompt, pruning, clock, self._of_media, **chosen, **options) as upstream:
+            grid = upstream.plan.media[-1].grid
+            if shown and cut and (grid.h, grid.w) != (cut.grid.h, cut.grid.w):
+                raise self._resized(grid)
             async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
@@ -244,6 +247,11 @@ class Conversation:
                 limit=window_tokens,
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
+
+    def _resized(self, grid: Grid) -> _Resized:
+        """What to raise before a slice of another grid. Raises PromptTooLong if it could never be added."""
+        self._check_fits(grid.slice_tokens)
+        return _Resized("the session's frames have another size")
 
     async def _tell_slice(self, piece: Slice, cut: SliceSegment, again: bool) -> None:
         if again:

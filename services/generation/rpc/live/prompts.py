@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from framesieve.common.contract.plan import Grid
-from framesieve.services.generation.rpc.live.frames import Frame, Slice
+from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frame, Slice
 from framesieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
@@ -34,9 +34,13 @@ def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pi
     return _prompt(_answered() if before is None else before, _video([piece.first, piece.last, *again], max_pixels))
 
 
-def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> prompt_pb2.Prompt:
-    """A slice after another one of its turn."""
-    return _prompt((), _video([shown.first, shown.last, piece.first, piece.last], max_pixels))
+def next_slice(shown: Slice, piece: Slice, max_pixels: int | None, alone: bool = False) -> prompt_pb2.Prompt:
+    """A slice after another one of its turn. alone: the other one's pictures are left out."""
+    part = _video([shown.first, shown.last, piece.first, piece.last], max_pixels)
+    if alone:
+        del part.video.frames.pictures[:SLICE_FRAMES]
+        part.video.frames.left_out = SLICE_FRAMES
+    return _prompt((), part)
 
 
 def still_slice(shown: Slice, piece: Slice, grid: Grid) -> prompt_pb2.Prompt:
