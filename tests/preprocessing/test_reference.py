@@ -58,11 +58,23 @@ def select(reference: bytes, first_slice: int = 1) -> PreprocessRequest:
     return PreprocessRequest(select=chosen)
 
 
+def two_slices(pictures: list[bytes]) -> prompt_pb2.Part:
+    return video_of(pictures, range(4), **SIZE)
+
+
+def without_before(pictures: list[bytes]) -> prompt_pb2.Part:
+    part = two_slices(pictures)
+    del part.video.frames.pictures[:2]
+    part.video.frames.left_out = 2
+    return part
+
+
 async def shown(stub: Any, pictures: list[bytes]) -> list[list[int]]:
     """The tokens of each slice after the first one, each of which is asked for with the slice before it."""
     kept, reference = [], b""
     for first in range(0, len(pictures) - 2, 2):
-        call = await asked(stub, prompt_of(video_of(pictures[first : first + 4], range(4), **SIZE)), select(reference))
+        part = without_before(pictures[first : first + 4]) if reference else two_slices(pictures[first : first + 4])
+        call = await asked(stub, prompt_of(part), select(reference))
         await plan_of(call)
         pieces = []
         while (response := await call.read()) is not grpc.aio.EOF:
@@ -89,5 +101,11 @@ async def test_a_reference_of_another_grid_or_without_a_first_slice_is_refused(
 ) -> None:
     pictures = [picture(frame) for frame in film("still", 2, noise=0)]
     wrong = select(bytes(size_bytes), first_slice)
-    code, _, message = await refused(await sent(stub, prompt_of(video_of(pictures, range(4), **SIZE)), wrong))
+    code, _, message = await refused(await sent(stub, prompt_of(two_slices(pictures)), wrong))
     assert (code, "select.reference must be" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+
+
+async def test_pictures_that_are_left_out_cannot_be_seen(stub: Any) -> None:
+    part = without_before([picture(frame) for frame in film("still", 2, noise=0)])
+    code, _, message = await refused(await sent(stub, prompt_of(part), select(b"")))
+    assert (code, "frames.pictures[0]" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True)

@@ -50,7 +50,7 @@ def block_means(frames: FrameArray, token_px: int) -> Int32Array:
 def change(means: Int32Array, before: Int32Array) -> Float32Array:
     """The change of each token: of its blocks' differences to the slice before, the largest.
 
-    means, before: of a slice and the one before it, from `block_means`.
+    means, before: of a slice, and of what it is compared with, from `block_means`.
     Returns float32 [h·w], row by row, in levels from 0 to 255, averaged over the three channels; multiples of 1/48.
     """
     return np.divide(change_steps(means, before), STEPS, dtype=np.float32)
