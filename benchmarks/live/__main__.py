@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.live.age import age
-from benchmarks.live.change import change_rules
+from benchmarks.live.change import change_rules, out_of_the_dark
 from benchmarks.live.question import question
 from benchmarks.live.sessions import sessions
 from benchmarks.live.still import still_slice
@@ -21,6 +21,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "sessions": sessions,
     "still": still_slice,
     "change": change_rules,
+    "dark": out_of_the_dark,
 }
 
 if __name__ == "__main__":

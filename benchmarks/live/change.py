@@ -7,15 +7,15 @@ Rules, over footage in which things change slowly; every rule shows the first sl
     embedding       a whole frame, by the cosine of its embedding and that of the frame last kept, as NVIDIA's VSS does
                     it; one threshold for all footage, at which it keeps as many tokens as `reference`
 
-What a rule leaves the model with is judged by the pixels: how far a place is from what was last shown of it. Then the
-embedded model is asked about scenes of its own kind that come out of the dark.
+What a rule leaves the model with is judged by the pixels: how far a place is from what was last shown of it. Another
+measurement asks the embedded model about scenes of its own kind that come out of the dark.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -43,7 +43,7 @@ _TOKEN_PX, _ROWS, _COLUMNS = 28, 8, 11
 _TOKENS = _ROWS * _COLUMNS
 # A place is out of date when it is, on average, so many levels from what was last shown of it.
 _OUT_OF_DATE = 8
-_SCENES, _DARK_S = 12, 14.0
+_DARK_S = 14.0
 _ASKED: Any = {"temperature": 0, "max_new_tokens": 24}
 
 Means = NDArray[np.int32]
@@ -99,7 +99,7 @@ def change_rules(rounds: int) -> list[Row]:
     """The rows of all footage, and of questions. The figures are exact: rounds do not count."""
     films = {name: frames(name) for name in FOOTAGE}
     means = {name: list(_means(film)) for name, film in films.items()}
-    embeds, questions = asyncio.run(_through_services(films))
+    embeds = asyncio.run(_embeds(films))
     ours = {name: by_reference(each) for name, each in means.items()}
     tokens = sum(int(each.sum()) for each in ours.values())
     low, high = -1.0, 1.0  # the highest threshold that keeps at most as many tokens
@@ -125,7 +125,7 @@ def change_rules(rounds: int) -> list[Row]:
         rows.append(Row(what, "embedding, at equal tokens", error, found["embedding"].error, "levels"))
     spent = sum(each.size for each in ours.values())
     rows.append(Row("tokens of all footage that are kept", "all tokens", tokens, spent, "tokens"))
-    return rows + questions
+    return rows
 
 
 def _means(film: Sequence[Pixels]) -> Iterator[Means]:
@@ -136,23 +136,32 @@ def _means(film: Sequence[Pixels]) -> Iterator[Means]:
         yield block_means(pixels, _TOKEN_PX)
 
 
-async def _through_services(films: dict[str, list[Pixels]]) -> tuple[dict[str, NDArray[np.float32]], list[Row]]:
-    """A unit vector for each slice of each film, the mean of its tokens; and the row of the questions."""
-    async with LocalStack(DEMO_MODEL) as stack, FramesieveClient(stack.address) as client:
-        embeds = {}
+async def _embeds(films: Mapping[str, Sequence[Pixels]]) -> dict[str, NDArray[np.float32]]:
+    """A unit vector for each slice of each film: the mean of its tokens, by the embedded model's tower."""
+    embeds = {}
+    async with LocalStack(DEMO_MODEL) as stack:
         for name, film in films.items():
             times_s = tuple(number / USED_FPS for number in range(len(film)))
             (made,) = await encode(stack.addresses["encoder"], Video(frames=Frames(tuple(map(_png, film)), times_s)))
             tokens = made.values[0].astype(np.float32)
             means = tokens.reshape(made.plan.grid.t, -1, tokens.shape[-1]).mean(1)
             embeds[name] = means / np.linalg.norm(means, axis=1, keepdims=True)
-        right = dict.fromkeys(("live", "file", "whole"), 0)
-        asked = 0
-        for seed in range(EVALUATION_SEEDS, EVALUATION_SEEDS + _SCENES):
+    return embeds
+
+
+def out_of_the_dark(rounds: int) -> list[Row]:
+    """Right answers of the embedded model about scenes that come out of the dark slowly; a round is a scene."""
+    return [asyncio.run(_answers(rounds))]
+
+
+async def _answers(scenes: int) -> Row:
+    right, asked = dict.fromkeys(("live", "file", "whole"), 0), 0
+    changed = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
+    async with LocalStack(DEMO_MODEL) as stack, FramesieveClient(stack.address) as client:
+        for seed in range(EVALUATION_SEEDS, EVALUATION_SEEDS + scenes):
             scene = replace(random_scene(seed, "still"), brightness=((0.0, 0.0), (_DARK_S, 1.0)))
             pictures = _pictures(encoded(scene))
             video = Video(frames=Frames(tuple(pictures), tuple(number / USED_FPS for number in range(len(pictures)))))
-            changed = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
             async with client.live(pruning=changed) as session:
                 for number, picture in enumerate(pictures):
                     await session.show(picture, number / USED_FPS)
@@ -165,9 +174,9 @@ async def _through_services(films: dict[str, list[Pixels]]) -> tuple[dict[str, N
                         told[how] = await client.ask(replace(video, pruning=pruning), question.text, **_ASKED)
                     for how, answer in told.items():
                         right[how] += answer.text == question.answer
-    what = f"answers that are right about {_SCENES} scenes that come out of the dark in {_DARK_S:g} s"
-    note = f"{asked} questions; a file, whose every eighth slice is whole: {right['file']}"
-    return embeds, [Row(what, "all tokens", right["live"], right["whole"], "of them", note=note)]
+    what = f"right answers about {scenes} scenes that come out of the dark in {_DARK_S:g} s, live"
+    note = f"{asked} questions; a file by the same threshold, every eighth slice whole: {right['file']}"
+    return Row(what, "a file of which all tokens are kept", right["live"], right["whole"], "answers", note=note)
 
 
 def _pictures(clip: bytes) -> list[bytes]:
