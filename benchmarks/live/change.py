@@ -43,6 +43,8 @@ _TOKEN_PX, _ROWS, _COLUMNS = 28, 8, 11
 _TOKENS = _ROWS * _COLUMNS
 # A place is out of date when it is, on average, so many levels from what was last shown of it.
 _OUT_OF_DATE = 8
+# An error of none, of a rule that shows every frame, is printed as this: errors are divided by each other.
+_LEAST = 0.1
 _DARK_S = 14.0
 _ASKED: Any = {"temperature": 0, "max_new_tokens": 24}
 
@@ -84,7 +86,7 @@ def by_embedding(embeds: NDArray[np.float32], threshold: float) -> Shown:
 
 
 def judged(means: Sequence[Means], shown: Shown) -> Judged:
-    known, error, longest, lasts = means[0], 0.0, 0, np.zeros(_TOKENS, np.int64)
+    known, error, longest, lasts = means[0], _LEAST, 0, np.zeros(_TOKENS, np.int64)
     for each, row in zip(means, shown, strict=True):
         places = row.reshape(_ROWS, _COLUMNS).repeat(BLOCKS_A_SIDE, 0).repeat(BLOCKS_A_SIDE, 1)
         known = np.where(places, each, known)
