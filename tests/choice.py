@@ -38,6 +38,27 @@ def chosen_tokens(
     return [[token for t, token in best if t == number] for number in range(len(slices))]
 
 
+def shown_tokens(
+    frames: NDArray[np.uint8], grid: tuple[int, int], slice_frames: int, threshold: float
+) -> list[list[int]]:
+    """The tokens of each slice after slice 0, which is shown whole, if each is compared with what was last shown."""
+    rows, columns = grid
+    first, *slices = [frames[start : start + slice_frames] for start in range(0, len(frames), slice_frames)]
+    side, levels = frames.shape[1] // rows, 255 * Fraction(str(threshold))
+    allowance = Fraction(math.floor(48 * levels / 8), 48)
+    references, lasting = [first] * (rows * columns), [Fraction(0)] * (rows * columns)
+    shown: list[list[int]] = []
+    for now in slices:
+        shown.append([])
+        for token in range(rows * columns):
+            change = change_of_token(references[token], now, side, *divmod(token, columns))
+            lasting[token] = max(Fraction(0), lasting[token] + change - allowance)
+            if lasting[token] >= levels / 2:
+                shown[-1].append(token)
+                references[token], lasting[token] = now, Fraction(0)
+    return shown
+
+
 def change_of_token(before: NDArray[np.uint8], now: NDArray[np.uint8], side: int, row: int, column: int) -> Fraction:
     """The largest change of a token's 16 blocks between two slices, in levels."""
     block, largest = side // 4, Fraction(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.live.age import age
+from benchmarks.live.change import change_rules, out_of_the_dark
 from benchmarks.live.question import question
 from benchmarks.live.sessions import sessions
 from benchmarks.live.still import still_slice
@@ -22,6 +23,8 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "sessions": sessions,
     "still": still_slice,
     "streams": streams,
+    "change": change_rules,
+    "dark": out_of_the_dark,
 }
 LONG: Mapping[str, Measurement] = {"all-streams": all_streams}
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
 from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import Pruning
+from framesieve.common.contract.retention import Pruning, reference_bytes
 from framesieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
 from framesieve.common.contract.wire import MAX_MEDIA, named_media
 from framesieve.v1 import prompt_pb2
@@ -154,7 +154,7 @@ def detach_files(prompt: prompt_pb2.Prompt) -> tuple[prompt_pb2.Prompt, list[byt
                 files.append(b"".join(pictures))
                 detached.frames.sizes_bytes.extend(map(len, pictures))
                 detached.frames.timestamps_s.extend(media.frames.timestamps_s)
-                detached.frames.by_time = media.frames.by_time
+                detached.frames.by_time, detached.frames.left_out = media.frames.by_time, media.frames.left_out
             for field in ("frame_sampling", "pruning"):
                 if media.HasField(field):
                     getattr(detached, field).CopyFrom(getattr(media, field))
@@ -218,7 +218,9 @@ def pruning_from(select: prompt_pb2.Select, pruning: Pruning, item: MediaPlan) -
     if first and not (0 < first < item.grid.t and pruning.threshold is not None and not pruning.rate):
         limit = f"below the item's {item.grid.t} slices, 0 without a threshold alone"
         raise InvalidRequest(field="select.first_slice", limit=limit, value=first)
-    return replace(pruning, first_slice=first)
+    if (size := len(select.reference)) and size != (fits := reference_bytes(item.grid) if first else 0):
+        raise InvalidRequest(field="select.reference", limit=f"of {fits} bytes", value=f"{size} bytes")
+    return replace(pruning, first_slice=first, reference=select.reference)
 
 
 def _checked(index: int, media: int, selected: set[int]) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -51,6 +51,7 @@ class Pruning:
     threshold: of the methods before the tower: what changed by less is dropped, and at least the share `rate` in any
         case, so that num_kept is a bound; None: `rate` alone decides.
     first_slice: none of the tokens of slices before it are kept; above 0 only with a threshold and without a rate.
+    reference: what those from it on are compared with, of `reference_bytes`; empty: the slice before it.
     Raises InvalidRequest for a value outside its range, an unknown method, and a threshold of another method.
     """
 
@@ -59,6 +60,7 @@ class Pruning:
     seed: int | None = None
     threshold: float | None = None
     first_slice: int = 0
+    reference: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and 0 <= self.rate < 1):
@@ -125,6 +127,11 @@ def num_kept(grid: Grid, pruning: Pruning, modality: Modality = Modality.VIDEO) 
         return grid.slice_tokens + (grid.t - 1) * causal_slice_tokens(grid, pruning.rate)
     floor = grid.t if pruning.method in BY_SLICE else grid.slice_tokens
     return max(floor, math.floor(grid.tokens * _share_kept(pruning.rate))) - pruning.first_slice * grid.slice_tokens
+
+
+def reference_bytes(grid: Grid) -> int:
+    """The size of what is remembered of the slices of a video: 49 numbers of 16 bits for each token of a slice."""
+    return 98 * grid.slice_tokens
 
 
 def causal_slice_tokens(grid: Grid, rate: float) -> int:

@@ -16,6 +16,7 @@ from framesieve.common.checkpoint import Checkpoint
 from framesieve.common.contract.plan import PromptPlan
 from framesieve.services.generation.request import live_cuts
 from framesieve.services.generation.request.encoded_media import MediaItem
+from framesieve.services.generation.request.live_cuts import SliceSegment
 from framesieve.services.generation.request.session import Segment, Session
 from framesieve.services.generation.rpc.live import prompts
 from framesieve.services.generation.rpc.live.frames import Frame, Slice, microseconds
@@ -45,7 +46,7 @@ class Watched:
         self.planner = Planner(Checkpoint(folder), None)
         self.ends = {Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_end|>")}
         self.session = Session("watched", 2048, 256, 16)
-        self.place = np.zeros(3, np.int32)
+        self.cut: SliceSegment | None = None
 
     def plan(self, prompt: prompt_pb2.Prompt) -> PromptPlan:
         made = self.planner.plan(conversation_of(prompt))
@@ -58,8 +59,9 @@ class Watched:
             cut = live_cuts.turn_slice(plan, item(plan), self.session, self.ends)
         else:
             plan = self.plan(prompts.next_slice(shown, piece, MAX_PIXELS)[0])
-            cut = live_cuts.next_slice(plan, item(plan), self.session, self.place)
-        self.place = cut.place
+            assert self.cut
+            cut = live_cuts.next_slice(plan, item(plan), self.session, self.cut)
+        self.cut = cut
         assert cut.kept.tolist() == list(range(cut.grid.tokens))
         self.add(cut.segment)
 

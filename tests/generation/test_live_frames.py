@@ -10,9 +10,9 @@ from PIL import Image
 
 from framesieve.common.contract.errors import InvalidRequest
 from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
-from framesieve.services.generation.rpc.live.raw_frame import ppm
 from framesieve.services.generation.rpc.live.snapshot import snapshot_of
 from framesieve.services.generation.rpc.live.triggers import Triggers
+from framesieve.services.generation.upstream.watch import ppm_header
 from framesieve.v1 import generation_pb2
 
 
@@ -90,7 +90,7 @@ def test_a_trigger_is_asked_at_each_of_its_beats() -> None:
 
 
 def test_a_snapshot_is_a_jpeg_of_pixels_or_the_file_that_came() -> None:
-    with Image.open(io.BytesIO(snapshot_of(ppm(2560, 640, bytes(3 * 2560 * 640))))) as shown:
+    with Image.open(io.BytesIO(snapshot_of(ppm_header(2560, 640) + bytes(3 * 2560 * 640)))) as shown:
         assert (shown.format, shown.size) == ("JPEG", (1280, 320))
     for file in (b"P6\n2 1\n255\nrgb", bytes(4 << 20)):
         assert snapshot_of(file) == file

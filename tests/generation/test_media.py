@@ -183,6 +183,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "shared memory that was not asked for": (field(2, "embeds.chunk.shared", True), "holds a whole array"),
     "pieces that go on in shared memory": (field(3, "embeds.chunk.shared", True), "goes on in shared memory"),
     "an encoding with a short name": (field(2, "embeds.encoding", b"short"), "encoding must have 32 bytes"),
+    "a reference that was not asked for": (field(2, "embeds.reference", b"x"), "reference must have 0 bytes, got 1"),
     "more repairs than frames": (field(2, "embeds.repaired_frames", 5), "between 0 and 4, got 5"),
 }
 

@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
-from framesieve import Frames, FramesieveClient, InvalidRequest, Video
-from framesieve.client.encoding import responses
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Options, user_turn
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from framesieve import FramesieveClient, InvalidRequest, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
@@ -79,27 +73,6 @@ async def test_concurrent_requests_of_different_salts_share_no_encoding(stack: S
     clip = Video(data=media.clip(FRAMES, fps=2, seed=72))
     await asyncio.gather(*(client.ask(clip, "?", cache_salt=salt, **OPTIONS) for salt in ("alice", "bob")))
     assert await work_done(stack) == (frames + 2 * FRAMES, slices + 2 * SLICES)
-
-
-async def test_slices_that_are_only_compared_with_are_decoded_again_for_another_salt(stack: Stack) -> None:
-    pictures = tuple(media.picture(112, 112, seed) for seed in range(730, 734))
-
-    async def decoded(count: int, salt: str, first_slice: int) -> int:
-        """How many frames are decoded of the first pictures. first_slice: whose tokens are chosen."""
-        before, _ = await work_done(stack)
-        part = Video(frames=Frames(pictures[:count], tuple(map(float, range(count)))))
-        prompt = generate_request([user_turn(part, "")], Options(cache_salt=salt)).prompt
-        pruning = {"rate": 0, "method": "pixel_change", "threshold": 0.5}
-        select = {"all": True, "first_slice": first_slice, "pruning": pruning}
-        async with grpc.aio.insecure_channel(stack.addresses["preprocessing"]) as channel:
-            call = PreprocessingServiceStub(channel).Preprocess()
-            async for _ in responses(call, PreprocessRequest(prompt=prompt), PreprocessRequest(select=select)):
-                pass
-        return (await work_done(stack))[0] - before
-
-    assert await decoded(2, "alice", 0) == 2
-    assert await decoded(4, "alice", 1) == 2
-    assert await decoded(4, "bob", 1) == 4
 
 
 async def test_every_http_endpoint_takes_a_salt(stack: Stack, http: httpx.Client) -> None:

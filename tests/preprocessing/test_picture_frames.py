@@ -219,7 +219,11 @@ HALVED = FOUR[1][: len(FOUR[1]) // 2]
 FOUR_IN_AN_IMAGE = prompt_pb2.Part(
     image=prompt_pb2.Media(frames=prompt_pb2.PictureFrames(pictures=FOUR, timestamps_s=range(4)))
 )
+TOO_MANY_LEFT_OUT = prompt_pb2.Part(
+    video=prompt_pb2.Media(frames=prompt_pb2.PictureFrames(pictures=FOUR, timestamps_s=range(4), left_out=768))
+)
 INVALID = [
+    (TOO_MANY_LEFT_OUT, "frames.left_out must be from 0 to 767, got 768"),
     (video_of([], []), "frames.pictures must be 1 to 768 pictures, got 0"),
     (video_of([b"x"] * 769, range(769)), "frames.pictures must be at most 768 values, got 769"),
     (video_of([FOUR[0], b""], (0, 1)), "frames.pictures[1] must hold at least 1 byte, got 0"),

@@ -146,6 +146,7 @@ def cache_key(
     if chosen:
         threshold = -1.0 if chosen.threshold is None else chosen.threshold
         how = struct.pack("<qqd", num_encoded(item, chosen), chosen.first_slice, threshold) + chosen.method.encode()
+        how += chosen.reference
     return tagged_digest(
         _KEY_DOMAIN,
         (

@@ -163,8 +163,11 @@ class CacheEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it takes in the cache: embeddings, and the scores of every method."""
-        return embeds_bytes(self._tower, self.tokens) + (0 if self.chosen else SCORES_BYTES * self.tokens)
+        """Bytes that it takes in the cache: embeddings, and references or the scores of every method."""
+        beside = SCORES_BYTES * self.tokens
+        if self.chosen:
+            beside = len(self.chosen.reference) + len(self.slices.reference)
+        return embeds_bytes(self._tower, self.tokens) + beside
 
     @property
     def embeds(self) -> Tensor:

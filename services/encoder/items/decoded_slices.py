@@ -32,7 +32,8 @@ class FrameSlice:
     index: its place in the item's grid. decoded_ns, resized_ns: when its last frame left these stages, on this host's
     monotonic clock. kept: which of its tokens are there, one below the other, int32 [k], increasing; None: all of it.
     digest: of frames and kept; empty: not known. repeats: the index of an earlier slice of the item, of which it has
-    the frames and the kept tokens; its own frames are then None.
+    the frames and the kept tokens; its own frames are then None. reference: of the last slice, what was last shown of
+    each place, if it was asked for.
     """
 
     index: int
@@ -43,13 +44,14 @@ class FrameSlice:
     kept: Int32Array | None = None
     digest: bytes = b""
     repeats: int | None = None
+    reference: bytes = b""
 
 
 class DecodedSlices:
     """The slices of an item from the first one on.
 
     tokens: how many are encoded, at most, until the last slice is there. rows: of each slice, in the embeddings.
-    keys: of each slice; None: it is not found by others.
+    keys: of each slice; None: it is not found by others. reference: as the last slice brings it.
     """
 
     def __init__(self, plan: MediaPlan, arrangement: Arrangement, chosen: Pruning | None, adapter: bytes = b"") -> None:
@@ -58,6 +60,7 @@ class DecodedSlices:
         self.tokens = num_encoded(plan, chosen)
         self.rows: list[slice] = []
         self.keys: list[SliceKey | None] = []
+        self.reference = b""
         self._kept: list[Int32Array] = []
         self._plan = plan
         self._arrangement = arrangement
@@ -75,6 +78,7 @@ class DecodedSlices:
             self._kept.append(kept)
         self.rows.append(slice(start, end))
         self.keys.append(self._key_of(piece))
+        self.reference = piece.reference
         return self.rows[-1]
 
     def rows_before(self, index: int) -> int:

@@ -139,6 +139,11 @@ class Item:
     def repaired_frames(self) -> int:
         return self._entry.repaired_frames if self._entry else 0
 
+    @property
+    def reference(self) -> bytes:
+        """What was last shown of each place, once it is decoded, if it was asked for."""
+        return self._entry.slices.reference if self._entry else b""
+
     async def start(self, stream: Stream, brought: Tensor | None) -> None:
         """Reserves output bytes and joins the item's entry; fills it from `stream` if no other stream does.
 

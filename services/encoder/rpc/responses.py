@@ -63,7 +63,7 @@ class Responses:
         if end < item.plan.slices:
             extra["slices"] = end - start
         else:
-            extra |= {"repaired_frames": item.repaired_frames, "ages": _ages(item.times)}
+            extra |= {"repaired_frames": item.repaired_frames, "ages": _ages(item.times), "reference": item.reference}
         if embeds.kept is not None:
             extra["kept"] = int32_tensor(embeds.kept)
         shared = bool(self.sender and embeds.memory and await self.sender.send(embeds.memory, embeds.data.nbytes))

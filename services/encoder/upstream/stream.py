@@ -23,6 +23,7 @@ from framesieve.common.channels import end_writing, read_from, write_to
 from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
 from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, Modality, PromptPlan
 from framesieve.common.contract.received import received_plan
+from framesieve.common.contract.retention import Pruning, reference_bytes
 from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
 from framesieve.common.handover import Receiver
 from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery
@@ -135,7 +136,7 @@ class PreprocessStream:
             select = prompt_pb2.Select(media_index=delivery.media_index)
             if chosen is not None:
                 select.pruning.CopyFrom(pruning_message(chosen))
-                select.first_slice = chosen.first_slice
+                select.first_slice, select.reference = chosen.first_slice, chosen.reference
             await write_to(self._call, PreprocessRequest(select=select))
 
     async def _read(self) -> None:
@@ -181,10 +182,11 @@ class PreprocessStream:
         if not 0 <= repaired <= frames:
             raise PeerContract(f"{repaired} of {frames} frames cannot have been repaired")
         made = (repaired, from_ago_s(first.decoded_ago_s, heard_ns), from_ago_s(first.resized_ago_s, heard_ns))
-        index = start // item.slice_frames
+        index, chosen = start // item.slice_frames, delivery.entry.chosen
+        reference = _reference(first, item, chosen)
         if first.HasField("repeats_frame"):
-            return FrameSlice(index, None, *made, repeats=_repeated(first, item))
-        kept = _kept(first, item, chosen=delivery.entry.chosen is not None)
+            return FrameSlice(index, None, *made, repeats=_repeated(first, item), reference=reference)
+        kept = _kept(first, item, chosen is not None)
         side = item.frames.size_px[0] // item.grid.h
         size_px = item.frame_px(start) if kept is None else (side * kept.size, side)
         take = self._receiver.take if self._receiver else None
@@ -192,7 +194,7 @@ class PreprocessStream:
         add_chunk(buffer, first.chunk)
         while not buffer.complete:
             add_chunk(buffer, _expected(delivery, start, await self._read_frames()).chunk)
-        return FrameSlice(index, buffer, *made, kept, _digest(first))
+        return FrameSlice(index, buffer, *made, kept, _digest(first), reference=reference)
 
     async def _read_frames(self) -> FramesChunk | None:
         message = await self._read_message()
@@ -244,6 +246,16 @@ def _digest(first: FramesChunk) -> bytes:
     if len(first.digest) not in (0, DIGEST_BYTES):
         raise PeerContract(f"the digest of a slice has {DIGEST_BYTES} bytes, got {len(first.digest)}")
     return first.digest
+
+
+def _reference(first: FramesChunk, item: MediaPlan, chosen: Pruning | None) -> bytes:
+    """What was last shown of each place, in the first message of the last slice, if it was asked for; else empty."""
+    last = first.first_frame + item.slice_frames >= item.frames.count
+    size_bytes = reference_bytes(item.grid) if last and chosen and chosen.first_slice else 0
+    if len(first.reference) != size_bytes:
+        place = f"frame {first.first_frame} of media {first.media_index}"
+        raise PeerContract(f"the reference at {place} must have {size_bytes} bytes, got {len(first.reference)}")
+    return first.reference
 
 
 def _kept(first: FramesChunk, item: MediaPlan, chosen: bool) -> Int32Array | None:

@@ -18,6 +18,7 @@ class MediaItem:
         room for them, too.
     digest: names the encoding: embeddings of one token in items of equal digests are equal to the last bit.
     tokens: how many of the grid's tokens, from the first on, `kept` decides about; None: all, and nothing is missing.
+    reference: of a complete item, what was last shown of each place, if it was asked for.
     """
 
     media_index: int
@@ -26,6 +27,7 @@ class MediaItem:
     repaired_frames: int
     digest: bytes
     tokens: int | None = None
+    reference: bytes = b""
 
     @property
     def complete(self) -> bool:

@@ -15,7 +15,7 @@ It knows plans only, neither how prompts are written nor the engine.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,12 +31,15 @@ from framesieve.services.generation.request.session import Segment, Session
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceSegment:
     """A slice's segment. grid: of the slice, t is 1. kept: int32 [K], of its tokens. place: int32 [3], the position of
-    its first token in the session."""
+    its first token in the session. reference: what was last shown of each place; empty: the slice, which is whole.
+    settled: whether another slice of the same files keeps nothing."""
 
     segment: Segment
     grid: Grid
     kept: Int32Array
     place: Int32Array
+    reference: bytes = b""
+    settled: bool = False
 
 
 def turn_slice(plan: PromptPlan, item: MediaItem, session: Session, ends: Collection[int]) -> SliceSegment:
@@ -49,17 +52,21 @@ def turn_slice(plan: PromptPlan, item: MediaItem, session: Session, ends: Collec
     return _slice(plan, item, 0, first, session, _before(session, ends))
 
 
-def next_slice(plan: PromptPlan, item: MediaItem | None, session: Session, place: Int32Array) -> SliceSegment:
+def next_slice(plan: PromptPlan, item: MediaItem | None, session: Session, before: SliceSegment) -> SliceSegment:
     """Slice 1 of the plan's video, and the text between it and slice 0, the last slice that the session had.
 
-    item: None: none of slice 1 is kept. place: of slice 0.
+    item: None: none of slice 1 is kept. before: slice 0.
     """
     _, end = _slice_rows(plan, 0)
     begin, _ = _slice_rows(plan, 1)
     shift = None
     if begin == end:  # no text, whose position follows from what was before
-        shift = place - plan.positions[:, _slice_rows(plan, 0)[0]]
-    return _slice(plan, item, 1, end, session, (), shift)
+        shift = before.place - plan.positions[:, _slice_rows(plan, 0)[0]]
+    made = _slice(plan, item, 1, end, session, (), shift)
+    if item is None:
+        return replace(made, reference=before.reference, settled=before.settled)
+    settled = bool(item.reference) and item.reference == before.reference and not made.kept.size
+    return replace(made, reference=item.reference, settled=settled)
 
 
 def question(plan: PromptPlan, session: Session, ends: Collection[int], transient: bool) -> Segment:

@@ -64,10 +64,19 @@ class Progress:
 class ArrivingItem:
     """Assembles one media item from its pieces. Raises PeerContract for a piece that contradicts the plan.
 
-    count: how many of its tokens are kept. least: if fewer may be, how many at least.
+    count: how many of its tokens are kept. least: if fewer may be, how many at least. reference_bytes: of the reference
+    that must come with it.
     """
 
-    def __init__(self, index: int, plan: MediaPlan, count: int, model: ModelInput, least: int | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        plan: MediaPlan,
+        count: int,
+        model: ModelInput,
+        least: int | None = None,
+        reference_bytes: int = 0,
+    ) -> None:
         self._index = index
         self._plan = plan
         self._model = model
@@ -85,12 +94,14 @@ class ArrivingItem:
         self._embeds: Tensor | None = None
         self._digest = b""
         self._repaired_frames = 0
+        self._reference_bytes, self._reference = reference_bytes, b""
         self._progress = Progress(index, 0, 0)
         self.left_ns: dict[Stage, int] = {}  # when the item left each of its stages; empty before the last part
 
     def resumed(self) -> ArrivingItem:
         """The same item, sent again by another encoder. The slices that were taken stay as they are."""
-        again = ArrivingItem(self._index, self._plan, self._shape[1], self._model, self._bound)
+        count, room = self._shape[1], self._reference_bytes
+        again = ArrivingItem(self._index, self._plan, count, self._model, self._bound, room)
         again._taken, again._taken_rows = self._taken, self._taken_rows
         again._kept, again._embeds = self._kept, self._embeds
         return again
@@ -140,7 +151,7 @@ class ArrivingItem:
         with busy("transfer"):
             if self._part is None and not self._taken:
                 embeds, whole = pinned_for(self._received(self._buffer), self._model.device), self._whole
-                return MediaItem(self._index, whole, embeds, self._repaired_frames, self._digest)
+                return self._item(whole, embeds)
             return self._add_part(self._buffer)
 
     def _begin(self, first: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None) -> TensorBuffer:
@@ -163,7 +174,11 @@ class ArrivingItem:
                     f"item {self._index}: repaired_frames must be between 0 and {self._plan.frames.count}, "
                     f"got {first.repaired_frames}"
                 )
-            self._repaired_frames = first.repaired_frames
+            if len(first.reference) != self._reference_bytes:
+                raise PeerContract(
+                    f"item {self._index}: reference must have {self._reference_bytes} bytes, got {len(first.reference)}"
+                )
+            self._repaired_frames, self._reference = first.repaired_frames, first.reference
             self._note_ages(first.ages, received_ns)
         dtypes = list(TORCH_DTYPES) if self._buffer is None else [self._buffer.dtype]
         buffer = buffer_for(first.chunk, dtypes, (levels, rows, width), take)
@@ -200,7 +215,11 @@ class ArrivingItem:
         whole = None if arrived.size == tokens else arrived
         if self._end < grid.t:
             return MediaItem(self._index, whole, self._embeds, 0, self._digest, tokens)
-        return MediaItem(self._index, whole, self._embeds[:, :end], self._repaired_frames, self._digest)
+        return self._item(whole, self._embeds[:, :end])
+
+    def _item(self, kept: Int32Array | None, embeds: Tensor) -> MediaItem:
+        repaired, reference = self._repaired_frames, self._reference
+        return MediaItem(self._index, kept, embeds, repaired, self._digest, reference=reference)
 
     def _received(self, buffer: TensorBuffer) -> Tensor:
         """A part's embeddings in the model's dtype. Raises PeerContract if they are not finite in it."""

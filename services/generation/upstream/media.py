@@ -25,7 +25,7 @@ from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.common.contract.plan import Modality, PromptPlan
 from framesieve.common.contract.received import check_plan
 from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
-from framesieve.common.contract.retention import EVS, Pruning, num_kept
+from framesieve.common.contract.retention import EVS, Pruning, num_kept, reference_bytes
 from framesieve.common.contract.wire import prunings_of
 from framesieve.common.handover import Receiver
 from framesieve.common.retries import Retries
@@ -84,7 +84,7 @@ class MediaClient:
         adapter: Adapter | None = None,
         timeout: float | None = None,
         metadata: Metadata = (),
-        first_slice: int = 0,
+        select: prompt_pb2.Select | None = None,
         replica: str | None = None,
         files: Sequence[bytes | bytearray] = (),
     ) -> AsyncIterator[MediaSession]:
@@ -92,9 +92,9 @@ class MediaClient:
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
         media are encoded.
-        timeout, metadata: of the upstream call. first_slice: of the media that are selected, as in `Select`. replica:
-        calls with the same one prefer the same replica; default: those about the same first media item. files: those
-        that the prompt announces by their sizes, in order; the larger ones of other prompts are detached from it.
+        timeout, metadata: of the upstream call. select: first_slice and reference of the media that are selected.
+        replica: calls with the same one prefer the same replica; default: those about the same first media item. files:
+        those that the prompt announces by their sizes, in order; the larger ones of other prompts are detached from it.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
@@ -102,10 +102,11 @@ class MediaClient:
             prompt, files = detach_files(prompt)
         check_prompt(prompt, self._max_inline_bytes)
         asked = prunings_of(prompt, pruning, self._usual_method)
-        prunings = tuple(replace(each, first_slice=first_slice) for each in asked)
+        select = select or prompt_pb2.Select()
+        prunings = tuple(replace(each, first_slice=select.first_slice) for each in asked)
         with (
             self._encoder_affinity.of(replica or media_key(prompt, files)) as same_encoder,
-            self._encode_call(prompt, files, pruning, first_slice, adapter, timeout, (*metadata, *same_encoder))
+            self._encode_call(prompt, files, pruning, select, adapter, timeout, (*metadata, *same_encoder))
             if prunings
             else self._preprocess_call(prompt, timeout, metadata) as upstream,
         ):
@@ -151,12 +152,13 @@ class MediaClient:
         prompt: prompt_pb2.Prompt,
         files: Sequence[bytes | bytearray],
         pruning: prompt_pb2.Pruning,
-        first_slice: int,
+        select: prompt_pb2.Select,
         adapter: Adapter | None,
         timeout: float | None,
         metadata: Metadata,
     ) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, files, pruning, first_slice, adapter, self._in_parts)
+        sent = prompt_pb2.Select(first_slice=select.first_slice, reference=select.reference, parts=self._in_parts)
+        requests = partial(_encode_requests, prompt, files, pruning, sent, adapter)
         retries = self._encoder_retries
         return RetriedCall(self._encoder.Encode, requests, retries, timeout, metadata, self._receiver)
 
@@ -226,7 +228,14 @@ class MediaSession:
         await self._held.enter_async_context(self._media_buffer.reserved(size_bytes))
         self._upstream.select(wanted)
         arriving = {
-            index: ArrivingItem(index, self.plan.media[index], self.num_kept[index], self._model, self._least(index))
+            index: ArrivingItem(
+                index,
+                self.plan.media[index],
+                self.num_kept[index],
+                self._model,
+                self._least(index),
+                reference_bytes(self.plan.media[index].grid) if self.prunings[index].first_slice else 0,
+            )
             for index in wanted
         }
         self._note_progress(arriving.values(), clock)
@@ -278,9 +287,8 @@ async def _encode_requests(
     prompt: prompt_pb2.Prompt,
     files: Sequence[bytes | bytearray],
     pruning: prompt_pb2.Pruning,
-    first_slice: int,
+    select: prompt_pb2.Select,
     adapter: Adapter | None,
-    in_parts: bool,
     selected: Selected,
     handover: bytes,
 ) -> AsyncIterator[encoder_pb2.EncodeRequest]:
@@ -291,7 +299,7 @@ async def _encode_requests(
     for piece in file_pieces(files):
         yield encoder_pb2.EncodeRequest(file={"data": piece})
     for index in await selected:
-        select = prompt_pb2.Select(media_index=index, parts=in_parts, first_slice=first_slice)
+        select.media_index = index
         yield encoder_pb2.EncodeRequest(select=select)
 
 

@@ -17,9 +17,11 @@ from framesieve.common.contract.plan import Int32Array
 from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
 
 _CHANNELS = 3
-_BLOCKS_A_SIDE = 4
+BLOCKS_A_SIDE = 4
 # Means are rounded down to sixteenths of a level: differences of integers are exact everywhere.
 _STEPS_A_LEVEL = 16
+# Of changes, in a level.
+STEPS = _CHANNELS * _STEPS_A_LEVEL
 
 
 def block_means(frames: FrameArray, token_px: int) -> Int32Array:
@@ -30,7 +32,7 @@ def block_means(frames: FrameArray, token_px: int) -> Int32Array:
     Returns int32 [3, 4·H / token_px, 4·W / token_px].
     """
     count, height, width, _ = frames.shape
-    side = token_px // _BLOCKS_A_SIDE
+    side = token_px // BLOCKS_A_SIDE
     rows, columns = height // side, width // side
     # numpy's sums over an axis as short as a block take several times as long as these additions.
     lines = np.zeros((rows, width * _CHANNELS), np.uint16)
@@ -48,11 +50,16 @@ def block_means(frames: FrameArray, token_px: int) -> Int32Array:
 def change(means: Int32Array, before: Int32Array) -> Float32Array:
     """The change of each token: of its blocks' differences to the slice before, the largest.
 
-    means, before: of a slice and the one before it, from `block_means`.
+    means, before: of a slice, and of what it is compared with, from `block_means`.
     Returns float32 [h·w], row by row, in levels from 0 to 255, averaged over the three channels; multiples of 1/48.
     """
+    return np.divide(change_steps(means, before), STEPS, dtype=np.float32)
+
+
+def change_steps(means: Int32Array, before: Int32Array) -> Int32Array:
+    """As `change`, int32 [h·w], in `STEPS` a level."""
     differences = np.abs(means - before).sum(0)
-    rows, columns = (blocks // _BLOCKS_A_SIDE for blocks in differences.shape)
-    of_rows = differences.reshape(rows, _BLOCKS_A_SIDE, -1).max(1)
-    largest: Int32Array = of_rows.reshape(rows * columns, _BLOCKS_A_SIDE).max(1)
-    return np.divide(largest, _CHANNELS * _STEPS_A_LEVEL, dtype=np.float32)
+    rows, columns = (blocks // BLOCKS_A_SIDE for blocks in differences.shape)
+    of_rows = differences.reshape(rows, BLOCKS_A_SIDE, -1).max(1)
+    largest: Int32Array = of_rows.reshape(rows * columns, BLOCKS_A_SIDE).max(1)
+    return largest

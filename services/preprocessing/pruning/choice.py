@@ -34,6 +34,7 @@ from framesieve.common.contract.retention import (
 from framesieve.common.sealed_memory import SealedMemory
 from framesieve.services.preprocessing.pruning.change import block_means, change
 from framesieve.services.preprocessing.pruning.pixel_change import changed, keep
+from framesieve.services.preprocessing.pruning.reference import Reference
 from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
 from framesieve.services.preprocessing.video.slices import Slice
 
@@ -65,7 +66,8 @@ class Choice:
     """Chooses the tokens of one video, whose slices come in order.
 
     shares: makes the pixels in memory that can be handed over.
-    first: the first slice whose tokens may be kept. slice_bytes: of a whole slice, at most.
+    first: the first slice whose tokens may be kept; above 0, these are chosen by a reference, without renewed slices.
+    slice_bytes: of a whole slice, at most.
     """
 
     def __init__(self, plan: MediaPlan, pruning: Pruning, shares: bool = False) -> None:
@@ -77,7 +79,8 @@ class Choice:
         self._count = num_kept(plan.grid, pruning)
         self._bounded = pruning.threshold is not None
         self.first = pruning.first_slice
-        self._at_once = self._bounded and self._count == plan.grid.tokens - self.first * plan.grid.slice_tokens
+        self._at_once = self._bounded and self._count == plan.grid.tokens
+        self._reference = Reference.read(pruning.reference, plan.grid) if pruning.reference else None
         self._shares = shares
         self._means: Int32Array | None = None
         self._changes: list[Float32Array] = []
@@ -88,29 +91,25 @@ class Choice:
         self.slice_bytes = 3 * plan.slice_frames * plan.frames.dtype.itemsize * height * width
 
     @property
-    def last_means(self) -> Int32Array | None:
-        """Of the last slice, as `block_means` returns them; None before it."""
-        return self._means if len(self._changes) == self._grid.t else None
-
-    @property
     def defers(self) -> bool:
         """Whether the tokens of the next slice are chosen after the last one."""
         return bool(self._changes) and not self._at_once
 
-    def skip(self, means: Int32Array) -> Iterator[Slice]:
-        """The slices before the first one whose tokens may be kept, undecoded. means: of the last of them."""
+    def skip(self) -> list[Slice]:
+        """The slices that need not be decoded: those before the first one whose tokens may be kept, if it is compared
+        with a reference."""
         frames, now_ns = self._slice_frames, monotonic_ns()
         nothing = np.empty((frames, 0, self._side, 3), self._dtype)
-        self._means = means
-        for number in range(self.first):
-            self._changes.append(np.empty(0, np.float32))
-            yield Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE)
+        numbers = range(self.first if self._reference else 0)
+        return [Slice(number * frames, nothing, 0, 0.0, 0.0, now_ns, now_ns, kept=_NONE) for number in numbers]
 
     def add(self, whole: Slice, holds: bool) -> Slice | None:
         """Takes the next slice. Returns its chosen tokens, [F, k · side, side, 3]; None: `rest` will.
 
         holds: whether the pixels of a deferred slice may be held until then.
         """
+        if self.first:
+            return self._compare(whole)
         defers = self.defers
         self._repaired |= whole.repaired_frames > 0
         before, self._means = self._means, block_means(whole.pixels, self._side)
@@ -118,12 +117,21 @@ class Choice:
         changes = new if before is None else change(self._means, before)
         number = len(self._changes)
         self._changes.append(changes)
-        if number < self.first:
-            return self._cut(whole, _NONE)
         if defers:
             self._deferred.append(replace(whole, memory=None) if holds else self._cut(whole, _NONE))
             return None
         return self._cut(whole, changed(changes, number, self._threshold))
+
+    def _compare(self, whole: Slice) -> Slice:
+        """What must be shown of a slice; nothing of those before `first`, the last of which is the reference."""
+        number, means = whole.first_frame // self._slice_frames, block_means(whole.pixels, self._side)
+        kept = _NONE
+        if number < self.first or self._reference is None:
+            self._reference = Reference.of(means)
+        else:
+            kept, self._reference = self._reference.next(means, self._threshold)
+        last = number + 1 == self._grid.t
+        return replace(self._cut(whole, kept), reference=self._reference.written() if last else b"")
 
     def choose(self) -> Sequence[int]:
         """Chooses the tokens of the deferred slices, once all slices were added.

@@ -31,7 +31,7 @@ from framesieve.services.preprocessing.fetch.urls import file_path
 from framesieve.services.preprocessing.prompt.embeds import Embeds
 from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
 from framesieve.services.preprocessing.video.pictures import PictureFrames
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameSampling
 from framesieve.services.preprocessing.video.slices import Slice
 from framesieve.v1 import preprocessing_pb2, prompt_pb2
 
@@ -173,9 +173,11 @@ def _frames(media: prompt_pb2.Media, modality: Modality, name: str) -> MediaRequ
     pictures, sizes = list(media.frames.pictures), list(media.frames.sizes_bytes)
     if pictures and sizes:
         raise InvalidRequest("must hold pictures or sizes_bytes, it holds both", field=f"{name}.frames")
-    ends = tuple(accumulate(sizes or map(len, pictures)))
+    if not 0 <= (left_out := media.frames.left_out) < MAX_FRAMES:
+        raise InvalidRequest(field=f"{name}.frames.left_out", limit=f"from 0 to {MAX_FRAMES - 1}", value=left_out)
+    ends = tuple(accumulate([*[0] * left_out, *(sizes or map(len, pictures))]))
     with within(name):
-        frames = PictureFrames(ends, tuple(media.frames.timestamps_s), media.frames.by_time)
+        frames = PictureFrames(ends, tuple(media.frames.timestamps_s), media.frames.by_time, left_out)
     location = MediaFile(ends[-1]) if sizes else b"".join(pictures)
     return MediaRequest(name, modality, location, _sampling(media.frame_sampling, name), frames)
 
@@ -248,6 +250,7 @@ def frames_responses(
         "repaired_frames": piece.repaired_frames,
         "decoded_ago_s": ago_s(piece.decoded_ns),
         "resized_ago_s": ago_s(piece.resized_ns),
+        "reference": piece.reference,
     }
     if piece.repeats is not None:
         frames = preprocessing_pb2.FramesChunk(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, aclosing
 from functools import partial
 from time import monotonic_ns
@@ -29,7 +29,6 @@ from framesieve.services.preprocessing.conversation import Conversation
 from framesieve.services.preprocessing.fetch.fetcher import Fetcher
 from framesieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
 from framesieve.services.preprocessing.pruning.choice import Choice, choice_of
-from framesieve.services.preprocessing.pruning.seen import SeenSlices
 from framesieve.services.preprocessing.rpc.decode_stats import DecodeStats, recording_decode
 from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
 from framesieve.services.preprocessing.rpc.metrics import count_frames
@@ -88,7 +87,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         self._holding = ByteSemaphore(held_bytes)
         self._max_inline_bytes = max_inline_bytes
         self._known = known or indexes()
-        self._seen = SeenSlices()
 
     async def Preprocess(self, request_iterator: Requests, context: Context) -> AsyncIterator[PreprocessResponse]:
         requests = aiter(request_iterator)
@@ -111,11 +109,8 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     pruning = pruning_from(select, pruning_of(select.pruning), item)
                     choice = choice_of(pruning, item, shares=sender is not None)
                 queue = ResponseQueue[PreprocessResponse](None)
-                task = asyncio.create_task(
-                    self._frames(
-                        media_index, planned.media[media_index], choice, salt, repeats_of(item, salt), sender, queue
-                    )
-                )
+                media, repeats = planned.media[media_index], repeats_of(item, salt)
+                task = asyncio.create_task(self._frames(media_index, media, choice, repeats, sender, queue))
                 # `aclosing` stops the job before the files are closed; an abandoned generator would be closed later.
                 async with aclosing(queue.until_done(task)) as responses:
                     async for response in responses:
@@ -161,7 +156,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         media_index: int,
         media: PlannedMedia,
         choice: Choice | None,
-        cache_salt: str,
         repeats: Repeats | None,
         sender: Sender | None,
         queue: ResponseQueue[PreprocessResponse],
@@ -169,7 +163,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
         if isinstance(media, PlannedEmbeds):
             return
         with recording_decode(media_index) as stats:
-            made = self._chosen(media, choice, cache_salt, stats) if choice else self._decoded(media, stats)
+            made = self._chosen(media, choice, stats) if choice else self._decoded(media, stats)
             async with aclosing(made) as slices:
                 async for each in slices:
                     if repeats:
@@ -179,11 +173,11 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                         await queue.put(response)
 
     async def _chosen(
-        self, media: PlannedVideo | PlannedPicture, choice: Choice, cache_salt: str, stats: DecodeStats
+        self, media: PlannedVideo | PlannedPicture, choice: Choice, stats: DecodeStats
     ) -> AsyncGenerator[Slice]:
         """The tokens that are kept of each slice."""
         assert isinstance(media, PlannedVideo)
-        skipped = await in_thread(partial(self._skip, media, choice, cache_salt))
+        skipped = choice.skip()
         for each in skipped:
             yield each
         held = deque[bool]()  # of each slice that `choice` deferred
@@ -193,7 +187,7 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                     holds = choice.defers and self._holding.try_reserve(choice.slice_bytes)
                     if choice.defers:
                         held.append(holds)
-                    if ready := await in_thread(partial(self._add, media, choice, cache_salt, each, holds)):
+                    if ready := await in_thread(partial(choice.add, each, holds)):
                         yield ready
             numbers = await asyncio.to_thread(choice.choose)
             async with aclosing(self._decoded(media.only(numbers), stats)) as slices:
@@ -215,18 +209,6 @@ class PreprocessingServicer(preprocessing_pb2_grpc.PreprocessingServiceServicer)
                 count_frames(each)
                 add_request_stats(frames=len(each.pixels))
                 yield each
-
-    def _add(self, media: PlannedMedia, choice: Choice, cache_salt: str, whole: Slice, holds: bool) -> Slice | None:
-        """As `choice.add`."""
-        ready = choice.add(whole, holds)
-        if (means := choice.last_means) is not None:
-            self._seen.put(media, means, cache_salt)
-        return ready
-
-    def _skip(self, media: PlannedMedia, choice: Choice, cache_salt: str) -> Sequence[Slice]:
-        """The slices that the others are only compared with, if they need not be decoded."""
-        means = self._seen.get(media, choice.first - 1, cache_salt) if choice.first else None
-        return () if means is None else tuple(choice.skip(means))
 
 
 async def _receive(

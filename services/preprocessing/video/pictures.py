@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import BinaryIO
 
 import numpy as np
@@ -56,19 +57,20 @@ class PictureFrames:
     """The frames of a video that are pictures, all in one file.
 
     ends: where each picture ends in the file, in bytes. timestamps_s: when each is shown. by_time: positions of slices
-    follow their own times.
-    Raises InvalidRequest for an empty picture, too many, or times that are out of range or not increasing.
+    follow their own times. left_out: the first ones, which are empty and cannot be decoded.
+    Raises InvalidRequest for another empty picture, too many, or times that are out of range or not increasing.
     """
 
     ends: tuple[int, ...]
     timestamps_s: tuple[float, ...]
     by_time: bool = False
+    left_out: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.ends) <= MAX_FRAMES:
             raise InvalidRequest(field="frames.pictures", limit=f"1 to {MAX_FRAMES} pictures", value=len(self.ends))
         for number, (begin, end) in enumerate(pairwise((0, *self.ends))):
-            if end <= begin:
+            if end <= begin and number >= self.left_out:
                 field = f"frames.pictures[{number}]"
                 raise InvalidRequest(f"must hold at least 1 byte, got {end - begin}", field=field)
         if len(self.timestamps_s) != len(self.ends):
@@ -90,7 +92,7 @@ class PictureFrames:
 class PictureIndex:
     """The headers of a video's pictures: the size that all have once upright, and the orientation of each.
 
-    ends: as in PictureFrames.
+    ends: as in PictureFrames. An empty picture is upright.
     """
 
     ends: tuple[int, ...]
@@ -100,20 +102,21 @@ class PictureIndex:
 
 
 def read_pictures(source: Source, ends: Sequence[int], progress: Callable[[], None] = lambda: None) -> PictureIndex:
-    """Sizes and orientations from the headers of pictures that follow one another in a file.
+    """Sizes and orientations from the headers of pictures that follow one another in a file. Empty ones have none.
 
     progress: called for each picture.
     Raises MediaRejected as `read_picture`, and for a picture of another size than the first.
     """
     found: list[Picture] = []
-    for part in _parts(source, ends):
+    left_out = bisect_right(ends, 0)
+    for part in islice(_parts(source, ends), left_out, None):
         found.append(read_picture(part))
         sizes = [f"{each.width_px}×{each.height_px}" for each in (found[0], found[-1])]
         if sizes[0] != sizes[1]:
             text = f"has {sizes[1]} pixels, the first picture has {sizes[0]}; all must have the same size"
             raise MediaRejected(text, field=part.name, value=sizes[1], limit=sizes[0])
         progress()
-    orientations = tuple(each.orientation for each in found)
+    orientations = (UPRIGHT,) * left_out + tuple(each.orientation for each in found)
     return PictureIndex(tuple(ends), orientations, found[0].height_px, found[0].width_px)
 
 

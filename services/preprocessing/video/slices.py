@@ -32,7 +32,8 @@ class Slice:
     repaired_frames: number of frames that could not be decoded and repeat the one before.
     decode_s, resize_s: time spent. decoded_ns, resized_ns: when the last frame was done, on the monotonic clock.
     memory: holds the frames, if they can be handed over. kept: the tokens whose squares they are, one below the other,
-    int32 [k], increasing; None: they are whole. digest, repeats: see `repeats`, which sets them.
+    int32 [k], increasing; None: they are whole. digest, repeats: see `repeats`, which sets them. reference: of the last
+    slice, if it was compared with one: `pruning/reference.py`.
     """
 
     first_frame: int
@@ -46,6 +47,7 @@ class Slice:
     kept: Int32Array | None = None
     digest: bytes = b""
     repeats: int | None = None
+    reference: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

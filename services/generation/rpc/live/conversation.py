@@ -24,7 +24,7 @@ from framesieve.common.contract.errors import (
     PromptTooLong,
     Unavailable,
 )
-from framesieve.common.contract.plan import PromptPlan
+from framesieve.common.contract.plan import Grid, PromptPlan
 from framesieve.common.contract.wire import pruning_message
 from framesieve.common.telemetry.logs import add_request_stats
 from framesieve.services.generation.engine.engine import Engine
@@ -178,37 +178,40 @@ class Conversation:
         pruning = pruning_message(NOTHING_PRUNED)
         chosen: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options()}
         async with self._media.open(alone, pruning, StageClock(), self._of_media, **chosen) as upstream:
-            self._check_fits(upstream.plan.media[-1].grid.slice_tokens)
-            raise _Resized("the session's frames have another size")
+            raise self._resized(upstream.plan.media[-1].grid)
 
     async def _encode_slice(self, shown: Slice | None, piece: Slice, again: bool) -> float:
         """Adds a slice after another one of its turn; None: it begins one."""
         # Slices build on the last whole one of their stream. It is evicted; segment 0 is not before segment 1 is.
         base_is_gone = self._session.first > max(self._last_whole, 1) or bool(shown and shown.stream != piece.stream)
         cut = self._cut
-        if shown and not shown.size_bytes:  # they were given up, and with a whole slice only their times count
+        reference = cut.reference if cut and not base_is_gone else b""
+        if shown and not shown.size_bytes and not reference:  # they were given up, and a whole slice needs their times
             base_is_gone, shown = True, shown.showing(piece.first.picture, piece.last.picture)
-        if shown and cut and not base_is_gone and not cut.kept.size and piece.repeats(shown):
+        if shown and cut and cut.settled and not base_is_gone and piece.repeats(shown):
             await self._stand_still(shown, cut, piece, again)
             return 0.0
+        wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
         if shown is None:
             prompt, pictures = prompts.turn_slice(self._before(), piece, self._wanted.max_pixels)
         else:
-            prompt, pictures = prompts.next_slice(shown, piece, self._wanted.max_pixels)
-        wanted = NOTHING_PRUNED if base_is_gone else self._wanted.pruning
+            prompt, pictures = prompts.next_slice(shown, piece, self._wanted.max_pixels, alone=bool(reference))
         pruning, clock, options = pruning_message(wanted), StageClock(), self._options()
-        # With a threshold, the slice before is there to be compared with alone.
-        selected = 1 if shown and wanted.threshold is not None else 0
+        select = prompt_pb2.Select()
+        if shown and wanted.threshold is not None:
+            # The slice before is there for its place alone, or, if it is whole, to be compared with.
+            select = prompt_pb2.Select(first_slice=1, reference=reference)
         # Slices meet the replica that has the ones before them in its caches.
-        chosen: dict[str, Any] = {"files": pictures, "first_slice": selected, "replica": self._session.id}
+        chosen: dict[str, Any] = {"files": pictures, "select": select, "replica": self._session.id}
         async with self._media.open(prompt, pruning, clock, self._of_media, **chosen, **options) as upstream:
+            grid = upstream.plan.media[-1].grid
+            if shown and cut and (grid.h, grid.w) != (cut.grid.h, cut.grid.w):
+                raise self._resized(grid)
             async for received in upstream.receive((0,), clock):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if shown and cut:
-                if replace(upstream.plan.media[-1].grid, t=1) != cut.grid:
-                    raise _Resized("the session's frames have another size")
-                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut.place)
+                cut = live_cuts.next_slice(upstream.plan, item, self._session, cut)
             else:
                 cut = live_cuts.turn_slice(upstream.plan, item, self._session, self._model.defaults.eos_ids)
         # Not before the call upstream has ended: to tell of the slice waits for a caller that reads nothing.
@@ -216,10 +219,10 @@ class Conversation:
         return 0.0 if base_is_gone or shown is None else cut.kept.size / cut.grid.tokens
 
     async def _stand_still(self, shown: Slice, cut: SliceSegment, piece: Slice, again: bool) -> None:
-        """Adds a slice that shows the same files as the last one, which kept nothing, and so keeps nothing, either."""
+        """Adds a slice that shows the same files as the last one, after which these keep nothing."""
         if cut.segment.ids.size:
             plan = await self._media.plan(prompts.still_slice(shown, piece, cut.grid), **self._options())
-            cut = live_cuts.next_slice(plan, None, self._session, cut.place)
+            cut = live_cuts.next_slice(plan, None, self._session, cut)
             await self._append_slice(piece, cut, whole=False, again=again)
             return
         self._still = piece
@@ -257,6 +260,11 @@ class Conversation:
                 limit=window_tokens,
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
+
+    def _resized(self, grid: Grid) -> _Resized:
+        """What to raise before a slice of another grid. Raises PromptTooLong if it could never be added."""
+        self._check_fits(grid.slice_tokens)
+        return _Resized("the session's frames have another size")
 
     # --- questions ---------------------------------------------------------------------------------------------
 
@@ -419,7 +427,7 @@ class Conversation:
         after it. plan: has the slices of `_seen`."""
         if self._still and self._cut:
             # The slices of the plan are stand-ins of another size.
-            passed = live_cuts.next_slice(plan, None, self._session, self._cut.place)
+            passed = live_cuts.next_slice(plan, None, self._session, self._cut)
             self._cut = replace(passed, grid=self._cut.grid)
             self._session.next_position = passed.segment.next_position
             self._shown, self._still = self._still, None

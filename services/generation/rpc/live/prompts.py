@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from framesieve.common.contract.plan import Grid
 from framesieve.common.contract.tensors import PIECE_BYTES
-from framesieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
+from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
 from framesieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
@@ -44,9 +44,10 @@ def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pi
     return _prompt(_answered() if before is None else before, video), pictures
 
 
-def next_slice(shown: Slice, piece: Slice, max_pixels: int | None) -> Announcing:
-    """A slice after another one of its turn."""
-    video, pictures = _video([shown.first, shown.last, piece.first, piece.last], max_pixels)
+def next_slice(shown: Slice, piece: Slice, max_pixels: int | None, alone: bool = False) -> Announcing:
+    """A slice after another one of its turn. alone: the other one's pictures are left out."""
+    left_out = SLICE_FRAMES if alone else 0
+    video, pictures = _video([shown.first, shown.last, piece.first, piece.last], max_pixels, left_out)
     return _prompt((), video), pictures
 
 
@@ -95,10 +96,13 @@ def _answered() -> list[prompt_pb2.Message]:
     return [prompt_pb2.Message(role=role, parts=[prompt_pb2.Part(text=text)]) for role, text in turns]
 
 
-def _video(frames: Sequence[Frame], max_pixels: int | None) -> tuple[prompt_pb2.Part, Sequence[bytes | bytearray]]:
-    """A video of these frames, and the pictures that it announces."""
-    shown = prompt_pb2.PictureFrames(timestamps_s=[frame.time_us / US_PER_S for frame in frames], by_time=True)
-    pictures = [frame.picture for frame in frames]
+def _video(
+    frames: Sequence[Frame], max_pixels: int | None, left_out: int = 0
+) -> tuple[prompt_pb2.Part, Sequence[bytes | bytearray]]:
+    """A video of these frames, and the pictures that it announces. left_out: the first ones are not sent."""
+    times_s = [frame.time_us / US_PER_S for frame in frames]
+    shown = prompt_pb2.PictureFrames(timestamps_s=times_s, by_time=True, left_out=left_out)
+    pictures = [frame.picture for frame in frames[left_out:]]
     if announces := sum(map(len, pictures)) > PIECE_BYTES:
         shown.sizes_bytes.extend(map(len, pictures))
     else:
