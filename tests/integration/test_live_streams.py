@@ -74,12 +74,12 @@ async def until_state(live: Watching, state: int) -> LiveStream:
             return told
 
 
-async def show(live: Watching, way: str, form: str) -> None:
-    """Sends a video: as clips, cut anywhere, as its pictures or as pixels."""
+async def show(live: Watching, way: str, form: str, pause_s: float = 0.2) -> None:
+    """Sends a video: as clips, cut anywhere, as its pictures or as pixels. pause_s: after each clip."""
     if way == "clip":
         for place in range(0, len(STREAMS[form]), 1777):
             await live.send(clip=LiveClip(data=STREAMS[form][place : place + 1777]))
-            await asyncio.sleep(0.2)  # otherwise newer slices would take the place of those that wait
+            await asyncio.sleep(pause_s)  # otherwise newer slices would take the place of those that wait
         return
     for number, (time_s, pixels) in enumerate(media.shown(STREAMS[form])):
         height, width, _ = pixels.shape
@@ -94,10 +94,12 @@ async def show(live: Watching, way: str, form: str) -> None:
 async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: Stack, form: str) -> None:
     """The question follows the last clip at once, and is about all that can be decoded until then."""
     answers = {}
-    for way in ("picture", "raw", "clip"):
+    for way, pause_s in (("picture", 0.0), ("raw", 0.0), ("clip", 0.2), ("clip", 1.0)):
         async with watching(stack.address) as live:
-            await show(live, way, form)
+            await show(live, way, form, pause_s)
             answers[way] = await live.ask(QUESTION)
+            if pause_s == 0.2 and live.seen[-1].finished.usage.dropped_frames:
+                continue  # a slower machine than this one: it is tried again, more slowly
             slices = [each.slice for each in live.seen if each.HasField("slice")]
             times_s = [time_s for each in slices for time_s in (each.first_time_s, each.last_time_s)]
             assert times_s == pytest.approx([time_s for time_s, _ in media.shown(STREAMS[form])], abs=1e-6)
@@ -105,6 +107,7 @@ async def test_clips_and_raw_frames_answer_as_their_frames_as_pictures(stack: St
                 await live.send(close={})
                 await until_state(live, STREAM_STATE_ENDED)
                 assert await live.call.read() is grpc.aio.EOF
+                break
     tokens, logprobs = answers.pop("picture")
     for way, answer in answers.items():
         assert answer == (tokens, pytest.approx(logprobs, abs=1e-6)), way
@@ -229,7 +232,9 @@ async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_
     """A camera that films a still scene for 2.5 s each time: five frames, of which the last one has no partner. The
     first slice of each time is whole, and no slice is of two."""
     picture = "video/x-raw,format=I420,width=112,height=112,framerate=10/1"
-    pipeline = f"videotestsrc is-live=true num-buffers=25 ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
+    pipeline = (
+        f"videotestsrc pattern=circular is-live=true num-buffers=25 ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
+    )
     opened = {"source": f"rtsp://localhost:{PORT}/live", "reopens": True, "pruning": prompt_pb2.Pruning()}
     generation = stack.services["generation"]
     before_s = time.time()
