@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 
 import pytest
 
-_PYTHON = "/usr/bin/python3"
-_PROGRAM = Path(__file__).with_name("rtsp_server.py")
+from benchmarks.live.rtsp import PYTHON, server
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +31,15 @@ async def camera(**wanted: Any) -> AsyncIterator[Camera]:
     """wanted: as `rtsp_server` takes it."""
     if not _runs():
         pytest.skip("needs GStreamer's RTSP server, see CONTRIBUTING.md")
-    process = await asyncio.create_subprocess_exec(
-        *(_PYTHON, str(_PROGRAM), json.dumps(wanted)), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(60):
-            yield Camera(int(await process.stdout.readline()), process.pid, process.stdout)
-    finally:
-        with suppress(ProcessLookupError):  # the test has ended it
-            process.kill()
-        await process.wait()
+    async with server(**wanted) as (port, process, said), asyncio.timeout(60):
+        yield Camera(port, process.pid, said)
 
 
 @cache
 def _runs() -> bool:
     """Whether the server can be started. It must be where CI runs."""
     program = "import gi; gi.require_version('GstRtspServer', '1.0')"
-    return "CI" in os.environ or subprocess.run([_PYTHON, "-c", program], stderr=subprocess.DEVNULL).returncode == 0
+    return "CI" in os.environ or subprocess.run([PYTHON, "-c", program], stderr=subprocess.DEVNULL).returncode == 0
 
 
 def played(path: Path, track: str) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # The system's Python has the bindings of GStreamer, which are no package of pip's.
-_COMMAND = ("/usr/bin/python3", str(Path(__file__).parents[2] / "tests" / "rtsp_server.py"))
+PYTHON = "/usr/bin/python3"
+_COMMAND = (PYTHON, str(Path(__file__).parents[2] / "tests" / "rtsp_server.py"))
 _START_S = 30
 _PIPELINE = "filesrc location={} ! qtdemux ! h264parse config-interval=-1 ! rtph264pay name=pay0 pt=96"
 
@@ -42,22 +44,30 @@ class Cameras:
 async def playing(films: Sequence[Path]) -> AsyncIterator[Cameras]:
     """Plays MP4 files of H.264. Raises RuntimeError if the server cannot be started."""
     mounts = {f"/{number}": _PIPELINE.format(film) for number, film in enumerate(films)}
-    process = await asyncio.create_subprocess_exec(
-        *_COMMAND, json.dumps({"mounts": mounts, "tells": True}), stdout=PIPE
-    )
+    async with server(mounts=mounts, tells=True) as (port, process, said):
+        cameras = Cameras(port, process.pid)
+        reading = asyncio.create_task(_read(said, cameras))
+        try:
+            yield cameras
+        finally:
+            reading.cancel()
+
+
+@asynccontextmanager
+async def server(**wanted: Any) -> AsyncIterator[tuple[int, Process, asyncio.StreamReader]]:
+    """Its port, its process, and what it prints after its port. wanted: as `rtsp_server` takes it.
+
+    Raises RuntimeError if it cannot be started.
+    """
+    process = await asyncio.create_subprocess_exec(*_COMMAND, json.dumps(wanted), stdout=PIPE)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(_START_S):
             if not (port := await process.stdout.readline()):
                 raise RuntimeError("needs GStreamer's RTSP server, see CONTRIBUTING.md")
-        cameras = Cameras(int(port), process.pid)
-        reading = asyncio.create_task(_read(process.stdout, cameras))
-        try:
-            yield cameras
-        finally:
-            reading.cancel()
+        yield int(port), process, process.stdout
     finally:
-        if process.returncode is None:
+        with suppress(ProcessLookupError):  # it has ended
             process.kill()
         await process.wait()
 

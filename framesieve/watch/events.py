@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
 
+from pydantic_core import from_json
+
 from framesieve.client.answer import FinishReason
 from framesieve.client.live_events import LiveFinished
 from framesieve.watch.cameras import Camera
@@ -88,10 +90,10 @@ def lost(camera: Camera, reason: str) -> Event:
 
 
 def _value(text: str) -> Any:
-    """The JSON that an answer is; its text where it is none, as one that was cut off."""
+    """The JSON that an answer is; its text where it is none, or has half of a surrogate pair, which UTF-8 has not."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return from_json(text)
+    except ValueError:
         return text
 
 

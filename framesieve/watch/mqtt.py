@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,8 @@ class MqttSender:
 
     async def close(self) -> None:
         self._client.disconnect()
-        await asyncio.to_thread(self._client.loop_stop)
+        # It waits for paho's thread, which may be connecting for long.
+        threading.Thread(target=self._client.loop_stop, daemon=True).start()
 
     def _acknowledge(self, message_id: int) -> None:
         if (acknowledged := self._acknowledged.pop(message_id, None)) and not acknowledged.done():

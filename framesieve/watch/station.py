@@ -122,7 +122,8 @@ class Station:
             await asyncio.wait(tasks)
 
     async def _close(self, outboxes: list[Outbox]) -> None:
-        self._dropped += sum(await asyncio.gather(*(each.close(_END_S) for each in outboxes)))
+        dropped = await asyncio.gather(*(each.close(_END_S) for each in outboxes))
+        self._dropped += sum(dropped)  # not in the line above: it would forget what others add while it waits
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

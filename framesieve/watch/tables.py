@@ -17,6 +17,7 @@ from framesieve.common.contract.errors import StartupError
 
 _VALUE_CHARACTERS = 80
 _NAME = re.compile(r"[^\x00-\x1f\x7f/+#]{1,64}")
+_HOST = re.compile(r"[\w.:-]+")
 _LOGIN = re.compile(r"//[^/?#]*@")
 
 
@@ -33,8 +34,10 @@ def _is_name(text: str) -> str:
 
 
 def _is_host(text: str) -> str:
-    text.encode("idna")
-    return text
+    if _HOST.fullmatch(text):
+        text.encode("idna")
+        return text
+    raise ValueError("must be a name or an address")
 
 
 Text: TypeAlias = Annotated[str, AfterValidator(_not_blank)]
@@ -118,6 +121,7 @@ class File(Shared):
     sink: list[Annotated[StdoutTable | WebhookTable | MqttTable, Field(discriminator="type")]] = []
 
 
+_TABLES = ("camera", "question", "sink")
 _KINDS: dict[str, type[_Table]] = {
     "camera": CameraTable,
     "question": QuestionTable,
@@ -146,7 +150,8 @@ def place_of(kind: str, number: int, name: object = None) -> str:
 
 
 def _wrong(error: ErrorDetails, tables: dict[str, Any]) -> str:
-    """Table, key, limit and value. Values of unknown keys, which may be passwords, and logins in URLs are not shown."""
+    """Table, key, limit and value. What may be a secret is not shown: values of unknown keys, whole tables and lists,
+    and logins in URLs."""
     steps, kind = list(error["loc"]), ""
     where = ""
     match steps:
@@ -165,8 +170,11 @@ def _wrong(error: ErrorDetails, tables: dict[str, Any]) -> str:
             return f"{before} is not known here; known are {', '.join(_keys(_KINDS.get(kind, File)))}"
         case "union_tag_invalid" | "union_tag_not_found":
             return f"{before}: type must be stdout, webhook or mqtt"
+        case "list_type" if before in _TABLES:
+            return f"{before} must be written as [[{before}]]"
     limit = re.sub(r"^(\w+ should|Value error, must)", "must", error["msg"])
-    return f"{before} {limit}, got {_shown(error['input'])}"
+    given = error["input"]
+    return f"{before} {limit}" + ("" if isinstance(given, (dict, list)) else f", got {_shown(given)}")
 
 
 def _keys(table: type[BaseModel]) -> Iterator[str]:

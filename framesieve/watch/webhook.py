@@ -9,6 +9,7 @@ Source: https://www.standardwebhooks.com, version 1.0.0.
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 
 import httpx
@@ -39,7 +40,10 @@ class WebhookSender:
             headers |= {"webhook-id": letter.id, "webhook-timestamp": str(int(now.timestamp()))}
             headers |= {"webhook-signature": signature}
         try:
-            response = await self._http.post(self._url, content=letter.body, headers=headers)
+            async with asyncio.timeout(_TIMEOUT_S):  # httpx's are of each read alone
+                response = await self._http.post(self._url, content=letter.body, headers=headers)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise Undelivered(f"no answer within {_TIMEOUT_S:g} s") from error
         except httpx.HTTPError as error:
             raise Undelivered(str(error) or type(error).__name__) from error
         told = f"{response.status_code} {response.reason_phrase}".strip()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +16,8 @@ from typer.testing import Result
 from framesieve.common.process import free_port
 from framesieve.watch.cameras import Webhook
 from framesieve.watch.events import ANSWER, Event
-from framesieve.watch.outbox import MAX_WAITING_BYTES, Outbox
+from framesieve.watch.outbox import MAX_WAITING_BYTES, Letter, Outbox
+from framesieve.watch.stdout import StdoutSender
 from framesieve.watch.webhook import WebhookSender
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,14 @@ def test_the_example_is_a_file_of_cameras_whose_passwords_are_not_shown(
         (CAMERA + QUESTION + 'schema = "none.json"\n', "question 1: schema none.json"),
         (CAMERA + QUESTION + WEBHOOK + 'secret_env = "SHORT"\n', "sink 1 (webhook): secret must be base64 of 24 to 64"),
         (CAMERA + QUESTION + '[[sink]]\ntype = "kafka"\n', "sink 1: type must be stdout, webhook or mqtt"),
+        (
+            CAMERA + QUESTION + WEBHOOK.replace("org", f"org/{SECRET}").replace("[[sink]]", "[sink]"),
+            "written as [[sink]]",
+        ),
+        (
+            CAMERA + QUESTION + f'[[sink]]\ntype = "mqtt"\nhost = "mqtt://me:{SECRET}@broker.lan"\n',
+            "sink 1: host must be a name or an address, got",
+        ),
         (CAMERA + "fps = 1.\n", "is not TOML: Expected newline or end of document after a statement (at line 4"),
         ("", "camera must be set\n"),
     ],
@@ -98,6 +109,19 @@ async def test_a_sink_that_is_away_holds_64_mib_and_what_is_dropped_is_counted_a
     assert said[1].startswith("webhook 127.0.0.1: events wait: ")
     assert said[2:] == [f"webhook 127.0.0.1: {fit} events were not delivered"]
     assert not any(SECRET in each for each in said)
+
+
+async def test_a_reader_of_stdout_that_does_not_read_holds_up_its_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as read, os.fdopen(writing, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        sender, letters = StdoutSender(), [Letter(name, name, name.encode() * 2**20) for name in "ab"]
+        sent = asyncio.gather(*(sender.deliver(each) for each in letters))
+        await asyncio.sleep(0.1)
+        assert not sent.done()
+        lines = [await asyncio.to_thread(read.readline) for _ in letters]
+        await sent
+    assert lines == [each.body + b"\n" for each in letters]
 
 
 def test_an_error_is_a_line_of_json_for_machines(framesieve: Run) -> None:

@@ -260,10 +260,11 @@ async def test_a_changed_file_is_taken_over_and_what_is_equal_in_it_goes_on(watc
     yard, door = table("yard", YARD), table("door", DOOR)
     async with filming(YARD), filming(DOOR):
         running_watch = watch(yard + door + ASKED)
-        await running_watch.says("yard: plays")
-        await running_watch.says("door: plays")
+        await running_watch.says("door: opens")
         running_watch.file.write_text(yard + door + ASKED + "on_change = 2")
         await running_watch.says("is not taken over")
+        await running_watch.says("yard: plays")
+        await running_watch.says("door: plays")
         assert "question 1: on_change must be less than or equal to 1, got 2" in running_watch.said
         asked_of_door = '[[question]]\ntext = "Is it open?"\nevery_s = 1\nmax_new_tokens = 4\ncameras = ["door"]'
         running_watch.file.write_text(yard + door + ASKED + asked_of_door)
