@@ -19,7 +19,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.common.channels import open_channel
 from framesieve.common.security.credentials import NO_CREDENTIALS
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveFrame, LiveOpen, LiveRequest, RawFrame
+from framesieve.v1.generation_pb2 import SNAPSHOTS_ANSWERS, LiveFrame, LiveOpen, LiveRequest, RawFrame
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.fleet import Service, Stack, running, started
 from tests.integration.test_live import GREEDY, PICTURES, QUESTION, Watching, video, watching
@@ -63,7 +63,7 @@ async def show_pixels(live: Watching, first: int, end: int) -> None:
 async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(stack: Stack) -> None:
     """The slice after that is taken whole, because nothing is there to compare it with."""
     async with FramesieveClient(stack.address) as client, AsyncExitStack() as others:
-        idle = await others.enter_async_context(watching(stack.address, **SMALL))
+        idle = await others.enter_async_context(watching(stack.address, snapshots=SNAPSHOTS_ANSWERS, **SMALL))
         await show_pixels(idle, 0, 4)
         await asyncio.sleep(IDLE_S)
         for _ in range(4):  # each holds the last slice of two frames

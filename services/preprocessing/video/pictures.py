@@ -68,8 +68,8 @@ class PictureFrames:
 
     def __post_init__(self) -> None:
         if not self.left_out < len(self.ends) <= MAX_FRAMES:
-            limit, value = f"1 to {MAX_FRAMES - self.left_out} pictures", len(self.ends) - self.left_out
-            raise InvalidRequest(field="frames.pictures", limit=limit, value=value)
+            limit = f"1 to {MAX_FRAMES - self.left_out} pictures"
+            raise InvalidRequest(field="frames.pictures", limit=limit, value=len(self.ends) - self.left_out)
         for number, (begin, end) in enumerate(pairwise((0, *self.ends))):
             if end <= begin and number >= self.left_out:
                 field = f"frames.pictures[{number}]"
