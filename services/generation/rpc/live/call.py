@@ -161,15 +161,7 @@ class LiveCall:
                     raise InvalidRequest(f"must not be sent: this session's frames come by {self._kind}", field=kind)
                 case "frame":
                     self._kind = kind
-                    self._responses.count_frames(1)
-                    try:
-                        frame = request.frame
-                        # Pixels are copied in a thread, so that others run between the copies.
-                        raw = frame.HasField("raw")
-                        picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
-                        self._see(picture, frame.time_s)
-                    except InvalidRequest as error:
-                        await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
+                    await self._take_frame(request.frame)
                 case "clip":
                     self._kind = kind
                     await streams.add(request.clip)
@@ -190,9 +182,20 @@ class LiveCall:
                 case other:
                     raise InvalidRequest(f"a live session takes no {other or 'empty request'} after it was opened")
             self._came.set()
+            del request  # a session may rest for hours: its last frame is not kept meanwhile
         await streams.close()
         self._closed = True
         self._came.set()
+
+    async def _take_frame(self, frame: generation_pb2.LiveFrame) -> None:
+        self._responses.count_frames(1)
+        try:
+            # Pixels are copied in a thread, so that others run between the copies.
+            raw = frame.HasField("raw")
+            picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
+            self._see(picture, frame.time_s)
+        except InvalidRequest as error:
+            await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
 
     def _see(self, picture: bytes | bytearray, time_s: float, filmed_s: float | None = None) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""
