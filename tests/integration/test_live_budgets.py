@@ -87,6 +87,19 @@ async def test_frames_without_room_are_dropped_and_the_session_goes_on(stack: St
         assert live.seen[-1].finished.usage.dropped_frames == 1
 
 
+async def test_a_resting_session_keeps_nothing_of_a_frame_without_room(stack: Stack) -> None:
+    side_px, sessions = 1280, 24
+    raw = RawFrame(width=side_px, height=side_px, rgb=bytes(3 * side_px**2))
+    resident = []
+    async with AsyncExitStack() as resting:
+        for _ in range(2 * sessions):  # the first half warms up
+            live = await resting.enter_async_context(watching(stack.address, **SMALL))
+            await live.send(frame=LiveFrame(raw=raw))
+            await live.until("dropped")
+            resident.append(stack.services["generation"].metric("process_resident_memory_bytes"))
+    assert resident[-1] - resident[sessions - 1] < sessions * len(raw.rgb) / 2
+
+
 async def test_the_session_that_is_idle_longest_yields_to_one_that_is_opened(stack: Stack) -> None:
     half = {"window_tokens": 16384, "answer_tokens": 4096}  # of what sessions may hold
     async with watching(stack.address, **half) as first, watching(stack.address, **half) as second:
