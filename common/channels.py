@@ -53,7 +53,7 @@ _SIZES = re.compile(r"\((\d+) vs\. (\d+)\)")
 # Responses: a piece of an array has at most 2 MiB; the first message of a plan has 1 MiB and 512 media of 11 KiB each.
 MAX_RESPONSE_BYTES = 8 * 2**20
 
-# Of a channel of `Channels`. What listens takes so many calls of a connection, and lets others wait without a word.
+# Of a channel of `Channels`: fewer than what listens takes of a connection, which lets others wait without a word.
 MAX_LASTING_CALLS = 512
 
 # Proxy environment variables are meant for the web. A proxy would see every call and its token.

@@ -225,6 +225,9 @@ class Caller:
     def time_remaining(self) -> None:
         return None
 
+    def invocation_metadata(self) -> None:
+        return None
+
 
 def video_request(service: Service, new_tokens: int) -> GenerateRequest:
     request = GenerateRequest(

@@ -19,7 +19,7 @@ from framesieve.client.client import FramesieveClient
 from framesieve.common.channels import open_channel
 from framesieve.common.security.credentials import NO_CREDENTIALS
 from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveFrame, LiveOpen, LiveRequest, RawFrame
+from framesieve.v1.generation_pb2 import SNAPSHOTS_ANSWERS, LiveFrame, LiveOpen, LiveRequest, RawFrame
 from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.fleet import Service, Stack, running, started
 from tests.integration.test_live import GREEDY, PICTURES, QUESTION, Watching, video, watching
@@ -63,7 +63,7 @@ async def show_pixels(live: Watching, first: int, end: int) -> None:
 async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(stack: Stack) -> None:
     """The slice after that is taken whole, because nothing is there to compare it with."""
     async with FramesieveClient(stack.address) as client, AsyncExitStack() as others:
-        idle = await others.enter_async_context(watching(stack.address, **SMALL))
+        idle = await others.enter_async_context(watching(stack.address, snapshots=SNAPSHOTS_ANSWERS, **SMALL))
         await show_pixels(idle, 0, 4)
         await asyncio.sleep(IDLE_S)
         for _ in range(4):  # each holds the last slice of two frames
@@ -85,6 +85,19 @@ async def test_frames_without_room_are_dropped_and_the_session_goes_on(stack: St
         await show_pixels(live, 0, 2)
         assert (await live.ask(QUESTION))[0]
         assert live.seen[-1].finished.usage.dropped_frames == 1
+
+
+async def test_a_resting_session_keeps_nothing_of_a_frame_without_room(stack: Stack) -> None:
+    side_px, sessions = 1280, 24
+    raw = RawFrame(width=side_px, height=side_px, rgb=bytes(3 * side_px**2))
+    resident = []
+    async with AsyncExitStack() as resting:
+        for _ in range(2 * sessions):  # the first half warms up
+            live = await resting.enter_async_context(watching(stack.address, **SMALL))
+            await live.send(frame=LiveFrame(raw=raw))
+            await live.until("dropped")
+            resident.append(stack.services["generation"].metric("process_resident_memory_bytes"))
+    assert resident[-1] - resident[sessions - 1] < sessions * len(raw.rgb) / 2
 
 
 async def test_the_session_that_is_idle_longest_yields_to_one_that_is_opened(stack: Stack) -> None:

@@ -222,7 +222,9 @@ FOUR_IN_AN_IMAGE = prompt_pb2.Part(
 TOO_MANY_LEFT_OUT = prompt_pb2.Part(
     video=prompt_pb2.Media(frames=prompt_pb2.PictureFrames(pictures=FOUR, timestamps_s=range(4), left_out=768))
 )
+ALL_LEFT_OUT = prompt_pb2.Part(video=prompt_pb2.Media(frames=prompt_pb2.PictureFrames(timestamps_s=(0, 1), left_out=2)))
 INVALID = [
+    (ALL_LEFT_OUT, "frames.pictures must be 1 to 766 pictures, got 0"),
     (TOO_MANY_LEFT_OUT, "frames.left_out must be from 0 to 767, got 768"),
     (video_of([], []), "frames.pictures must be 1 to 768 pictures, got 0"),
     (video_of([b"x"] * 769, range(769)), "frames.pictures must be at most 768 values, got 769"),

@@ -119,7 +119,7 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
 @pytest.mark.parametrize(
     ("pieces", "why"),
     [
-        ([b"nonsense" * 999], "data cannot be read as a video.*MPEG-TS, fragmented MP4"),
+        ([b"<!---->" * 999], "data cannot be read as a video.*MPEG-TS, fragmented MP4"),
         (
             [b"#EXTM3U\n#EXTINF:2,\npart0.ts\n"],
             r"data is a playlist \(HLS\), which is not watched; name the stream itself",
@@ -128,7 +128,7 @@ async def test_it_says_which_bytes_are_read_once_their_frames_are_sent(service: 
         ([b""], "data must be 1 to 2097152 bytes, got '0 bytes'"),
         ([], "data cannot be read as a video"),
     ],
-    ids=["nonsense", "a playlist", "a broken header", "an empty piece", "nothing"],
+    ids=["comments of no playlist", "a playlist", "a broken header", "an empty piece", "nothing"],
 )
 async def test_bad_bytes_are_refused_with_their_field(service: Service, pieces: list[bytes], why: str) -> None:
     async with service.serving() as stub:

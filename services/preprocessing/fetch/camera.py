@@ -83,9 +83,11 @@ class Connection:
     async def rest(self) -> None:
         """Reads nothing for _PAUSE_S."""
         transport = cast(asyncio.Transport, self._writer.transport)
+        reads = transport.is_reading()  # else the StreamReader has paused it, and will resume it
         transport.pause_reading()
         await asyncio.sleep(_PAUSE_S)
-        transport.resume_reading()
+        if reads:
+            transport.resume_reading()
 
     def end(self) -> None:
         """Nothing more will be written."""

@@ -67,8 +67,9 @@ class PictureFrames:
     left_out: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.ends) <= MAX_FRAMES:
-            raise InvalidRequest(field="frames.pictures", limit=f"1 to {MAX_FRAMES} pictures", value=len(self.ends))
+        if not self.left_out < len(self.ends) <= MAX_FRAMES:
+            limit = f"1 to {MAX_FRAMES - self.left_out} pictures"
+            raise InvalidRequest(field="frames.pictures", limit=limit, value=len(self.ends) - self.left_out)
         for number, (begin, end) in enumerate(pairwise((0, *self.ends))):
             if end <= begin and number >= self.left_out:
                 field = f"frames.pictures[{number}]"

@@ -15,7 +15,11 @@ _HEAD_BYTES = 256
 
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis")
 _ANIMATION = 1 << 1
-_PLAYLIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:(#EXTM3U)|(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<MPD[\s>])", re.DOTALL)
+# A comment ends at its first "-->", so that there is one way to read several.
+_COMMENTS = rb"(?:<!--(?:(?!-->).)*-->\s*)*"
+_PLAYLIST = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:(#EXTM3U)|(?:<\?xml[^>]*>\s*)?" + _COMMENTS + rb"<MPD[\s>])", re.DOTALL
+)
 _PROTECTED = re.compile(rb"schm\0\0\0.(cenc|cens|cbc1|cbcs|piff)", re.DOTALL)
 
 

@@ -193,6 +193,7 @@ async def _leave(worker: WorkerProcess) -> None:
                 worker.send(Kind.STOP)
             while worker.working:
                 (await worker.receive()).close()
+                await asyncio.sleep(0)  # a worker that says much without end must not keep the event loop
 
 
 def _begin(worker: WorkerProcess, facts: dict[str, Any], source: Camera | Callable[[], Awaitable[bytes]]) -> None:

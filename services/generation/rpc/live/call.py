@@ -74,20 +74,20 @@ class LiveCall:
         self._triggers = Triggers(wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
         self._serving: Slice | Ask | None = None
-        self._group: asyncio.TaskGroup | None = None  # while the session is open
+        self._running: asyncio.Task[None] | None = None
+        self._ended_by: Exception | None = None
         self.over = asyncio.Event()
         self._kind = "source" if wanted.source else ""  # of what brings its frames; empty: nothing has yet
 
     async def run(self, requests: AsyncIterator[LiveRequest]) -> None:
         """Serves the session until it is closed and everything that was asked is answered; then its blocks are free."""
-        session = self._session
+        session, self._running = self._session, asyncio.current_task()
         try:
             await self._open()
             reserved = len(session.blocks) * session.block_tokens
             accepted = generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved)
             await self._responses.put(accepted=accepted)
             async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:
-                self._group = group
                 streams = Streams(
                     self._media,
                     self._wanted.fps,
@@ -106,6 +106,10 @@ class LiveCall:
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise (first.error if isinstance(first, SegmentFailed) else first) from None
+        except asyncio.CancelledError:
+            if self._ended_by:
+                raise self._ended_by from None
+            raise
         finally:
             self._sessions.remove(self)
             self._engine.close(session)
@@ -133,21 +137,20 @@ class LiveCall:
 
     @property
     def rests(self) -> bool:
-        return self._group is not None and not self._waiting and self._serving is None
+        return not (self._waiting or self._serving or self._ended_by)
 
     def keep_less(self) -> bool:
         return self._conversation.keep_less()
 
     def give_up_pictures(self) -> None:
         self._conversation.give_up_pictures()
+        self._responses.give_up_picture()
         self._responses.count_dropped(self._frames.give_up(), DROP_REASON_NO_ROOM)
 
     def end(self, error: Exception) -> None:
-        async def fail() -> None:
-            raise error
-
-        if self._group:
-            self._group.create_task(fail())
+        self._ended_by = error
+        if self._running:
+            self._running.cancel()
 
     # --- what comes --------------------------------------------------------------------------------------------
 
@@ -158,15 +161,7 @@ class LiveCall:
                     raise InvalidRequest(f"must not be sent: this session's frames come by {self._kind}", field=kind)
                 case "frame":
                     self._kind = kind
-                    self._responses.count_frames(1)
-                    try:
-                        frame = request.frame
-                        # Pixels are copied in a thread, so that others run between the copies.
-                        raw = frame.HasField("raw")
-                        picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
-                        self._see(picture, frame.time_s)
-                    except InvalidRequest as error:
-                        await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
+                    await self._take_frame(request.frame)
                 case "clip":
                     self._kind = kind
                     await streams.add(request.clip)
@@ -187,9 +182,20 @@ class LiveCall:
                 case other:
                     raise InvalidRequest(f"a live session takes no {other or 'empty request'} after it was opened")
             self._came.set()
+            del request  # a session may rest for hours: its last frame is not kept meanwhile
         await streams.close()
         self._closed = True
         self._came.set()
+
+    async def _take_frame(self, frame: generation_pb2.LiveFrame) -> None:
+        self._responses.count_frames(1)
+        try:
+            # Pixels are copied in a thread, so that others run between the copies.
+            raw = frame.HasField("raw")
+            picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
+            self._see(picture, frame.time_s)
+        except InvalidRequest as error:
+            await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
 
     def _see(self, picture: bytes | bytearray, time_s: float, filmed_s: float | None = None) -> None:
         """Takes a frame. Raises InvalidRequest for one that is refused."""

@@ -123,7 +123,7 @@ class Conversation:
         return self._window.keep_less()
 
     def give_up_pictures(self) -> None:
-        """Forgets all pictures. Only while nothing is added: the next slice is then taken whole."""
+        """Forgets all pictures. Only while nothing is added. Without a reference the next slice is taken whole."""
         while self.keep_less():
             pass
         self._shown, self._still = (each and each.showing(b"", b"") for each in (self._shown, self._still))

@@ -90,6 +90,10 @@ class LiveResponses:
         )
         await self.put(slice=told)
 
+    def give_up_picture(self) -> None:
+        """Forgets the last frame's picture: without another slice, there are no snapshots."""
+        self._seen = self._seen and replace(self._seen, picture=b"")
+
     async def refuse_frames(self, frames: int, error: InvalidRequest, number: int) -> None:
         """Says that frames were refused, because of the one of this number. The session goes on."""
         self._sum_dropped(frames, generation_pb2.DROP_REASON_REFUSED)

@@ -174,6 +174,7 @@ class Streams:
                 async with aclosing(self._played(url, source)) as frames:
                     async for frame in frames:
                         self._show(frame)
+                        del frame  # the source may be lost for hours
                         wait_s, seen = FIRST_WAIT_S, True
                 over, reason = not reopens, "the source came to its end"
             except _Over as error:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from framesieve.common.contract.limits import MAX_INLINE_BYTES
 from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.rpc.live.frames import Slice, microseconds
+from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Slice, microseconds
 from framesieve.v1 import prompt_pb2
 
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
@@ -45,7 +45,7 @@ class Window:
 
     def __init__(self, session: Session, window_s: float, recurrent: bool) -> None:
         self._session, self._recurrent = session, recurrent
-        self._window_us = math.inf if math.isinf(window_s) else microseconds(window_s)
+        self._window_us = microseconds(min(window_s, MAX_LENGTH_S))
         self._times: deque[tuple[int, int]] = deque()  # segment and time of each slice that is not too old
         self._last: deque[Numbered] = deque()
 
