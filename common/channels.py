@@ -10,8 +10,8 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
@@ -52,9 +52,6 @@ _SIZES = re.compile(r"\((\d+) vs\. (\d+)\)")
 
 # Responses: a piece of an array has at most 2 MiB; the first message of a plan has 1 MiB and 512 media of 11 KiB each.
 MAX_RESPONSE_BYTES = 8 * 2**20
-
-# Of a channel of `Channels`: fewer than what listens takes of a connection, which lets others wait without a word.
-MAX_LASTING_CALLS = 512
 
 # Proxy environment variables are meant for the web. A proxy would see every call and its token.
 NO_PROXY = ("grpc.enable_http_proxy", 0)
@@ -137,7 +134,6 @@ def open_channel(
     *,
     by_media: bool = False,
     health: str = "",
-    own_connections: bool = False,
 ) -> grpc.aio.Channel:
     """A channel that balances calls over all replicas at the address whose health is SERVING, under the name `health`.
 
@@ -145,7 +141,6 @@ def open_channel(
         or another gRPC target (dns:///name:port).
     by_media: calls with the same MEDIA_KEY go to the same replica, those without one to any. Otherwise, and where the
         installed gRPC cannot do this, the replicas are called in turn.
-    own_connections: shares none with other channels of this process, as one with `health` does.
     A call that fails with UNAVAILABLE before its first response is retried, on another replica if there is one and the
     replica that failed is lost or reports NOT_SERVING. Not so Encode and Generate `by_media`: their callers do that, by
     `retries`. The channel reconnects within a second once a replica is back.
@@ -154,35 +149,11 @@ def open_channel(
     tls = credentials.for_channel(address)
     options = [*_OPTIONS, ("grpc.service_config", _service_config(by_media, health))]
     # gRPC shares connections among channels, and also their wait before they connect again.
-    if health or own_connections:
+    if health:
         options.append(("grpc.use_local_subchannel_pool", 1))
     if tls is None:
         return grpc.aio.insecure_channel(_target(address), options)
     return grpc.aio.secure_channel(_target(address), tls, options)
-
-
-class Channels:
-    """Channels to a service for calls that stay open: each has connections of its own, so that no other call waits
-    behind them, and takes at most `most` calls. One without calls is closed."""
-
-    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS, most: int = MAX_LASTING_CALLS) -> None:
-        self._address, self._credentials, self._most = address, credentials, most
-        self._calls: dict[grpc.aio.Channel, int] = {}
-
-    @asynccontextmanager
-    async def one(self) -> AsyncGenerator[grpc.aio.Channel]:
-        """Inside, one call at a time may be made by the channel."""
-        channel = next((each for each, calls in self._calls.items() if calls < self._most), None)
-        if channel is None:
-            channel = open_channel(self._address, self._credentials, own_connections=True)
-        self._calls[channel] = self._calls.get(channel, 0) + 1
-        try:
-            yield channel
-        finally:
-            self._calls[channel] -= 1
-            if not self._calls[channel]:
-                del self._calls[channel]
-                await channel.close()
 
 
 class Reach:

@@ -13,7 +13,7 @@ from prometheus_client import disable_created_metrics
 
 from framesieve.client.client import FramesieveClient
 from framesieve.client.credentials import Access
-from framesieve.common.channels import Channels, open_channel
+from framesieve.common.channels import open_channel
 from framesieve.common.contract.errors import StartupError
 from framesieve.common.process import ExitStatus
 from framesieve.common.security.quotas import ClientQuotas
@@ -87,7 +87,7 @@ async def main() -> ExitStatus:
         questions = Questions(client, models, files, settings.max_inline_bytes)
         kept = Kept(client, settings.encoder, access, files, questions.body_limit)
         origins = tuple(filter(None, map(str.strip, settings.cors_origins.split(","))))
-        live = Generation(Channels(settings.generation, credentials), credentials.metadata)
+        live = Generation(channel, credentials.metadata)
         realtime, watch = Realtime(live, models), Watch(live, models, questions.body_limit)
         app = routes(questions, models, files, kept, realtime, watch, is_well, tokens)
         guard = RequestGuard(app, Origins(origins, settings.listen), quotas, tokens, credentials.token is None)

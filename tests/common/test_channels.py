@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import socket
 import sys
@@ -24,7 +23,6 @@ from framesieve.common.channels import (
     MAX_RECEIVE_BYTES,
     MEDIA_KEY,
     REPLICA_KEY,
-    Channels,
     Reach,
     error_from_status,
     open_channel,
@@ -182,39 +180,6 @@ async def test_a_large_call_that_one_replica_refuses_is_retried_on_another(socke
         assert one.calls >= 1
         assert other.calls == 2
         assert other.received_bytes > 16 * 2**20
-
-
-async def test_calls_that_stay_open_fill_no_connection(sockets: tuple[str, str]) -> None:
-    """Calls beyond the streams of a connection wait without a word. A channel's check of health is one of them."""
-    address, most = sockets[0], 2
-    channels, calls, left = Channels(address, most=most), 3 * most + 1, asyncio.Event()
-    used: list[grpc.aio.Channel] = []
-    opened = asyncio.Semaphore(0)
-
-    async def stay() -> None:
-        async with channels.one() as channel:
-            call = encoder_pb2_grpc.EncoderServiceStub(channel).Encode()
-            await call.write(EncodeRequest())
-            await call.read()
-            used.append(channel)
-            opened.release()
-            await left.wait()
-            call.cancel()
-
-    async with (
-        running(Replica(address), streams=most + 1),
-        open_channel(address) as other,
-        asyncio.timeout(20),
-        asyncio.TaskGroup() as group,
-    ):
-        for _ in range(calls):
-            group.create_task(stay())
-        for _ in range(calls):
-            await opened.acquire()
-        await ask(other)
-        left.set()
-    assert len(set(used)) == math.ceil(calls / most)
-    assert {each.get_state() for each in used} == {grpc.ChannelConnectivity.SHUTDOWN}
 
 
 async def asked(channel: grpc.aio.Channel, replicas: Sequence[Replica], *keys: str) -> list[int]:

@@ -42,7 +42,7 @@ def test_settings_prints_every_value_of_services_and_commands_and_where_it_comes
     assert (rows["serve"]["--config"]["value"], rows["serve"]["--config"]["source"]) == (str(config), "flag")
     variables = {name: {row["variable"] for row in each.values()} for name, each in rows.items()}
     commands = variables.keys() - set(TABLES)
-    assert commands == {"serve", "models", "ask", "chat", "live", "inspect", "bench"}
+    assert commands == {"serve", "models", "ask", "chat", "live", "watch", "inspect", "bench"}
     for command, service in product(commands, TABLES):  # which get the environment of `serve`
         assert not variables[command] & variables[service]
     printed = settings(*flags).stdout

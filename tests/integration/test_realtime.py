@@ -8,8 +8,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
+from contextlib import asynccontextmanager, suppress
 from inspect import isclass
 from pathlib import Path
 from types import NoneType
@@ -43,9 +42,8 @@ from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProto
 from framesieve.services.gateway.realtime.request import REFUSED, parse
 from framesieve.v1 import prompt_pb2
 from framesieve.v1.generation_pb2 import Sampling
-from tests.integration.conftest import upstream_of
-from tests.integration.fleet import TIMED, Service, Stack, running, started, until
-from tests.integration.gateway import Gateway, data_url, gateway, question
+from tests.integration.fleet import TIMED, Stack, running, until
+from tests.integration.gateway import Gateway, data_url, gateway
 from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
 
 FRAMES = [data_url("image/png", picture) for picture in PICTURES]
@@ -445,28 +443,6 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
         "OK": 3,
         "UNAVAILABLE": 1,
     }
-
-
-FEW_STREAMS = 4
-# Generation, which runs so many calls of each connection at a time.
-OF_FEW_STREAMS = f"""
-import runpy
-from framesieve.common.serving import guards
-guards._OPTIONS = tuple((dict(guards._OPTIONS) | {{"grpc.max_concurrent_streams": {FEW_STREAMS}}}).items())
-runpy.run_module("framesieve.services.generation", run_name="__main__", alter_sys=True)
-"""
-
-
-async def test_sessions_do_not_keep_others_from_generation(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    flags = ("--kv-cache-tokens", "16384", "--live-tokens", "8192", *upstream_of(stack))
-    generation = Service("generation", tiny_checkpoint, tmp_path, flags, program=OF_FEW_STREAMS)
-    with started(generation), gateway(generation.address, tmp_path) as busy, busy.http() as http:
-        async with AsyncExitStack() as sessions:
-            for _ in range(FEW_STREAMS - 1):  # one is the channel's check of health
-                await sessions.enter_async_context(talking(busy))
-            assert (await asyncio.to_thread(http.get, "/health")).status_code == 200
-            answer = await asyncio.to_thread(partial(http.post, "/v1/chat/completions", json=question("What moves?")))
-            assert answer.status_code == 200
 
 
 async def test_large_pictures_do_not_hold_up_the_gateways_loop(stack: Stack, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import grpc.aio
+
 from framesieve.client.client import Metadata
-from framesieve.common.channels import REQUEST_ID_KEY, Channels, read_from, write_to
+from framesieve.common.channels import REQUEST_ID_KEY, read_from, write_to
 from framesieve.common.contract.errors import FramesieveError, PeerContract
 from framesieve.services.gateway.http.request_guard import Call
 from framesieve.v1.generation_pb2 import LiveClose, LiveOpen, LiveRequest, LiveResponse
@@ -17,20 +19,19 @@ from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
 class Generation:
     """Generation's live sessions. metadata: of calls, beside the caller's."""
 
-    def __init__(self, channels: Channels, metadata: Metadata) -> None:
-        self._channels = channels
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
+        self._stub = GenerationServiceStub(channel)
         self._metadata = metadata
 
     @asynccontextmanager
     async def live(self, call: Call) -> AsyncGenerator[Live]:
         """Ends the session at the end."""
         metadata = ((REQUEST_ID_KEY, call.request_id), *call.metadata, *self._metadata)
-        async with self._channels.one() as channel:
-            live = Live(GenerationServiceStub(channel), metadata)
-            try:
-                yield live
-            finally:
-                live.cancel()
+        live = Live(self._stub, metadata)
+        try:
+            yield live
+        finally:
+            live.cancel()
 
 
 class Live:
