@@ -212,8 +212,9 @@ def _faults(number: int, watched: Watched, minutes: int) -> Iterator[str]:
 
 
 def _due(minutes: int) -> int:
-    """Frames of a camera that are the first of their interval."""
-    return (minutes * PIECE_FRAMES - 1) * FPS // CAMERA_FPS + 1
+    """Frames of a camera that are the first of their interval. FFmpeg gives no time to the first frame of a film by
+    RTP, which is not shown: intervals count from the second one."""
+    return (minutes * PIECE_FRAMES - 2) * FPS // CAMERA_FPS + 1
 
 
 def _reported(all_watched: Sequence[Watched], samples: Sequence[Sample], minutes: int, faults: Sequence[str]) -> Report:
