@@ -172,11 +172,12 @@ def _searched(model: Path, films: _Films, load: Load, count: int) -> tuple[Trial
 
 async def _tried(model: Path, films: _Films, load: Load, count: int) -> Trial:
     """Ends as soon as a camera is too late."""
-    room = (count + 1) * (load.window_tokens + ANSWER_ROOM + BLOCK_TOKENS)  # the warm-up's may not be free yet
+    each = load.window_tokens + ANSWER_ROOM + BLOCK_TOKENS
+    live, cache = (count + 1) * each, (count + 2) * each  # the warm-up's session may still have its tokens
     async with playing(films.of(count)) as cameras:
         flags = {
             "preprocessing": [*cameras.flags, "--max-streams", str(count)],
-            "generation": ["--live-tokens", str(room), "--kv-cache-tokens", str(room + 8192)],
+            "generation": ["--live-tokens", str(live), "--kv-cache-tokens", str(cache)],
         }
         async with LocalStack(model, flags=flags) as stack:
             trial, failed = _Trial(stack.address, cameras, load, count), ""

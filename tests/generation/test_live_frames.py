@@ -61,6 +61,30 @@ def test_the_newest_slice_takes_the_place_of_one_that_waits() -> None:
     assert dropped == [first, third]
 
 
+def test_slices_that_come_during_an_answer_wait_until_the_session_has_caught_up() -> None:
+    frames, dropped = Frames(2), list[Slice]()
+    slices = [made for number in range(60) if (made := frames.add(b"picture", number / 2))]
+    waiting: Waiting[str] = Waiting(dropped.append)
+    for each in slices[:3]:
+        waiting.add(each, answering=True)
+    taken = list[Slice | str]()
+    for each in slices[3:5]:  # the session is faster than they come
+        taken += [waiting.take(), waiting.take()]
+        waiting.add(each)
+    assert taken == slices[:4]
+    assert not dropped
+    assert waiting.take() == slices[4]
+
+    for each in slices[5:20]:
+        waiting.add(each, answering=True)
+    assert dropped == slices[13:19]
+    for each in slices[20:30]:  # it is as fast as they come
+        waiting.take()
+        waiting.add(each)
+    assert len(waiting) == 1
+    assert waiting.take() == slices[29]
+
+
 def test_slices_that_wait_have_bounded_bytes() -> None:
     """Before each of many questions two slices wait: the newest one, and one of a lone frame."""
     frames, dropped = Frames(2), list[Slice]()

@@ -221,7 +221,7 @@ class LiveCall:
 
     def _add(self, piece: Slice | None) -> None:
         if piece:
-            self._waiting.add(piece)
+            self._waiting.add(piece, answering=isinstance(self._serving, Ask))
             self._charge_pictures()
             self._came.set()
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from framesieve.common.contract.errors import InvalidRequest
@@ -25,6 +26,8 @@ MAX_LENGTH_S = 7 * 24 * 3600
 SLICE_FRAMES = 2
 # The pictures of slices that wait: at least those of two slices.
 MAX_WAITING_BYTES = MAX_INLINE_BYTES
+# How many slices that come while a question is answered may wait for its end.
+MAX_HELD = 8
 US_PER_S = 1_000_000
 
 T = TypeVar("T")
@@ -142,8 +145,9 @@ class Frames:
 
 
 class Waiting(Generic[T]):
-    """Slices and questions that wait, in order. Between two questions there are at most two slices: the newest one, and
-    after it one of a lone frame. The pictures of all slices have at most MAX_WAITING_BYTES; the oldest slices go first.
+    """Slices and questions that wait, in order. After the last question one slice waits, of which a newer slice takes
+    the place. More slices wait after an answer: those that came while it was generated, at most MAX_HELD. The pictures
+    of all slices have at most MAX_WAITING_BYTES; the oldest slices go first.
 
     drop: called with each slice whose place a newer one took.
     """
@@ -151,6 +155,7 @@ class Waiting(Generic[T]):
     def __init__(self, drop: Callable[[Slice], None]) -> None:
         self._drop = drop
         self._all: deque[Slice | T] = deque()
+        self._held = 0  # slices that may wait beside the newest one
 
     def __len__(self) -> int:
         return len(self._all)
@@ -160,12 +165,14 @@ class Waiting(Generic[T]):
         """Of all pictures."""
         return sum(each.size_bytes for each in self._all if isinstance(each, Slice))
 
-    def add(self, piece: Slice) -> None:
-        if self._all and isinstance(newest := self._all[-1], Slice):
-            self._drop(newest)
-            self._all[-1] = piece
-        else:
-            self._all.append(piece)
+    def add(self, piece: Slice, answering: bool = False) -> None:
+        """Adds the newest slice. answering: whether a question is answered meanwhile."""
+        last = list(takewhile(lambda each: isinstance(each, Slice), reversed(self._all)))
+        if answering and self._held < MAX_HELD:
+            self._held += 1
+        elif len(last) > self._held:
+            self._drop(self._all.pop())
+        self._all.append(piece)
         self._drop_oldest()
 
     def ask(self, question: T, before: Slice | None) -> None:
@@ -180,7 +187,9 @@ class Waiting(Generic[T]):
         self._all.appendleft(question)
 
     def take(self) -> Slice | T:
-        return self._all.popleft()
+        first = self._all.popleft()
+        self._held = max(0, self._held - isinstance(first, Slice))
+        return first
 
     def take_oldest_slice(self) -> Slice:
         """The oldest of the slices, of which there is one at least."""
