@@ -252,6 +252,8 @@ class _Reading:
             found = os.environ.get(variable, "")
             if not found:
                 raise self._error(where, f"{key}_env names the variable {variable}, which is not set")
+            if not found.isprintable():  # bytes that are no UTF-8 are surrogates here
+                raise self._error(where, f"{key}_env names the variable {variable}, which must hold one line of UTF-8")
             return found
         if file is None:
             return written

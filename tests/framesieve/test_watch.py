@@ -60,6 +60,10 @@ def test_the_example_is_a_file_of_cameras_whose_passwords_are_not_shown(
             "camera 1 (a/b): name must be 1 to 64 characters without /, + and #",
         ),
         (CAMERA + CAMERA + QUESTION, "camera 2 (yard): name must be unique"),
+        (
+            CAMERA + 'user = "me"\npassword_env = "LATIN1"\n' + QUESTION,
+            "camera 1 (yard): password_env names the variable LATIN1, which must hold one line of UTF-8",
+        ),
         (CAMERA + QUESTION + 'cameras = ["door"]\n', "question 1: cameras must name some of yard, got 'door'"),
         (CAMERA + 17 * QUESTION, "camera 1 (yard): must be asked 1 to 16 questions, got 17"),
         (CAMERA + '[[question]]\ntext = "Who?"\n', "question 1: every_s or on_change must be set"),
@@ -83,6 +87,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_table_and_limit(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHORT", SECRET)
+    monkeypatch.setenv("LATIN1", "caf\udce9")
     Path("cameras.toml").write_text(text)
     result = framesieve("watch", "cameras.toml", "--check")
     assert result.exit_code == 2

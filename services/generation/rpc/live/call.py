@@ -38,6 +38,8 @@ from framesieve.v1.generation_pb2 import (
 
 MAX_WAITING_QUESTIONS = 16
 
+log = structlog.get_logger()
+
 
 class LiveCall:
     """Serves one Live call. Raises InvalidRequest for what its `open` must not say.
@@ -77,6 +79,7 @@ class LiveCall:
         self._running: asyncio.Task[None] | None = None
         self._ended_by: Exception | None = None
         self.over = asyncio.Event()
+        self._goes_without = False  # the last slice or question failed because of another service
         self._kind = "source" if wanted.source else ""  # of what brings its frames; empty: nothing has yet
 
     async def run(self, requests: AsyncIterator[LiveRequest]) -> None:
@@ -274,12 +277,16 @@ class LiveCall:
                 await self._responses.finish_without_answer(piece.id, error)
         except (Unavailable, Overloaded) as error:
             check_upstream(error)
+            if not self._goes_without:
+                log.warning("a live session goes on without a service", error=str(error))
+            self._goes_without = True
             if isinstance(piece, Slice):
                 self._responses.count_dropped(piece.used, DROP_REASON_UNAVAILABLE)
                 await self._responses.tell_dropped()
             else:
                 await self._responses.finish_without_answer(piece.id, error)
         else:
+            self._goes_without = False
             if isinstance(piece, Slice):
                 self._pull_triggers(piece.time_us, changed)
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import structlog
-
 from framesieve.common.contract.errors import (
     FramesieveError,
     InvalidRequest,
@@ -51,8 +49,6 @@ from framesieve.v1 import generation_pb2, prompt_pb2
 # Slices of text alone that wait to be computed with what comes next: a forward reads all weights, however few its rows.
 MAX_TEXTS = 3
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
-
-log = structlog.get_logger()
 
 
 class SegmentFailed(Exception):
@@ -442,4 +438,3 @@ def check_upstream(error: Unavailable | Overloaded) -> None:
     """Raises the error if it is generation's own; else another service cannot be reached, or has no room."""
     if isinstance(error, Unavailable) and error.stage == "generation":
         raise error
-    log.warning("a live session goes on without a service", error=str(error))
