@@ -6,8 +6,8 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_
 ENV GRPC_VERBOSITY=ERROR
 WORKDIR /app
 RUN python -m venv /venv
-ENV PATH=/venv/bin:$PATH PACKAGE=/venv/lib/python3.11/site-packages/framesieve
-# Only the files that pip needs: a change of code does not reinstall dependencies. pip generates framesieve/v1 from
+ENV PATH=/venv/bin:$PATH PACKAGE=/venv/lib/python3.11/site-packages/gridsieve
+# Only the files that pip needs: a change of code does not reinstall dependencies. pip generates gridsieve/v1 from
 # protos/ and installs it as $PACKAGE/v1; the services' own code is copied beside it below.
 COPY pyproject.toml README.md ./
 COPY protos protos
@@ -25,17 +25,17 @@ RUN apt-get update && apt-get install --yes --no-install-recommends libtcmalloc-
 ENV LD_PRELOAD=libtcmalloc_minimal.so.4
 # Models are compiled at startup, unless they are very small.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/framesieve
+ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/gridsieve
 
 FROM preprocessing-dependencies AS preprocessing
 COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
 COPY services/preprocessing $PACKAGE/services/preprocessing
-COPY demo/framesieve-demo $PACKAGE/framesieve-demo
-RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve --mode=700 /uploads
-USER framesieve
+COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
+RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve --mode=700 /uploads
+USER gridsieve
 EXPOSE 50051 9101
-ENTRYPOINT ["python", "-m", "framesieve.services.preprocessing"]
+ENTRYPOINT ["python", "-m", "gridsieve.services.preprocessing"]
 CMD ["--listen", "0.0.0.0:50051"]
 
 FROM torch-dependencies AS encoder
@@ -44,11 +44,11 @@ COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
 COPY services/compute $PACKAGE/services/compute
 COPY services/encoder $PACKAGE/services/encoder
-COPY demo/framesieve-demo $PACKAGE/framesieve-demo
-RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
-USER framesieve
+COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
+RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve /var/cache/gridsieve
+USER gridsieve
 EXPOSE 50052 9102
-ENTRYPOINT ["python", "-m", "framesieve.services.encoder"]
+ENTRYPOINT ["python", "-m", "gridsieve.services.encoder"]
 CMD ["--listen", "0.0.0.0:50052"]
 
 FROM torch-dependencies AS generation
@@ -72,14 +72,14 @@ COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
 COPY services/compute $PACKAGE/services/compute
 COPY services/generation $PACKAGE/services/generation
-COPY demo/framesieve-demo $PACKAGE/framesieve-demo
-COPY demo/framesieve-demo-draft $PACKAGE/framesieve-demo-draft
-RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve /var/cache/framesieve
+COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
+COPY demo/gridsieve-demo-draft $PACKAGE/gridsieve-demo-draft
+RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve /var/cache/gridsieve
 # The compiler's files need more room than a /tmp in memory has.
-ENV TMPDIR=${CUDA:+/var/cache/framesieve}
-USER framesieve
+ENV TMPDIR=${CUDA:+/var/cache/gridsieve}
+USER gridsieve
 EXPOSE 50053 9103
-ENTRYPOINT ["python", "-m", "framesieve.services.generation"]
+ENTRYPOINT ["python", "-m", "gridsieve.services.generation"]
 CMD ["--listen", "0.0.0.0:50053"]
 
 FROM base AS gateway
@@ -87,11 +87,11 @@ RUN pip install '.[gateway,otel]'
 COPY common $PACKAGE/common
 COPY services/__init__.py $PACKAGE/services/
 COPY services/gateway $PACKAGE/services/gateway
-COPY framesieve/*.py framesieve/py.typed $PACKAGE/
-COPY framesieve/client $PACKAGE/client
+COPY gridsieve/*.py gridsieve/py.typed $PACKAGE/
+COPY gridsieve/client $PACKAGE/client
 COPY demo/clip.mp4 $PACKAGE/
-RUN useradd --system --uid 10001 framesieve && install --directory --owner=framesieve --mode=700 /uploads
-USER framesieve
+RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve --mode=700 /uploads
+USER gridsieve
 EXPOSE 8000
-ENTRYPOINT ["python", "-m", "framesieve.services.gateway"]
+ENTRYPOINT ["python", "-m", "gridsieve.services.gateway"]
 CMD ["--listen", "0.0.0.0:8000"]

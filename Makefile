@@ -1,8 +1,8 @@
-# Framesieve. `make help` lists the targets; each sets up what it needs.
+# Gridsieve. `make help` lists the targets; each sets up what it needs.
 
 PYTHON ?= python3
 BIN := .venv/bin
-PROTOS := $(wildcard protos/framesieve/v1/*.proto)
+PROTOS := $(wildcard protos/gridsieve/v1/*.proto)
 PYTEST := $(BIN)/python -m pytest
 PIP_FLAGS ?=
 # With pip's progress where the output is a terminal.
@@ -14,7 +14,7 @@ PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-ve
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/.installed framesieve/v1/.generated  ## Create .venv with all dependencies and generate code from protos/
+setup: .venv/.installed gridsieve/v1/.generated  ## Create .venv with all dependencies and generate code from protos/
 
 # torch is installed first and pinned. With a GPU: make setup TORCH=torch EXTRAS=dev,cuda
 TORCH ?= torch==2.13.0
@@ -26,11 +26,11 @@ EXTRAS ?= dev
 	@$(PIP_INSTALL) "$(TORCH)"
 	@echo "setup, 3 of 3: the other packages, about 500 MB to download, and the code of protos/ (1 to 3 minutes)"
 	@$(PIP_INSTALL) --editable '.[$(EXTRAS)]'
-	@touch $@ framesieve/v1/.generated
+	@touch $@ gridsieve/v1/.generated
 
-protos: framesieve/v1/.generated  ## Generate Python code from protos/
+protos: gridsieve/v1/.generated  ## Generate Python code from protos/
 
-framesieve/v1/.generated: $(PROTOS) | .venv/.installed
+gridsieve/v1/.generated: $(PROTOS) | .venv/.installed
 	@echo "generating code from protos/"
 	@$(PIP_INSTALL) --no-deps --editable .  # see protos/build_backend.py
 	@touch $@
@@ -148,4 +148,4 @@ down:  ## Stop the containers
 	docker compose --profile dashboard down
 
 clean:  ## Remove generated files
-	rm -rf .venv .gpu framesieve/v1 .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf .venv .gpu gridsieve/v1 .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -6,14 +6,14 @@ import time
 from typing import Unpack
 
 from benchmarks.timing import Timed
-from framesieve.client.answer import Delta, Finished
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options, PartLike
-from framesieve.common.contract.retention import EVS
+from gridsieve.client.answer import Delta, Finished
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Options, PartLike
+from gridsieve.common.contract.retention import EVS
 
 
 async def ask(
-    client: FramesieveClient, media: PartLike, question: str, **options: Unpack[Options]
+    client: GridsieveClient, media: PartLike, question: str, **options: Unpack[Options]
 ) -> tuple[Timed, Finished]:
     """The times of an answer, and its last event, which has its usage and stages. A rate without a method is by EVS, as
     in the figures of RESULTS.md."""

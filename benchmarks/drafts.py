@@ -19,11 +19,11 @@ from benchmarks.clips import FIRST_SEED, scene_clip
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
 from demo.scenes import random_scene
-from framesieve import FramesieveClient, Video
-from framesieve.cli.launcher import Endpoint, LocalStack
-from framesieve.client.answer import Answer
-from framesieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
-from framesieve.common.contract.retention import EVS
+from gridsieve import GridsieveClient, Video
+from gridsieve.cli.launcher import Endpoint, LocalStack
+from gridsieve.client.answer import Answer
+from gridsieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
+from gridsieve.common.contract.retention import EVS
 
 QUESTIONS = ("What happens in the video?", "Describe the video.")
 RATES = (0.0, 0.75)
@@ -41,7 +41,7 @@ def answers(rounds: int) -> list[Row]:
 @contextmanager
 def drafting(stack: LocalStack) -> Iterator[LocalStack]:
     """Another generation service beside those of a stack, whose model has a head that drafts."""
-    with TemporaryDirectory(prefix="framesieve-") as folder:
+    with TemporaryDirectory(prefix="gridsieve-") as folder:
         endpoints = {name: Endpoint(address, 0) for name, address in stack.addresses.items()}
         endpoints["generation"] = Endpoint(f"unix:{folder}/generation.sock", 0)
         with LocalStack(DEMO_MODEL, services=["generation"], endpoints=endpoints, flags=DRAFTING) as other:
@@ -51,7 +51,7 @@ def drafting(stack: LocalStack) -> Iterator[LocalStack]:
 async def _measured(rounds: int, *addresses: str) -> list[Row]:
     taken, drafts = Timings(), Counter[str]()
     films = [Video(data=clip) for clip in clips()]
-    async with FramesieveClient(addresses[0]) as plain, FramesieveClient(addresses[1]) as drafter:
+    async with GridsieveClient(addresses[0]) as plain, GridsieveClient(addresses[1]) as drafter:
         for index in range(rounds + 1):
             for rate in RATES:
                 said = list[list[str]]()
@@ -79,7 +79,7 @@ async def _measured(rounds: int, *addresses: str) -> list[Row]:
     return [*rows, Row("accepted draft tokens, rate 0.75", "rate 0", pruned, unpruned, "%", at_least=least)]
 
 
-async def _together(client: FramesieveClient, films: Sequence[Video], rate: float) -> tuple[list[Answer], float]:
+async def _together(client: GridsieveClient, films: Sequence[Video], rate: float) -> tuple[list[Answer], float]:
     """The answers of 32 clients that ask at once, and how long they take."""
     asked = [(film, question) for question in QUESTIONS for film in films]
     start = time.perf_counter()
@@ -87,7 +87,7 @@ async def _together(client: FramesieveClient, films: Sequence[Video], rate: floa
     return found, time.perf_counter() - start
 
 
-def _asked(client: FramesieveClient, film: Video, question: str, rate: float) -> Awaitable[Answer]:
+def _asked(client: GridsieveClient, film: Video, question: str, rate: float) -> Awaitable[Answer]:
     return client.ask(film, question, pruning_rate=rate, pruning_method=EVS, temperature=0, max_new_tokens=48)
 
 

@@ -25,10 +25,10 @@ from benchmarks.report import Measurement, run
 from benchmarks.table import Row, Timings
 from benchmarks.timing import Timed
 from demo.example import CLIP, QUESTIONS
-from framesieve.cli.launcher import GATEWAY, SERVICES, LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options, Video
-from framesieve.common.contract.retention import EVS
+from gridsieve.cli.launcher import GATEWAY, SERVICES, LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Options, Video
+from gridsieve.common.contract.retention import EVS
 
 RATE, TOKENS, CLIENTS, EACH, STREAMS = 0.75, 64, 8, 3, 200
 LARGE_BYTES, LARGE_REQUESTS = 5 * 10**6, 1000
@@ -121,7 +121,7 @@ async def _ways(stack: LocalStack) -> AsyncIterator[Mapping[str, Callable[[], Co
     """Functions that ask one question each, by HTTP and by gRPC, and read the stream of its answer."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with (
-        FramesieveClient(stack.address) as client,
+        GridsieveClient(stack.address) as client,
         httpx.AsyncClient(base_url=stack.url, timeout=300, limits=limits) as http,
     ):
 

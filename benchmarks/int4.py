@@ -21,16 +21,16 @@ from benchmarks.models import CPU, QWEN2_5_VL_3B
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
 from demo.checkpoint import write_checkpoint
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.process import keep_freed_memory
-from framesieve.services.compute.int4_linear import Int4Linear, Int4Weight
-from framesieve.services.compute.packed_linear import JoinedLinear
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.process import keep_freed_memory
+from gridsieve.services.compute.int4_linear import Int4Linear, Int4Weight
+from gridsieve.services.compute.packed_linear import JoinedLinear
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 
 SHAPE = replace(QWEN2_5_VL_3B.shape, merges=64, layers=6, tower_depth=1, full_attention_blocks=(0,))
 PROMPT_TOKENS, STEPS = 32, 10

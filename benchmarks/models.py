@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
-from framesieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.checkpoint import DEMO_MODEL
 
 CPU = torch.device("cpu")
 # What the configs of both layouts have.

@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Timed
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
-from framesieve.services.generation.sampling.defaults import sampling_defaults
-from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
-from framesieve.services.generation.sampling.params import SamplingRequest
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.turns import Turn
-from framesieve.services.preprocessing.video.sampling import FrameSampling
-from framesieve.services.preprocessing.video.slices import PlannedMedia
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
+from gridsieve.services.generation.sampling.defaults import sampling_defaults
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
+from gridsieve.services.generation.sampling.params import SamplingRequest
+from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.services.preprocessing.video.slices import PlannedMedia
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS, BLOCKS = 16, 2048

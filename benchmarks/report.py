@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from benchmarks.table import Row, table
-from framesieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.logs import configure_logging
 
 Measurement: TypeAlias = Callable[[int], list[Row]]
 """The rows of a number of rounds."""

@@ -20,12 +20,12 @@ from benchmarks.one_process import OneProcess
 from benchmarks.peers.generate import Peer
 from benchmarks.report import Beginning
 from benchmarks.timing import Summary, Timed
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.telemetry.logs import configure_logging
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.telemetry.logs import configure_logging
 
 RATES = (0.0, 0.5, 0.75, 0.9)
 CLIENTS = (1, 8)
@@ -35,12 +35,12 @@ QUESTION = "What happens in the video?"
 FLAGS = {"encoder": ["--dtype", "float32", "--cache-bytes", "0"], "generation": ["--dtype", "float32"]}
 
 
-async def asked(client: FramesieveClient, clip: bytes, rate: float, max_new_tokens: int) -> Timed:
+async def asked(client: GridsieveClient, clip: bytes, rate: float, max_new_tokens: int) -> Timed:
     video = Video(data=another_file(clip))
     return (await ask(client, video, QUESTION, pruning_rate=rate, max_new_tokens=max_new_tokens))[0]
 
 
-async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_tokens: int) -> list[str]:
+async def latency(client: GridsieveClient, folder: Path, rounds: int, max_new_tokens: int) -> list[str]:
     """One request at a time: the baseline, the three processes, and the same parts in one process."""
     clip = scene_clip(0)
     peer = Peer(folder)
@@ -72,7 +72,7 @@ async def latency(client: FramesieveClient, folder: Path, rounds: int, max_new_t
 
 
 async def throughput(
-    client: FramesieveClient, folder: Path, rounds: int, requests: int, max_new_tokens: int
+    client: GridsieveClient, folder: Path, rounds: int, requests: int, max_new_tokens: int
 ) -> list[str]:
     """Requests/s over distinct clips, in closed loops; the baseline answers one request after another."""
     clips = [scene_clip(1 + index) for index in range(requests)]
@@ -97,7 +97,7 @@ async def throughput(
 
 
 async def closed_loop(
-    client: FramesieveClient, clips: Sequence[bytes], clients: int, rate: float, max_new_tokens: int
+    client: GridsieveClient, clips: Sequence[bytes], clients: int, rate: float, max_new_tokens: int
 ) -> float:
     """Requests/s of a closed loop with `clients` concurrent requests."""
     waiting = iter(clips)
@@ -120,7 +120,7 @@ async def main() -> None:
     args = parser.parse_args()
     configure_logging("benchmarks", "auto", "warning")  # to stderr
     print(Beginning.of("run"))
-    async with LocalStack(args.model, flags=FLAGS) as stack, FramesieveClient(stack.address) as client:
+    async with LocalStack(args.model, flags=FLAGS) as stack, GridsieveClient(stack.address) as client:
         print(*await latency(client, args.model, args.rounds, args.max_new_tokens), sep="\n")
         print()
         lines = await throughput(client, args.model, max(5, args.rounds // 2), args.requests, args.max_new_tokens)

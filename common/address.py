@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from framesieve.common.contract.errors import StartupError
+from gridsieve.common.contract.errors import StartupError
 
 
 def is_unix(address: str) -> bool:

@@ -15,9 +15,9 @@ from hashlib import blake2b
 from itertools import count
 from typing import TypeAlias
 
-from framesieve.common.channels import MEDIA_KEY
-from framesieve.common.contract.wire import named_media
-from framesieve.v1 import prompt_pb2
+from gridsieve.common.channels import MEDIA_KEY
+from gridsieve.common.contract.wire import named_media
+from gridsieve.v1 import prompt_pb2
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
 
 _SHRUNK_ABOVE = 1.1
 # Of LLaVA-OneVision's config: after it, the number of tiles of tokens that remain.

@@ -19,10 +19,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from framesieve.common.address import check_address
-from framesieve.common.contract.errors import (
+from gridsieve.common.address import check_address
+from gridsieve.common.contract.errors import (
     DeadlinePassed,
-    FramesieveError,
+    GridsieveError,
     InvalidRequest,
     MediaDamaged,
     MediaForbidden,
@@ -35,8 +35,8 @@ from framesieve.common.contract.errors import (
     Unavailable,
     remedy_suffix,
 )
-from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES, REQUEST_OVERHEAD_BYTES
-from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from gridsieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES, REQUEST_OVERHEAD_BYTES
+from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
 
 REQUEST_ID_KEY = "x-request-id"
 MEDIA_KEY = "x-first-media"  # see `affinity`
@@ -81,8 +81,8 @@ _SERVICE_CONFIG: dict[str, Any] = {
 # With the key of an attempt a retry of gRPC's own would meet the same replica: see `retries`.
 _RETRIED_BY_CALLERS = {
     "name": [
-        {"service": "framesieve.v1.EncoderService", "method": "Encode"},
-        {"service": "framesieve.v1.GenerationService", "method": "Generate"},
+        {"service": "gridsieve.v1.EncoderService", "method": "Encode"},
+        {"service": "gridsieve.v1.GenerationService", "method": "Generate"},
     ]
 }
 _ROTATING: dict[str, Any] = {"round_robin": {}}
@@ -108,7 +108,7 @@ _OPTIONS = (
     NO_PROXY,
 )
 
-_BY_REASON: dict[str, type[FramesieveError]] = {
+_BY_REASON: dict[str, type[GridsieveError]] = {
     leaf.reason: leaf
     for leaf in (
         InvalidRequest,
@@ -120,7 +120,7 @@ _BY_REASON: dict[str, type[FramesieveError]] = {
         DeadlinePassed,
     )
 }
-_BY_STATUS: dict[grpc.StatusCode, type[FramesieveError]] = {
+_BY_STATUS: dict[grpc.StatusCode, type[GridsieveError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: MediaForbidden,
@@ -247,14 +247,14 @@ async def read_from(call: Any, stage: str) -> Any:
 
 @contextmanager
 def upstream_errors(stage: str) -> Iterator[None]:
-    """Maps gRPC errors of calls inside to FramesieveErrors. stage: the name of the service that was called."""
+    """Maps gRPC errors of calls inside to GridsieveErrors. stage: the name of the service that was called."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         raise error_from_status(error, stage) from error
 
 
-def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveError:
+def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> GridsieveError:
     """The error that the service `stage` raised, as far as its status and details tell."""
     details = _details(error)
     message = error.details() or f"{stage} failed without a reason"
@@ -282,12 +282,12 @@ def error_from_status(error: grpc.aio.AioRpcError, stage: str) -> FramesieveErro
         return Unavailable(message, stage)
     if details.reason == PeerContract.reason:
         return PeerContract(message)
-    if details.reason == FramesieveError.reason:  # the text names the request id
-        return FramesieveError(message)
-    return _with_note(FramesieveError(f"{stage} failed"), f"{error.code().name}: {message}")
+    if details.reason == GridsieveError.reason:  # the text names the request id
+        return GridsieveError(message)
+    return _with_note(GridsieveError(f"{stage} failed"), f"{error.code().name}: {message}")
 
 
-def _with_note(error: FramesieveError, message: str) -> FramesieveError:
+def _with_note(error: GridsieveError, message: str) -> GridsieveError:
     """Attaches gRPC's own text as a note: it names addresses and paths, which belong into logs only."""
     error.add_note(message)
     return error

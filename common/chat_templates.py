@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from framesieve.common.checkpoint import TEMPLATES, Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
+from gridsieve.common.checkpoint import TEMPLATES, Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 

@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields, refusing
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields, refusing
 
-DEMO_MODEL = Path(__file__).parents[1] / "framesieve-demo"
-DEMO_DRAFT = Path(__file__).parents[1] / "framesieve-demo-draft"  # the head that drafts for it
+DEMO_MODEL = Path(__file__).parents[1] / "gridsieve-demo"
+DEMO_DRAFT = Path(__file__).parents[1] / "gridsieve-demo-draft"  # the head that drafts for it
 
 _TEXT_FILES = (
     "config.json",
@@ -204,7 +204,7 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> bytes:
         """sha256 (32 bytes) over everything that affects outputs. Weights enter by their headers and samples."""
-        digest = hashlib.sha256(b"framesieve checkpoint v1")
+        digest = hashlib.sha256(b"gridsieve checkpoint v1")
         for path in self._text_files:
             _add(digest, path.name.encode())
             _add(digest, path.read_bytes())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from framesieve.common.contract.errors import StartupError
+from gridsieve.common.contract.errors import StartupError
 
 
 class Fields(dict[str, Any]):

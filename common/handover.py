@@ -25,17 +25,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from framesieve.common.address import is_local
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract
-from framesieve.common.sealed_memory import SealedMemory, UInt8Array
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.common.telemetry.metrics import MESSAGE_BYTES
+from gridsieve.common.address import is_local
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract
+from gridsieve.common.sealed_memory import SealedMemory, UInt8Array
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.common.telemetry.metrics import MESSAGE_BYTES
 
 # An address: what a socket's name ends with, then the secret.
 _NAME_BYTES = 16
 _ADDRESS_BYTES = 32
 # A caller names a socket to which a service then connects: only ever one of these.
-_PREFIX = b"\0framesieve-"
+_PREFIX = b"\0gridsieve-"
 # Connections that wait for `take`: the sender's, and those of strangers.
 _BACKLOG = 8
 # What is handed over and not yet taken, in one call: about as much as gRPC buffers. A single array may be larger.

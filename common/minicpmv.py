@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import METHODS, NONE, VCAST, VIDCOM2
-from framesieve.common.fields import Fields
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import METHODS, NONE, VCAST, VIDCOM2
+from gridsieve.common.fields import Fields
 
 # Tokens of a picture of each version that is supported, where the config does not say.
 _QUERIES: Mapping[str, int] = {"2.5": 96, "2.6": 64, "4.0": 64, "4.5": 64}

@@ -29,7 +29,7 @@ _HOST = "127.0.0.1"
 _PORTS = range(10_000, 32_768)
 _TRIES = 1_000
 
-LAUNCHER = "FRAMESIEVE_LAUNCHER"
+LAUNCHER = "GRIDSIEVE_LAUNCHER"
 """The variable that tells a service the pid of the launcher whose end is its own."""
 
 _LIBC = ctypes.CDLL(None)
@@ -37,10 +37,10 @@ _places = count(random.randrange(len(_PORTS)))  # noqa: S311  (no secret)
 
 
 class ExitStatus(IntEnum):
-    """Exit status of a service and of `framesieve serve`. Beside these: 128 + n after signal n, see `at_once`."""
+    """Exit status of a service and of `gridsieve serve`. Beside these: 128 + n after signal n, see `at_once`."""
 
     FINISHED = 0  # stopped by a signal, and every running request finished
-    FAILED = 1  # a bug, or a service of `framesieve serve` that ended by itself
+    FAILED = 1  # a bug, or a service of `gridsieve serve` that ended by itself
     CANNOT_START = 2  # a StartupError
     CUT_OFF = 3  # stopped by a signal, and requests that outlasted the grace period were cancelled
     STUCK = 4  # a step or a forward that took longer than --step-timeout-s

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from framesieve.common.process import when_parent_ends
+from gridsieve.common.process import when_parent_ends
 
 _LENGTH = struct.Struct(">Q")
 _EXIT_S = 5.0
@@ -174,7 +174,7 @@ def meeting_place() -> Path:
     It must not be closed earlier: torch reopens it when the store is garbage-collected, and aborts the process if the
     descriptor then belongs to something else.
     """
-    return Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('framesieve-ranks')}")
+    return Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('gridsieve-ranks')}")
 
 
 def heeding_signals(wait: Callable[[], T]) -> T:

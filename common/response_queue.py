@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import Overloaded
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.errors import Overloaded
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -15,9 +15,9 @@ import random
 
 import grpc
 
-from framesieve.common.affinity import Metadata
-from framesieve.common.channels import ATTEMPTS, BACKOFF_S, DO_NOT_RETRY, MEDIA_KEY, REPLICA_KEY
-from framesieve.common.contract.errors import DeadlinePassed, Unavailable
+from gridsieve.common.affinity import Metadata
+from gridsieve.common.channels import ATTEMPTS, BACKOFF_S, DO_NOT_RETRY, MEDIA_KEY, REPLICA_KEY
+from gridsieve.common.contract.errors import DeadlinePassed, Unavailable
 
 # The retry budget is counted in successes: a retry costs ten, and the budget holds at most 200 retries.
 COST = 10

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.errors import PeerContract
 
 UInt8Array: TypeAlias = NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ class SealedMemory:
     def __init__(self, received: int | None = None) -> None:
         """received: the descriptor of memory that another process made; by default, it is new and empty."""
         if received is None:
-            received = os.memfd_create("framesieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            received = os.memfd_create("gridsieve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.descriptor = received
 
     def write(self, data: memoryview) -> None:

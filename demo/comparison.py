@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from demo.questions import TOPICS
 from demo.scenes import KINDS
-from framesieve.common.contract.retention import EVS, NONE, RANDOM
+from gridsieve.common.contract.retention import EVS, NONE, RANDOM
 
 _Z = 1.96
 FLIPS = 10_000

@@ -13,7 +13,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from demo.comparison import Cell, wilson
 from demo.scenes import KINDS
-from framesieve.common.contract.retention import EVS, NONE
+from gridsieve.common.contract.retention import EVS, NONE
 
 COLUMNS = 4
 

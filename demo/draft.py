@@ -48,13 +48,13 @@ from demo.model import (
 )
 from demo.scenes import Scene
 from demo.train import HIGHEST_RATE, PICTURE, VIDEO
-from framesieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import RANDOM, Pruning
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.generation.loading.draft_head import JOINED
-from framesieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
-from framesieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.common.checkpoint import DEMO_DRAFT, DEMO_MODEL
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import RANDOM, Pruning
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.generation.loading.draft_head import JOINED
+from gridsieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 CLIPS = 840
 # Augmentations of each clip; all are encoded once, before the training.
@@ -416,7 +416,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=DEMO_DRAFT)
     parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="where rendered clips are kept"
+        "--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept"
     )
     parser.add_argument("--clips", type=int, default=CLIPS)
     parser.add_argument("--steps", type=int, default=1100)

@@ -29,13 +29,13 @@ from demo.comparison import Answered, Cell, tables
 from demo.drawing import encode
 from demo.lessons import COLUMNS, ROWS
 from demo.questions import TOPICS, Question, questions_about
-from framesieve.cli.launcher import LocalStack
-from framesieve.cli.signals import unwind_on_signals
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import (
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.cli.signals import unwind_on_signals
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
     BEFORE_TOWER,
     EVS,
@@ -115,7 +115,7 @@ async def ask_services(
     """Ask every question about every clip with every pruning, through the three services."""
     found: dict[Pruning, list[Answered]] = {pruning: [] for pruning in prunings}
     with get_context("spawn").Pool(1) as pool:
-        async with LocalStack(model) as stack, FramesieveClient(stack.address) as client:
+        async with LocalStack(model) as stack, GridsieveClient(stack.address) as client:
             clips = pool.imap(encoded, seeds)
             started, done, places = time.monotonic(), 0, asyncio.Semaphore(ANSWERS_IN_FLIGHT)
             for batch in _batches(seeds, CLIPS_IN_FLIGHT):
@@ -137,7 +137,7 @@ async def ask_services(
 
 
 async def _ask(
-    client: FramesieveClient,
+    client: GridsieveClient,
     places: asyncio.Semaphore,
     pruning: Pruning,
     clip: bytes,
@@ -163,7 +163,7 @@ async def first_tokens(model: Path, seeds: Sequence[int], prunings: Sequence[Pru
     found: dict[Pruning, list[float]] = {pruning: [] for pruning in prunings}
     async with (
         LocalStack(model, flags={"encoder": ["--cache-bytes", "0"]}) as stack,
-        FramesieveClient(stack.address) as client,
+        GridsieveClient(stack.address) as client,
     ):
         for number, seed in enumerate(seeds):
             clip, (question, *_) = await asyncio.to_thread(encoded, seed), questions_of(seed, 1)

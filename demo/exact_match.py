@@ -17,9 +17,9 @@ from demo.clips import SIDE_PX, scene_of
 from demo.drawing import Pixels
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, prune
 from demo.questions import questions_about
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 BATCH = 8
 

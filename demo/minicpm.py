@@ -36,11 +36,11 @@ from demo.model import UNSUPERVISED, Prompt, PromptWriter, answer_logits
 from demo.questions import questions_about
 from demo.scenes import Scene
 from demo.train import DENSE_SHARES, Schedule, optimisers
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, RANDOM, Pruning, num_kept
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.resampler import place_embeddings, time_embeddings
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import EVS, RANDOM, Pruning, num_kept
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.resampler import place_embeddings, time_embeddings
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 
 PATCH_PX = 14
 SIDE = SIDE_PX // PATCH_PX
@@ -51,7 +51,7 @@ GRID = Grid(GROUPS, 1, QUERIES)
 WIDTH = DEMO.hidden
 TOWER_WIDTH = 96
 HEADS = 6
-LANGUAGE_MODEL = Path(__file__).parent / "framesieve-demo"
+LANGUAGE_MODEL = Path(__file__).parent / "gridsieve-demo"
 CLIPS_A_STEP = 12
 QUESTIONS_A_CLIP = 8
 HIGHEST_RATE = 0.95
@@ -310,7 +310,7 @@ def of_kinds(seeds: Sequence[int], clips: Pixels, wanted: Callable[[Scene], bool
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"))
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"))
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)
     parser.add_argument(

@@ -36,7 +36,7 @@ from demo.model import UNSUPERVISED, Prompt, PromptWriter
 from demo.questions import questions_about
 from demo.scenes import Scene
 from demo.train import DENSE_SHARES, Schedule
-from framesieve.common.contract.retention import (
+from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
     EVS,
     EVS_CAUSAL,
@@ -47,12 +47,12 @@ from framesieve.common.contract.retention import (
     Pruning,
     num_kept,
 )
-from framesieve.services.encoder.families.minicpmv4_6 import VisionModel
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.attention import VARLEN, attend_by_length
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
-from framesieve.services.preprocessing.pruning.change import block_means, change
-from framesieve.services.preprocessing.pruning.pixel_change import keep
+from gridsieve.services.encoder.families.minicpmv4_6 import VisionModel
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.attention import VARLEN, attend_by_length
+from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from gridsieve.services.preprocessing.pruning.change import block_means, change
+from gridsieve.services.preprocessing.pruning.pixel_change import keep
 
 PATCH_PX, MERGE = 7, 4
 SIDE = SIDE_PX // PATCH_PX
@@ -362,7 +362,7 @@ def still_clips(cache: Path, first: int, count: int) -> tuple[list[int], Pixels]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/framesieve-demo"))
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"))
     parser.add_argument("--minutes", type=float, default=45)
     parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)
     parser.add_argument(

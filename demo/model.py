@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
 from demo.checkpoint import IMAGE_MEAN, IMAGE_STD, SAMPLE_FPS, TOKENS_PER_SECOND
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan, MediaSpan, TextSpan, positions_of
 
 PATCH_PX = 14
 MERGE = 2

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.example import CLIP, QUESTIONS
-from framesieve import Accepted, Delta, Finished, FramesieveClient, Timings, Usage, Video
-from framesieve.bench.clips import clips
-from framesieve.bench.model import FLAGS, write_model
-from framesieve.cli.launcher import LocalStack
-from framesieve.cli.signals import unwind_on_signals
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.contract.errors import FramesieveError, StartupError
+from gridsieve import Accepted, Delta, Finished, GridsieveClient, Timings, Usage, Video
+from gridsieve.bench.clips import clips
+from gridsieve.bench.model import FLAGS, write_model
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.cli.signals import unwind_on_signals
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.contract.errors import GridsieveError, StartupError
 
 RATES = (0.0, 0.75)
 MAX_NEW_TOKENS = 48
@@ -70,7 +70,7 @@ def main(model: Path = DEMO_MODEL) -> int:
                 costs += asyncio.run(time_larger(stack.address))
         console.print(cost_table(costs))
         console.print(f"[dim]{CAPTION}[/]")
-        command, clip, rate = ".venv/bin/framesieve", os.path.relpath(CLIP), f"--pruning-rate {RATES[-1]}"
+        command, clip, rate = ".venv/bin/gridsieve", os.path.relpath(CLIP), f"--pruning-rate {RATES[-1]}"
         for what, how in (
             ("draw which patches were kept", f"{command} inspect {clip} {rate} -o kept.png"),
             ("measure a load", f"{command} bench --start --pruning-rate 0 {rate}"),
@@ -79,7 +79,7 @@ def main(model: Path = DEMO_MODEL) -> int:
             console.print(f"To {what + ':':<30}{how}", soft_wrap=True)
     except KeyboardInterrupt:
         return 130
-    except (StartupError, FramesieveError, OSError) as error:
+    except (StartupError, GridsieveError, OSError) as error:
         print(f"the demo failed: {error}", file=sys.stderr)
         return 1
     return 0
@@ -88,7 +88,7 @@ def main(model: Path = DEMO_MODEL) -> int:
 async def ask_all(console: Console, address: str) -> list[Cost]:
     """Asks every question at every rate, one after another, and streams the completions. Returns the first's costs."""
     costs = []
-    async with FramesieveClient(address) as client:
+    async with GridsieveClient(address) as client:
         await client.ask(CLIP, QUESTIONS[-1].text, cache_salt="warm-up", timeout_s=TIMEOUT_S)
         for number, question in enumerate(QUESTIONS, start=1):
             console.print(f"\n[bold]{number}. {question.text}[/]  [dim](correct: {question.answer})[/]", soft_wrap=True)
@@ -98,8 +98,8 @@ async def ask_all(console: Console, address: str) -> list[Cost]:
     return costs[: len(RATES)]
 
 
-async def ask(console: Console, client: FramesieveClient, question: str, rate: float) -> Finished:
-    """Streams the completion of one question at one rate. Raises FramesieveError if it is empty."""
+async def ask(console: Console, client: GridsieveClient, question: str, rate: float) -> Finished:
+    """Streams the completion of one question at one rate. Raises GridsieveError if it is empty."""
     console.print(f"   [dim]rate {rate:<6g}[/]", end="")
     answered, finished = False, None
     stream = client.stream(
@@ -123,14 +123,14 @@ async def ask(console: Console, client: FramesieveClient, question: str, rate: f
                 finished = event
     console.print()
     if finished is None or not answered:
-        raise FramesieveError(f"{question!r} at rate {rate:g} has no answer")
+        raise GridsieveError(f"{question!r} at rate {rate:g} has no answer")
     return finished
 
 
 async def time_larger(address: str) -> list[Cost]:
     """The cost of the first question at each rate, about a synthetic clip."""
     clip, question, costs = Video(data=clips(seed=0)[-1]), QUESTIONS[0].text, []
-    async with FramesieveClient(address) as client:
+    async with GridsieveClient(address) as client:
         for salt, rate in (("warm-up", RATES[-1]), *((f"{rate}", rate) for rate in RATES)):
             answer = await client.ask(
                 clip, question, pruning_rate=rate, cache_salt=salt, max_new_tokens=1, timeout_s=TIMEOUT_S

@@ -42,10 +42,10 @@ from demo.exact_match import exact_match, share_right
 from demo.lessons import COLUMNS, DENSE_CLASSES, ROWS, Lessons, dense_labels, moving_slices, still_runs
 from demo.model import TIME_STEP, UNSUPERVISED, Prompt, PromptWriter, answer_logits, embed, use_uniform_windows
 from demo.scenes import KINDS, Scene
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import RANDOM, Pruning
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import RANDOM, Pruning
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 SLICES = FRAMES // 2
 VIDEO = Grid(SLICES, ROWS, COLUMNS)
@@ -333,9 +333,9 @@ def _mean(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "framesieve-demo")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "gridsieve-demo")
     parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/framesieve-demo"), help="where rendered clips are kept"
+        "--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept"
     )
     parser.add_argument("--minutes", type=float, default=92)
     parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)

@@ -20,7 +20,7 @@ import time
 import torch
 
 DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn
-# Of the language model of nearly every checkpoint that Framesieve serves.
+# Of the language model of nearly every checkpoint that Gridsieve serves.
 HEAD_DIM = 128
 
 

@@ -1,6 +1,6 @@
 """Asks the same question about every mp4 file of a folder, eight at a time, and prints a line of JSON for each.
 
-    framesieve serve &
+    gridsieve serve &
     python examples/folder.py demo "What moves?" > answers.jsonl
 
 A clip that cannot be read does not end the others.
@@ -12,21 +12,21 @@ import os
 import sys
 from pathlib import Path
 
-from framesieve import FramesieveClient, FramesieveError
+from gridsieve import GridsieveClient, GridsieveError
 
 AT_ONCE = 8
 
 
 async def main(folder: str = "demo", question: str = "What moves?") -> None:
     places = asyncio.Semaphore(AT_ONCE)
-    async with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
+    async with GridsieveClient(os.environ.get("GRIDSIEVE_SERVER", "127.0.0.1:50053")) as client:
 
         async def ask(clip: Path) -> None:
             async with places:
                 try:
                     answer = await client.ask(clip, question, pruning_rate=0.75, max_new_tokens=64)
                     found = {"clip": clip.name, "answer": answer.text, "tokens": answer.usage.prompt_tokens}
-                except FramesieveError as error:
+                except GridsieveError as error:
                     found = {"clip": clip.name, "error": error.reason, "message": str(error)}
             print(json.dumps(found), flush=True)
 
@@ -36,5 +36,5 @@ async def main(folder: str = "demo", question: str = "What moves?") -> None:
 if __name__ == "__main__":
     try:
         asyncio.run(main(*sys.argv[1:]))
-    except (FramesieveError, OSError) as error:
+    except (GridsieveError, OSError) as error:
         sys.exit(f"{error}")

@@ -1,6 +1,6 @@
 """Asks by OpenAI's own client, streamed (`pip install openai`).
 
-    framesieve serve &
+    gridsieve serve &
     python examples/openai_client.py demo/clip.mp4 "What moves?"
 
 OPENAI_BASE_URL is the address of the gateway, http://127.0.0.1:8000/v1 by default.

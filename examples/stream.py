@@ -1,6 +1,6 @@
 """Prints the events of an answer as they happen: progress of the media, then the text, then its cost.
 
-framesieve serve &
+gridsieve serve &
 python examples/stream.py demo/clip.mp4 "What happens?"
 """
 
@@ -8,11 +8,11 @@ import asyncio
 import os
 import sys
 
-from framesieve import Accepted, Delta, Finished, FramesieveClient, FramesieveError, Progress
+from gridsieve import Accepted, Delta, Finished, GridsieveClient, GridsieveError, Progress
 
 
 async def main(clip: str = "demo/clip.mp4", question: str = "What moves?") -> None:
-    async with FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053")) as client:
+    async with GridsieveClient(os.environ.get("GRIDSIEVE_SERVER", "127.0.0.1:50053")) as client:
         async for event in client.stream(clip, question, pruning_rate=0.75, max_new_tokens=64):
             match event:
                 case Accepted():
@@ -29,5 +29,5 @@ async def main(clip: str = "demo/clip.mp4", question: str = "What moves?") -> No
 if __name__ == "__main__":
     try:
         asyncio.run(main(*sys.argv[1:]))
-    except (FramesieveError, OSError) as error:
+    except (GridsieveError, OSError) as error:
         sys.exit(f"{error}")

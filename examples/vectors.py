@@ -1,10 +1,10 @@
 """Prints a vector for each moment of a video, as lines of JSON that a vector store loads.
 
-    framesieve serve &
+    gridsieve serve &
     python examples/vectors.py demo/clip.mp4 > vectors.jsonl
 
 A vector is the mean of a temporal slice's embeddings, of length 1: near ones show similar pictures. It comes from the
-encoder alone (FRAMESIEVE_ENCODER, 127.0.0.1:50052 by default); no text is generated. Vectors of different checkpoints
+encoder alone (GRIDSIEVE_ENCODER, 127.0.0.1:50052 by default); no text is generated. Vectors of different checkpoints
 cannot be compared.
 """
 
@@ -15,11 +15,11 @@ import sys
 
 import numpy as np
 
-from framesieve import FramesieveError, encode
+from gridsieve import GridsieveError, encode
 
 
 async def main(*clips: str) -> None:
-    encoder = os.environ.get("FRAMESIEVE_ENCODER", "127.0.0.1:50052")
+    encoder = os.environ.get("GRIDSIEVE_ENCODER", "127.0.0.1:50052")
     for clip in clips or ("demo/clip.mp4",):
         (item,) = await encode(encoder, clip)
         embeds = item.as_embeds()
@@ -35,5 +35,5 @@ async def main(*clips: str) -> None:
 if __name__ == "__main__":
     try:
         asyncio.run(main(*sys.argv[1:]))
-    except (FramesieveError, OSError) as error:
+    except (GridsieveError, OSError) as error:
         sys.exit(f"{error}")

@@ -1,9 +1,9 @@
 """Watches a clip as if it were filmed now, and prints the answer to a question after every four seconds of it.
 
-    framesieve serve &
+    gridsieve serve &
     python examples/watch.py demo/clip.mp4 "What moves?"
 
-A third argument plays it so many times as fast. FRAMESIEVE_SERVER is the address of generation, 127.0.0.1:50053 by
+A third argument plays it so many times as fast. GRIDSIEVE_SERVER is the address of generation, 127.0.0.1:50053 by
 default.
 """
 
@@ -15,7 +15,7 @@ import time
 
 import av
 
-from framesieve import FramesieveClient, FramesieveError, LiveDropped, LiveFinished, LiveSession, Trigger
+from gridsieve import GridsieveClient, GridsieveError, LiveDropped, LiveFinished, LiveSession, Trigger
 
 
 async def play(clip: str, session: LiveSession, speed: float) -> None:
@@ -41,7 +41,7 @@ async def tell(session: LiveSession) -> None:
 
 async def main(clip: str = "demo/clip.mp4", question: str = "What moves?", speed: str = "1") -> None:
     trigger = Trigger(question, every_s=4, sampling={"max_new_tokens": 64})
-    client = FramesieveClient(os.environ.get("FRAMESIEVE_SERVER", "127.0.0.1:50053"))
+    client = GridsieveClient(os.environ.get("GRIDSIEVE_SERVER", "127.0.0.1:50053"))
     async with client, client.live(triggers=[trigger]) as session, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(session))
         tasks.create_task(play(clip, session, float(speed)))
@@ -50,5 +50,5 @@ async def main(clip: str = "demo/clip.mp4", question: str = "What moves?", speed
 if __name__ == "__main__":
     try:
         asyncio.run(main(*sys.argv[1:]))
-    except* (FramesieveError, OSError, av.FFmpegError) as errors:
+    except* (GridsieveError, OSError, av.FFmpegError) as errors:
         sys.exit(f"{errors.exceptions[0]}")

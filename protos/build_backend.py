@@ -1,4 +1,4 @@
-"""The build backend of pyproject.toml: setuptools, after it has generated framesieve/v1 from these protos."""
+"""The build backend of pyproject.toml: setuptools, after it has generated gridsieve/v1 from these protos."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ROOT = _PROTOS.parent
 
 
 def generate() -> None:
-    """Writes framesieve/v1: messages, their types for mypy, and gRPC stubs. Raises RuntimeError if protoc fails."""
-    package = _ROOT / "framesieve" / "v1"
+    """Writes gridsieve/v1: messages, their types for mypy, and gRPC stubs. Raises RuntimeError if protoc fails."""
+    package = _ROOT / "gridsieve" / "v1"
     package.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{_PROTOS}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
     outputs = [f"--{kind}_out={_ROOT}" for kind in ("python", "pyi", "grpc_python")]

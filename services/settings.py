@@ -1,6 +1,6 @@
 """Prints every setting of the services.
 
-As Markdown: `python -m framesieve.services.settings > docs/settings.md`. With values, for `framesieve settings`: --json
+As Markdown: `python -m gridsieve.services.settings > docs/settings.md`. With values, for `gridsieve settings`: --json
 prints one object; --generation='{"file": ["--dtype", "bfloat16"], "flag": []}' gives flags of a service by
 where they come from.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
-from framesieve.common.serving.settings import (
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.serving.settings import (
     CallerSettings,
     ListenerSettings,
     ServiceSettings,
@@ -27,17 +27,17 @@ from framesieve.common.serving.settings import (
     flag_of,
     variable_of,
 )
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.gateway.settings import GatewaySettings
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.preprocessing.settings import PreprocessingSettings
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.gateway.settings import GatewaySettings
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.preprocessing.settings import PreprocessingSettings
 
 _ROOT = Path(__file__).parents[2]
 _INTRODUCTION = """# Settings
 
-Every setting of a service is a flag and an environment variable; the flag takes precedence. `framesieve serve` passes
-its environment on to the services, except FRAMESIEVE_DRAIN_S. This page is the output of
-`python -m framesieve.services.settings`."""
+Every setting of a service is a flag and an environment variable; the flag takes precedence. `gridsieve serve` passes
+its environment on to the services, except GRIDSIEVE_DRAIN_S. This page is the output of
+`python -m gridsieve.services.settings`."""
 _SERVICES: Mapping[str, type[ListenerSettings]] = {
     "Preprocessing": PreprocessingSettings,
     "Encoder": EncoderSettings,
@@ -63,7 +63,7 @@ def page() -> str:
     for title, settings in _SERVICES.items():
         inherited = {name for base in settings.__mro__[1:] for name in getattr(base, "model_fields", ())} - own_defaults
         own = {name: field for name, field in settings.model_fields.items() if name not in inherited}
-        parts += _table(f"{title}: `python -m framesieve.services.{title.lower()}`", own)
+        parts += _table(f"{title}: `python -m gridsieve.services.{title.lower()}`", own)
     return "\n".join(parts) + "\n"
 
 

@@ -16,16 +16,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.ranks import Orders
-from framesieve.services.compute.graphs import Captured
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.parallel import group as group_module
-from framesieve.services.generation.parallel.group import Group, WorkerRanks
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.startup import build
-from framesieve.services.generation.startup.rank import run_steps
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.ranks import Orders
+from gridsieve.services.compute.graphs import Captured
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.parallel import group as group_module
+from gridsieve.services.generation.parallel.group import Group, WorkerRanks
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.startup import build
+from gridsieve.services.generation.startup.rank import run_steps
 from tests.generation.paged_kernels import read_in_place
 from tests.oracle import Text
 from tests.tiny import BLOCK_TOKENS, TinyEngine

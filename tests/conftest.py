@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from framesieve.services.compute.prepare import prepare
+from gridsieve.services.compute.prepare import prepare
 
 prepare()
 # One core a worker, and one for each service that tests start. Set before torch is imported, which reads it once.
@@ -26,10 +26,10 @@ import structlog
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from framesieve.common import process
+from gridsieve.common import process
 
-settings.register_profile("framesieve", deadline=None, derandomize=True)
-settings.load_profile("framesieve")
+settings.register_profile("gridsieve", deadline=None, derandomize=True)
+settings.load_profile("gridsieve")
 # By default structlog prints all variables of each frame of a traceback, which for a model takes seconds.
 structlog.configure(
     processors=[
@@ -45,7 +45,7 @@ FLEET = ("encoder_ranks", "equal_slices", "event_loop", "killed", "leaving", "si
 RANKS = ("int4", "tensor_parallel")
 OWN = ("affinity", "guarded", "minicpmv", "prefill_during_encoding", "serve", "tight_buffers")
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
-LONGEST_FIRST = ("integration", "generation", "encoder", "framesieve", "preprocessing")
+LONGEST_FIRST = ("integration", "generation", "encoder", "gridsieve", "preprocessing")
 
 
 # Deep ones differ from the others in parts that tests of the encoder and of preprocessing cover.

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import FamilyUnderTest, text_and_head
 from tests.oracle import Item, Text, expected_logprobs, expected_sequence, kept_tokens
 from tests.tiny import BLOCK_TOKENS, PAD_ID, Asked, Models, TinyEngine, random_item

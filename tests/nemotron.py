@@ -34,7 +34,7 @@ from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import Nemot
 from transformers.video_utils import VideoMetadata, group_videos_by_shape, reorder_videos
 
 from demo.checkpoint import TINY, make_tokenizer, randomise
-from framesieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.common.contract.plan import Modality, PromptPlan
 
 MODEL: Any = NemotronH_Omni_Reasoning_V3
 PATCH_PX, MERGE, TUBELET, HIDDEN = 16, 2, 2, 64

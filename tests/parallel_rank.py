@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.ranks import Orders
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.startup.adapters import load_adapters
-from framesieve.services.generation.startup.rank import run_steps
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.ranks import Orders
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.startup.adapters import load_adapters
+from gridsieve.services.generation.startup.rank import run_steps
 from tests.tiny import BLOCK_TOKENS
 
 MODULE = "tests.parallel_rank"

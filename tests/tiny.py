@@ -15,23 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.engine.payoff import Payoff
-from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import LaunchedStep, OtherRanks, Runner, SampledStep
-from framesieve.services.generation.model.states import RESERVED
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
-from framesieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.engine.stats import Step
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import LaunchedStep, OtherRanks, Runner, SampledStep
+from gridsieve.services.generation.model.states import RESERVED
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.pruned_prompt import MAX_VOCABULARY, PrunedPrompt
+from gridsieve.services.generation.request.request import Adapter, Delta, Event, Failed, Finished, Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan, MediaSpan, TextSpan, positions_of
 from tests.families import FAMILIES, FamilyUnderTest, load_reference
 from tests.oracle import Item, Text
 

@@ -31,25 +31,25 @@ from torch import Tensor
 from benchmarks.ceiling.service import TEXT, TOKEN, constant_logits
 from benchmarks.report import Measurement, run
 from benchmarks.table import Row, Timings
-from framesieve.common.channels import open_channel
-from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.process import free_port
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.common.serving.probe import is_serving, serves_http
-from framesieve.services.compute.graphs import Captured
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.attention.block_plan import BlockPlan
-from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.request.request import Event, Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
-from framesieve.v1.prompt_pb2 import ROLE_USER, Message, Part, Prompt
+from gridsieve.common.channels import open_channel
+from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.process import free_port
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.common.serving.probe import is_serving, serves_http
+from gridsieve.services.compute.graphs import Captured
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.model.attention.block_plan import BlockPlan
+from gridsieve.services.generation.model.attention.flash_infer import FlashInferCache
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.request import Event, Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.v1.generation_pb2 import GenerateRequest, Sampling
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.v1.prompt_pb2 import ROLE_USER, Message, Part, Prompt
 
 STREAMS, TOKENS = (64, 256), 256
 CONTEXT_TOKENS, STEPS, BLOCK_TOKENS = 2000, 200, 16
@@ -203,9 +203,9 @@ def _services(folder: Path) -> Iterator[Mapping[str, str]]:
     upstream = ("--preprocessing", sockets["preprocessing"], "--encoder", sockets["encoder"])
     limits = f"--max-num-seqs {max(STREAMS)} --max-num-batched-tokens 8192 --kv-cache-tokens 131072 --threads 1".split()
     commands = {
-        "preprocessing": ("framesieve.services.preprocessing", "--listen", sockets["preprocessing"]),
+        "preprocessing": ("gridsieve.services.preprocessing", "--listen", sockets["preprocessing"]),
         "generation": ("benchmarks.ceiling.service", "--listen", sockets["generation"], *upstream, *limits),
-        "gateway": ("framesieve.services.gateway", "--listen", http, "--generation", sockets["generation"]),
+        "gateway": ("gridsieve.services.gateway", "--listen", http, "--generation", sockets["generation"]),
         "bare": ("benchmarks.ceiling.bare", sockets["bare"], str(TOKENS)),
     }
     with ExitStack() as running:

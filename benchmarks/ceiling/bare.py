@@ -14,8 +14,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from benchmarks.ceiling.service import TOKEN
-from framesieve.v1.generation_pb2 import Delta, GenerateRequest, GenerateResponse
-from framesieve.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+from gridsieve.v1.generation_pb2 import Delta, GenerateRequest, GenerateResponse
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
 
 class Bare(GenerationServiceServicer):

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from framesieve.common.serving.server import run
-from framesieve.services.generation.__main__ import main
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.batch import Packed
+from gridsieve.common.serving.server import run
+from gridsieve.services.generation.__main__ import main
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.request.batch import Packed
 
 # The token that every answer repeats, and its text.
 TOKEN, TEXT = 300, "any"

@@ -15,7 +15,7 @@ from benchmarks.engine.measures import bfloat16, prefill, pruning, recurrent, st
 from benchmarks.models import Model, demo_and_random, with_states
 from benchmarks.report import Beginning, options, report
 from benchmarks.table import Row
-from framesieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.logs import configure_logging
 
 MEASUREMENTS: Mapping[str, Callable[[Model, int], list[Row]]] = {
     "throughput": throughput,

@@ -17,15 +17,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from benchmarks.engine.questions import GRID, Question, submit
 from benchmarks.timing import Timed
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.process import keep_freed_memory
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.request import Delta, Event, Failed, Finished
-from framesieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.process import keep_freed_memory
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.request.request import Delta, Event, Failed, Finished
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 
 NEW_TOKENS = 64
 BLOCK_TOKENS, BLOCKS = 16, 2048  # the service's defaults

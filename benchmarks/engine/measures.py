@@ -16,7 +16,7 @@ from benchmarks.engine.operations import prefill_operations
 from benchmarks.engine.questions import Question, question, text_question
 from benchmarks.models import Model
 from benchmarks.table import Row, Timings
-from framesieve.common.checkpoint import Checkpoint
+from gridsieve.common.checkpoint import Checkpoint
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
 RATE = 0.75

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from framesieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.language_model import LanguageModel
 
 
 def prefill_operations(model: LanguageModel, tokens: int) -> float:

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
-from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.request.request import Event, Request
-from framesieve.services.generation.sampling.detokenizer import Detokenizer
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import FrameShape, Grid, Int32Array, MediaPlan, Modality, PromptPlan, Run
+from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.request import Event, Request
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 GRID = Grid(8, 10, 10)
 BEFORE_TOKENS, AFTER_TOKENS = 14, 16  # of text; 830 tokens in all

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.gpu.call import Call, Part
 from benchmarks.gpu.targets import PUBLISHED, TARGETS
-from framesieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.logs import configure_logging
 
 DEFAULT_CALLS = ("correctness", "engine", "tower")
 CALLS = (*DEFAULT_CALLS, "stack")

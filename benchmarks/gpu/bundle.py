@@ -3,13 +3,13 @@
     here                                   there: Python 3.12, torch 2.11 or later with CUDA 13, a Hopper card
     build/gpu-bundle.tar.xz    ─────────▶  tar -xf build/gpu-bundle.tar.xz  in this folder
                                              .gpu/           packages, FlashInfer's kernels among them
-                                             framesieve/v1/  generated code
+                                             gridsieve/v1/  generated code
                                            make test-gpu, make bench-gpu
 
 Packages are those of this environment, in the same versions, built for Python 3.12; torch and what comes with it are
 left out. FlashInfer comes without its sources and with its kernels, which `deploy/flash_infer_kernels.py` compiles
 here, with the compiler of CUDA_HOME, or else pip's. That takes an hour on one core; what is compiled is kept in the
-user's cache ($XDG_CACHE_HOME/framesieve/gpu-bundle), and an interrupted run goes on there. `--media` adds PyAV, for
+user's cache ($XDG_CACHE_HOME/gridsieve/gpu-bundle), and an interrupted run goes on there. `--media` adds PyAV, for
 measurements that decode videos.
 """
 
@@ -33,10 +33,10 @@ BUNDLE = ROOT / "build" / "gpu-bundle.tar.xz"
 MAX_BYTES = 60 * 2**20
 SITE = ".gpu"
 ARCHITECTURES = "9.0a"
-GENERATED = "framesieve/v1"
+GENERATED = "gridsieve/v1"
 # What the tests, the benchmark and the services import.
-ROOTS = ("framesieve[encoder,generation]", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
-MEDIA_ROOTS = ("framesieve[preprocessing,client]",)
+ROOTS = ("gridsieve[encoder,generation]", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
+MEDIA_ROOTS = ("gridsieve[preprocessing,client]",)
 # What comes with torch, computes on CPUs, downloads checkpoints, or is not imported by FlashInfer's attention.
 LEFT_OUT = {
     "torch",
@@ -65,13 +65,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Packs what a machine with a card and without an index needs.")
     parser.add_argument("--media", action="store_true", help="with PyAV, for measurements that decode videos")
     media = parser.parse_args().media
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "framesieve" / "gpu-bundle"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gridsieve" / "gpu-bundle"
     tools, site = cache / FLASH_INFER_VERSION / "tools", BUNDLE.with_name("gpu-bundle")
     install_flash_infer(tools)
     compile_kernels(tools, cuda_home(cache / "cuda"))
     install(site, versions(tools, (*ROOTS, *MEDIA_ROOTS) if media else ROOTS))
     strip_flash_infer(site, tools)
-    name_framesieve(site)
+    name_gridsieve(site)
     pack(site)
     size = BUNDLE.stat().st_size
     print(f"{BUNDLE.relative_to(ROOT)}: {size / 2**20:.1f} MiB. There, in this folder:")
@@ -137,7 +137,7 @@ def versions(tools: Path, roots: Iterable[str]) -> list[str]:
             sys.exit(f"the package {name} is not installed: make setup")
         found[name] = here[name].version
         waiting += requirements(here[name], wanted.extras)
-    del found["framesieve"]
+    del found["gridsieve"]
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
@@ -178,10 +178,10 @@ def strip_flash_infer(site: Path, tools: Path) -> None:
         shutil.copy(path, copy)
 
 
-def name_framesieve(site: Path) -> None:
+def name_gridsieve(site: Path) -> None:
     """Services report the version of the package, which is not installed there."""
-    ours = distribution("framesieve")
-    folder = site / f"framesieve-{ours.version}.dist-info"
+    ours = distribution("gridsieve")
+    folder = site / f"gridsieve-{ours.version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(ours.read_text("METADATA") or "")
 

@@ -34,16 +34,16 @@ from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import Answer, SteppedEngine, TimedRunner, no_waits
 from benchmarks.table import Row
 from demo.checkpoint import write_checkpoint
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.process import keep_freed_memory
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model import attention
-from framesieve.services.generation.model.attention import flash_infer
-from framesieve.services.generation.model.attention.cache import FP8, CacheSizes
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.process import keep_freed_memory
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model import attention
+from gridsieve.services.generation.model.attention import flash_infer
+from gridsieve.services.generation.model.attention.cache import FP8, CacheSizes
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 
 AT_MOST = 2.0
 BLOCKS, MOST_RUNNING, MOST_TOKENS = 1024, 8, 2048
@@ -193,7 +193,7 @@ class Law:
             runner.launches.clear()
             runner.failures.clear()
             runner.watch = no_waits if self._device.type == "cuda" else nullcontext
-            with suppress(FramesieveError):  # of a launch that waited, see `failures`
+            with suppress(GridsieveError):  # of a launch that waited, see `failures`
                 self._answer(runner, params)
             runner.watch = nullcontext
             launched, waited = len(runner.launches), len(runner.failures)

@@ -25,10 +25,10 @@ from benchmarks.gpu.generated import Generated, generate, in_float32, logits_of
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
 from benchmarks.table import Row
-from framesieve.services.generation.loading.text_model import assemble, make_text
-from framesieve.services.generation.loading.weights import fill
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.loading.text_model import assemble, make_text
+from gridsieve.services.generation.loading.weights import fill
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 
 # Of what is free beside the weights; the rest is for activations, graphs and the profiler.
 CACHE_FRACTION = 0.8

@@ -25,21 +25,21 @@ from benchmarks.gpu.call import GENERATE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.table import Row
 from benchmarks.timing import Summary, Timed
-from framesieve.bench.backend import Backend, GrpcBackend
-from framesieve.bench.load import Extent, closed_loop
-from framesieve.bench.measure import Record, timed
-from framesieve.bench.metrics import Samples, read_metrics
-from framesieve.bench.workload import Entry, Workload
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options, Text, Video
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Modality
-from framesieve.common.contract.retention import PIXEL_CHANGE, Pruning
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.turns import Turn
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.bench.backend import Backend, GrpcBackend
+from gridsieve.bench.load import Extent, closed_loop
+from gridsieve.bench.measure import Record, timed
+from gridsieve.bench.metrics import Samples, read_metrics
+from gridsieve.bench.workload import Entry, Workload
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Options, Text, Video
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Modality
+from gridsieve.common.contract.retention import PIXEL_CHANGE, Pruning
+from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
 PRUNINGS = (Pruning(0.0), Pruning(0.75), Pruning(0.75, PIXEL_CHANGE), Pruning(0.9, PIXEL_CHANGE))
 HEIGHT_PX, WIDTH_PX, KEYFRAME_EVERY = 360, 640, 60
@@ -50,7 +50,7 @@ REQUESTS_PER_CLIENT, LEAST_REQUESTS = 2, 4
 GENERATE_ROUNDS = 3
 # Time that each may need at most.
 GENERATE_S, START_S, REQUEST_S = 120, 120, 2
-STEPS, REPLAYED = "framesieve_generation_step_seconds_count", "framesieve_generation_replayed_steps_total"
+STEPS, REPLAYED = "gridsieve_generation_step_seconds_count", "gridsieve_generation_replayed_steps_total"
 
 
 def parts(call: Call) -> dict[str, Part]:
@@ -94,7 +94,7 @@ async def _measured(
 ) -> tuple[list[Record], float, float, float]:
     """The records of all requests, the seconds that they took together, and the steps replayed and in all."""
     metrics = [f"127.0.0.1:{started.metrics_ports['generation']}"]
-    async with FramesieveClient(started.address) as client:
+    async with GridsieveClient(started.address) as client:
         before = await read_metrics(metrics)
         records, wall_s = await _ask(GrpcBackend(client), data, pruning, clients, requests)
         after = await read_metrics(metrics)
@@ -147,7 +147,7 @@ def _sum(samples: Sequence[Samples], name: str) -> float:
 
 
 class Generate:
-    """transformers' `generate`. Prompts and frames of clips come from Framesieve's preprocessing, in this process."""
+    """transformers' `generate`. Prompts and frames of clips come from Gridsieve's preprocessing, in this process."""
 
     def __init__(self, whole: Any, folder: Path) -> None:
         """folder: the checkpoint of `whole`, a model of transformers."""

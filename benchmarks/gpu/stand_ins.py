@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.graphs import Capture, Captured, CudaCapture
-from framesieve.services.generation.model import attention
+from gridsieve.services.compute.graphs import Capture, Captured, CudaCapture
+from gridsieve.services.generation.model import attention
 
 
 def plain_kernels(device: torch.device) -> AbstractContextManager[object]:

@@ -14,15 +14,15 @@ import torch
 
 from benchmarks.engine.questions import Question, submit
 from benchmarks.gpu.device import Moment, wait
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.engine.stats import Step
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.request import Delta, Event, Failed, Finished, Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Answer:
     times_s: list[float] = field(default_factory=list)
     events: list[Delta] = field(default_factory=list)
     finished: bool = False
-    error: FramesieveError | None = None
+    error: GridsieveError | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Failed):

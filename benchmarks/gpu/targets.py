@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.models import QWEN2_5_VL_3B, DeepStack, Layout
 from demo.checkpoint import TINY, Shape
-from framesieve.common.contract.plan import Grid
+from gridsieve.common.contract.plan import Grid
 
 
 @dataclass(frozen=True, slots=True)

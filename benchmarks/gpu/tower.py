@@ -20,18 +20,18 @@ from benchmarks.gpu.call import ROOFLINE, Call, Part, longest_kernels
 from benchmarks.gpu.device import seconds
 from benchmarks.media.handover import embeds_handover
 from benchmarks.table import Row
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import AFTER_TOWER, EVS, NONE, Pruning
-from framesieve.services.compute.transfers import Readback, to_device
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import compile_tower
-from framesieve.services.encoder.tower import graphs
-from framesieve.services.encoder.tower.attention import attend_by_length, find_attention
-from framesieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
-from framesieve.services.encoder.tower.tower import ModelForward, Tower
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import AFTER_TOWER, EVS, NONE, Pruning
+from gridsieve.services.compute.transfers import Readback, to_device
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup.build import compile_tower
+from gridsieve.services.encoder.tower import graphs
+from gridsieve.services.encoder.tower.attention import attend_by_length, find_attention
+from gridsieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 
 RATE = 0.75
 BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default

@@ -14,9 +14,9 @@ from benchmarks.live.question import FLAGS, WINDOW, minute
 from benchmarks.live.session import Session
 from benchmarks.models import RANDOM
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.common.channels import open_channel
-from framesieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.common.channels import open_channel
+from gridsieve.common.security.credentials import NO_CREDENTIALS
 
 OLD_MINUTES = 60
 QUESTIONS_A_ROUND = 5

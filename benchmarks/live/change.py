@@ -31,13 +31,13 @@ from demo.clips import EVALUATION_SEEDS
 from demo.drawing import encode as encoded
 from demo.questions import questions_about
 from demo.scenes import random_scene
-from framesieve import Frames, FramesieveClient, Pruning, Video, encode
-from framesieve.cli.launcher import LocalStack
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.contract.retention import AUTO_THRESHOLD, NONE, PIXEL_CHANGE
-from framesieve.services.preprocessing.pruning.change import BLOCKS_A_SIDE, STEPS, block_means, change
-from framesieve.services.preprocessing.pruning.reference import Reference
-from framesieve.services.preprocessing.video.resize import view_into
+from gridsieve import Frames, GridsieveClient, Pruning, Video, encode
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, NONE, PIXEL_CHANGE
+from gridsieve.services.preprocessing.pruning.change import BLOCKS_A_SIDE, STEPS, block_means, change
+from gridsieve.services.preprocessing.pruning.reference import Reference
+from gridsieve.services.preprocessing.video.resize import view_into
 
 _TOKEN_PX, _ROWS, _COLUMNS = 28, 8, 11
 _TOKENS = _ROWS * _COLUMNS
@@ -159,7 +159,7 @@ def out_of_the_dark(rounds: int) -> list[Row]:
 async def _answers(scenes: int) -> Row:
     right, asked = dict.fromkeys(("live", "file", "whole"), 0), 0
     changed = Pruning(method=PIXEL_CHANGE, threshold=AUTO_THRESHOLD)
-    async with LocalStack(DEMO_MODEL) as stack, FramesieveClient(stack.address) as client:
+    async with LocalStack(DEMO_MODEL) as stack, GridsieveClient(stack.address) as client:
         for seed in range(EVALUATION_SEEDS, EVALUATION_SEEDS + scenes):
             scene = replace(random_scene(seed, "still"), brightness=((0.0, 0.0), (_DARK_S, 1.0)))
             pictures = _pictures(encoded(scene))

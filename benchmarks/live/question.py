@@ -17,12 +17,12 @@ from benchmarks.live.camera import FPS, pictures
 from benchmarks.live.session import QUESTION, Session
 from benchmarks.models import SMALL
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Frames, Video
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.retention import AUTO_THRESHOLD, PIXEL_CHANGE
-from framesieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Frames, Video
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, PIXEL_CHANGE
+from gridsieve.common.security.credentials import NO_CREDENTIALS
 
 MINUTE = 60 * FPS
 HEIGHT_PX, WIDTH_PX = 240, 320
@@ -43,7 +43,7 @@ async def _question(rounds: int) -> list[Row]:
         async with (
             LocalStack(model, flags=FLAGS) as live,
             LocalStack(model, flags=FLAGS) as other,
-            FramesieveClient(other.address) as client,
+            GridsieveClient(other.address) as client,
             open_channel(live.address, NO_CREDENTIALS) as channel,
             Session.opened(channel, **WINDOW) as session,
         ):
@@ -75,7 +75,7 @@ def minute(camera: int, number: int) -> tuple[list[bytes], list[float]]:
     return pictures(camera, first, MINUTE, HEIGHT_PX, WIDTH_PX), [(first + place) / FPS for place in range(MINUTE)]
 
 
-async def _generated_s(client: FramesieveClient, frames: Sequence[bytes], name: str) -> tuple[float, int]:
+async def _generated_s(client: GridsieveClient, frames: Sequence[bytes], name: str) -> tuple[float, int]:
     """The time to the first token, and how many tokens of the prompt were computed."""
     video = Video(frames=Frames(tuple(frames), tuple(place / FPS for place in range(len(frames)))))
     text = QUESTION if name == "generate" else "And what else?"

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from framesieve.common.channels import write_to
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, LiveUsage, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.common.channels import write_to
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, LiveUsage, Sampling
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 QUESTION = "What happens in the video?"
 

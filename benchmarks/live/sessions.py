@@ -18,10 +18,10 @@ import grpc
 from benchmarks.live.camera import FPS, pictures
 from benchmarks.live.session import Session
 from benchmarks.table import Row
-from framesieve.cli.launcher import LocalStack
-from framesieve.common.channels import open_channel
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1.generation_pb2 import LiveClose, LiveFrame
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.common.channels import open_channel
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1.generation_pb2 import LiveClose, LiveFrame
 
 SIDE_PX = 112
 SECONDS = 20

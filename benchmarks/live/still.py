@@ -25,10 +25,10 @@ from benchmarks.live.session import Session
 from benchmarks.models import SMALL, DeepStack, Layout
 from benchmarks.processes import cpu_s
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.common.channels import open_channel
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1.generation_pb2 import LiveFrame
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.common.channels import open_channel
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1.generation_pb2 import LiveFrame
 
 HEIGHT_PX, WIDTH_PX = 480, 640
 # Levels, the standard deviation of a pixel.

@@ -35,14 +35,14 @@ from benchmarks.live.session import QUESTION, Session
 from benchmarks.models import QWEN2_5_VL_3B, SMALL
 from benchmarks.processes import cpu_s
 from benchmarks.table import Row
-from framesieve.cli.launcher import LocalStack
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import STREAM_STATE_LOST, LiveAsk, LiveTrigger, Sampling
-from framesieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, EVS_CAUSAL, NONE, PIXEL_CHANGE
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.generation_pb2 import STREAM_STATE_LOST, LiveAsk, LiveTrigger, Sampling
+from gridsieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
+from gridsieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 
 CHUNK_S, CHUNKS = 10, 3
 FPS = 2  # the model's

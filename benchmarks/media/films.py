@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from benchmarks.ask import ask
 from benchmarks.clips import another_path, clip, write_repeated
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
 
 FILM_FPS, FILM_GROUP, FILM_S, FILM_BIT_RATE = 24, 250, 7200, 4_000_000
 SCREEN_FPS, SCREEN_S, SCREEN_PX, CHANGES = 15, 300, (720, 1280), 10
 SCREEN_FRAMES = 600
-# A file that has just been written is hashed again: see `framesieve.services.preprocessing.sources.digests`.
+# A file that has just been written is hashed again: see `gridsieve.services.preprocessing.sources.digests`.
 SETTLED_S = 2.5
 SECOND_AT_MOST, SCREEN_AT_MOST = 0.05, 0.15
 MOST_ROUNDS = 2  # of four minutes
@@ -36,11 +36,11 @@ async def _films(rounds: int) -> list[Row]:
     """By the embedded model, whose tower weighs little; the encoder's cache holds the whole film."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with LocalStack(media_root=folder) as stack, FramesieveClient(stack.address) as client:
+        async with LocalStack(media_root=folder) as stack, GridsieveClient(stack.address) as client:
             return [await _film(client, folder), await _screen(client, folder, rounds)]
 
 
-async def _film(client: FramesieveClient, folder: Path) -> Row:
+async def _film(client: GridsieveClient, folder: Path) -> Row:
     """One run, regardless of rounds."""
     group, path = clip(FILM_GROUP, 1080, 1920, FILM_GROUP, FILM_FPS, bit_rate=FILM_BIT_RATE), folder / "film.mp4"
     write_repeated(path, group, FILM_S * FILM_FPS // FILM_GROUP, FILM_FPS)
@@ -55,7 +55,7 @@ async def _film(client: FramesieveClient, folder: Path) -> Row:
     return Row(what, "the first, unpruned", second.first_token_s, first.first_token_s, "s", None, SECOND_AT_MOST, note)
 
 
-async def _screen(client: FramesieveClient, folder: Path, rounds: int) -> Row:
+async def _screen(client: GridsieveClient, folder: Path, rounds: int) -> Row:
     data, taken = recorded_screen(), Timings()
     for _ in range(rounds + 1):
         for rate in (0.0, 0.9):

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Video, user_turn
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Video, user_turn
+from gridsieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 
 async def responses(channel: grpc.aio.Channel, video: Video) -> AsyncIterator[PreprocessResponse]:

@@ -25,16 +25,16 @@ from torch import Tensor
 
 from benchmarks.media.streams import in_turns, serve, stream
 from benchmarks.table import Row
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.common.contract.tensors import DType, TensorBuffer, pieces
-from framesieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, int32_tensor
-from framesieve.common.handover import Receiver, Sender, sender_to
-from framesieve.common.process import keep_freed_memory
-from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.encoder.items.item import in_shared_memory
-from framesieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from gridsieve.common.contract.tensors import DType, TensorBuffer, pieces
+from gridsieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, int32_tensor
+from gridsieve.common.handover import Receiver, Sender, sender_to
+from gridsieve.common.process import keep_freed_memory
+from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.services.encoder.items.item import in_shared_memory
+from gridsieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, StageAges
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 
 # Tokens of 1,024 values with three levels of deepstack, in bfloat16: 82 MB. Where they are pruned, from twice as many.
 TOKENS, LEVELS, WIDTH, DTYPE = 10_000, 4, 1024, torch.bfloat16
@@ -168,8 +168,8 @@ async def main(address: str, tokens: int) -> None:
                 yield response
 
     async def send_frames(request: bytes, context: Any) -> AsyncIterator[PreprocessResponse]:
-        from framesieve.services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
-        from framesieve.services.preprocessing.video.slices import Slice
+        from gridsieve.services.preprocessing.rpc.messages import frames_responses  # which imports PyAV
+        from gridsieve.services.preprocessing.video.slices import Slice
 
         with sender_to(request, "Encode") as sender:
             for number, memory in enumerate(memories()):

@@ -18,11 +18,11 @@ import grpc
 
 from benchmarks.media.streams import in_turns, serve, stream
 from benchmarks.table import Row
-from framesieve.common.contract.tensors import PIECE_BYTES, DType, pieces
-from framesieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
-from framesieve.common.process import keep_freed_memory
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
-from framesieve.v1.tensor_pb2 import TensorChunk
+from gridsieve.common.contract.tensors import PIECE_BYTES, DType, pieces
+from gridsieve.common.contract.wire import add_chunk, buffer_for, fill_chunk, tensor_chunks
+from gridsieve.common.process import keep_freed_memory
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
+from gridsieve.v1.tensor_pb2 import TensorChunk
 
 DTYPE, SHAPE = DType.FLOAT32, (1, 4096, 4096)
 SIZE_BYTES = 64 * 2**20

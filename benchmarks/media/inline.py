@@ -14,9 +14,9 @@ from benchmarks.ask import ask
 from benchmarks.clips import RATE, another_file, clip
 from benchmarks.processes import peak_bytes
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
 
 QUESTION, PRUNING_RATE = "What moves?", 0.75
 AT_MOST = 1.2
@@ -33,7 +33,7 @@ def inline(rounds: int) -> list[Row]:
 async def _row(name: str, data: bytes, max_frames: int | None, rounds: int) -> Row:
     taken = Timings()
     with tempfile.TemporaryDirectory() as folder:
-        async with LocalStack(media_root=Path(folder)) as stack, FramesieveClient(stack.address) as client:
+        async with LocalStack(media_root=Path(folder)) as stack, GridsieveClient(stack.address) as client:
             before = {service: peak_bytes(process.pid) for service, process in stack.processes.items()}
             for number in range(rounds + 1):
                 Path(folder, f"{number}").write_bytes(another_file(data))

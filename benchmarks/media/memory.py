@@ -20,10 +20,10 @@ from PIL import Image as Picture
 from benchmarks.clips import RATE, another_file, clip, scene_clip
 from benchmarks.processes import resident_bytes
 from benchmarks.table import Row
-from framesieve.cli.launcher import SERVICES, LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Image, PartLike, Video
-from framesieve.common.contract.retention import EVS
+from gridsieve.cli.launcher import SERVICES, LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Image, PartLike, Video
+from gridsieve.common.contract.retention import EVS
 
 REQUESTS, WARM_UP, AT_ONCE = 200, 50, 4
 SETTLING_S = 0.1  # a worker frees memory after it has reported its result
@@ -58,7 +58,7 @@ async def _memory() -> dict[str, list[int]]:
     }
     found: dict[str, list[int]] = {service: [] for service in SERVICES}
     waiting = requests()
-    async with LocalStack(flags=flags) as stack, FramesieveClient(stack.address) as client:
+    async with LocalStack(flags=flags) as stack, GridsieveClient(stack.address) as client:
         while wave := list(islice(waiting, AT_ONCE)):
             await asyncio.gather(*(_ask(client, media, rate) for media, rate in wave))
             await asyncio.sleep(SETTLING_S)
@@ -67,7 +67,7 @@ async def _memory() -> dict[str, list[int]]:
     return found
 
 
-async def _ask(client: FramesieveClient, media: PartLike, rate: float) -> None:
+async def _ask(client: GridsieveClient, media: PartLike, rate: float) -> None:
     await client.ask(media, "What happens?", pruning_rate=rate, pruning_method=EVS, max_new_tokens=4, temperature=0)
 
 

@@ -29,14 +29,14 @@ from benchmarks.ask import ask
 from benchmarks.clips import RATE, another_path, clip
 from benchmarks.media.frames import read_frames, responses
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import Endpoint, LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Pruning, Video
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.retention import EVS
-from framesieve.v1 import preprocessing_pb2_grpc
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from gridsieve.cli.launcher import Endpoint, LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Pruning, Video
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.retention import EVS
+from gridsieve.v1 import preprocessing_pb2_grpc
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 
 FRAMES, SECONDS = 120, 60
 MAX_PX = 400 * 400
@@ -61,7 +61,7 @@ async def _overlap(rounds: int, folder: Path, data: bytes, flags_name: str) -> R
     taken = Timings()
     async with (
         LocalStack(media_root=folder, flags=flags) as stack,
-        FramesieveClient(stack.address) as client,
+        GridsieveClient(stack.address) as client,
         open_channel(stack.addresses["preprocessing"]) as preprocessing,
         replaying(folder, [each async for each in responses(preprocessing, video(folder, data))]) as address,
         LocalStack(services=("encoder",), endpoints=endpoints(folder, address), flags=flags) as encoder_alone,

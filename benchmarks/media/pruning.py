@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.clips import pictures
 from benchmarks.table import Row, Timings
-from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.tower import Tower
 
 # The first is the grid of the demo's clips; the second that of two minutes of 448×448.
 GRIDS = (Grid(16, 4, 4), Grid(60, 16, 16))

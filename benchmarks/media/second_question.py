@@ -13,16 +13,16 @@ from benchmarks.ask import ask
 from benchmarks.clips import RATE, another_path, clip, scene_clip
 from benchmarks.models import SMALL_RECURRENT
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
 
 LARGE_PX = 224 * 224
 Questions: TypeAlias = Mapping[str, tuple[str, float]]
 QUESTIONS: Questions = {"first": ("What happens in the video?", 0.75), "second": ("Which shape moves?", 0.5)}
 ALIKE: Questions = {"first": ("What happens in the video?", 0.75), "second": ("Which shape moves?", 0.75)}
 LARGE_AT_MOST, DEMO_AT_MOST, ALIKE_AT_MOST = 0.05, 0.15, 0.10
-# A file that has just been written is hashed again: see `framesieve.services.preprocessing.sources.digests`.
+# A file that has just been written is hashed again: see `gridsieve.services.preprocessing.sources.digests`.
 SETTLED_S = 2.5
 
 
@@ -35,7 +35,7 @@ def second_question(rounds: int) -> list[Row]:
 async def _second_question(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with LocalStack(media_root=folder) as stack, FramesieveClient(stack.address) as client:
+        async with LocalStack(media_root=folder) as stack, GridsieveClient(stack.address) as client:
             large, demo = large_videos(folder, rounds + 1), demo_videos(folder, rounds + 1)
             await asyncio.sleep(SETTLED_S)
             another = "at another rate"
@@ -44,7 +44,7 @@ async def _second_question(rounds: int) -> list[Row]:
                 await _row(client, f"the demo's clip, {another}", demo, QUESTIONS, DEMO_AT_MOST),
             ]
         model = SMALL_RECURRENT.save(SMALL_RECURRENT.drawn(), folder / "model")
-        async with LocalStack(model, media_root=folder) as stack, FramesieveClient(stack.address) as client:
+        async with LocalStack(model, media_root=folder) as stack, GridsieveClient(stack.address) as client:
             large = large_videos(folder, rounds + 1)
             await asyncio.sleep(SETTLED_S)
             what = "8 s of 720p, at the same rate, recurrent states"
@@ -52,7 +52,7 @@ async def _second_question(rounds: int) -> list[Row]:
 
 
 async def _row(
-    client: FramesieveClient, name: str, videos: Sequence[Video], questions: Questions, at_most: float
+    client: GridsieveClient, name: str, videos: Sequence[Video], questions: Questions, at_most: float
 ) -> Row:
     taken, stages = Timings(), {which: Timings() for which in questions}
     names: tuple[str, ...] = ()

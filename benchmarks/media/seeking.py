@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.clips import RATE, clip
 from benchmarks.table import Row, Timings
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
 
 CLIP_FRAMES = 900
 HEIGHT_PX, WIDTH_PX = 360, 640

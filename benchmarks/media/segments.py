@@ -9,13 +9,13 @@ import numpy as np
 
 from benchmarks.clips import clip, repeated
 from benchmarks.table import Row, Timings
-from framesieve.services.preprocessing.settings import PreprocessingSettings
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.slices import PlannedVideo
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import VideoSlices
-from framesieve.services.preprocessing.workers.segments import slices_of
+from gridsieve.services.preprocessing.settings import PreprocessingSettings
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.slices import PlannedVideo
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import VideoSlices
+from gridsieve.services.preprocessing.workers.segments import slices_of
 
 RATE, GROUP, LENGTH_S = 25, 250, 600
 WANTED, SENT_PX = 120, (364, 644)

@@ -7,9 +7,9 @@ import time
 
 from benchmarks.clips import scene_clip
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Video
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Video
 
 VIDEOS = 8
 AT_LEAST = 1.5

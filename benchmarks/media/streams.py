@@ -14,8 +14,8 @@ import grpc
 
 from benchmarks.processes import cpu_s
 from benchmarks.table import Timings
-from framesieve.common.channels import open_channel
-from framesieve.common.process import keep_freed_memory
+from gridsieve.common.channels import open_channel
+from gridsieve.common.process import keep_freed_memory
 
 SERVICE = "benchmarks.Streams"
 

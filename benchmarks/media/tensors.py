@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from benchmarks.clips import clip, pictures
 from benchmarks.table import Row, Timings
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.resize import PixelBudget, resize_into, smart_resize
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.resize import PixelBudget, resize_into, smart_resize
 
 FRAMES, HEIGHT_PX, WIDTH_PX = 32, 720, 1280
 PATCH_PX, MERGE, TEMPORAL_PATCH = 14, 2, 2
@@ -48,7 +48,7 @@ def ours_in_patches(frames: NDArray[np.uint8]) -> list[Any]:
     """One uint8 (patches, values) per slice: the input of the encoder's tower."""
     import torch
 
-    from framesieve.services.encoder.tower.patches import PatchShape, patchify
+    from gridsieve.services.encoder.tower.patches import PatchShape, patchify
 
     shape = PatchShape(PATCH_PX, MERGE, TEMPORAL_PATCH)
     return [patchify(torch.from_numpy(pixels), shape) for pixels in ours(frames)]

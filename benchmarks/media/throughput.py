@@ -23,15 +23,15 @@ from benchmarks.clips import RATE, another_path, clip
 from benchmarks.media.frames import read_frames
 from benchmarks.processes import cpu_s
 from benchmarks.table import Row, Timings
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.prompt import Video
-from framesieve.common.channels import open_channel
-from framesieve.common.checkpoint import DEMO_MODEL, Checkpoint
-from framesieve.common.contract.plan import Modality
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.turns import Turn
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.prompt import Video
+from gridsieve.common.channels import open_channel
+from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
+from gridsieve.common.contract.plan import Modality
+from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
 VIDEOS = 4
 FRAMES, MAX_PX = 16, 768 * 28 * 28

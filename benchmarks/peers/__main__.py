@@ -42,18 +42,18 @@ from benchmarks.peers.vllm import VllmServer, environment_of
 from benchmarks.processes import peak_bytes, tree
 from benchmarks.report import Beginning
 from benchmarks.timing import Timed
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.answer import Usage
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options, Video
-from framesieve.common.contract.retention import EVS, PIXEL_CHANGE
-from framesieve.common.telemetry.logs import configure_logging
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.answer import Usage
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Options, Video
+from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
+from gridsieve.common.telemetry.logs import configure_logging
 
 LAYOUTS = {"small": SMALL, "recurrent": SMALL_RECURRENT, "3b": QWEN2_5_VL_3B}
 QUESTION = "Describe what happens."
 NEW_TOKENS = 64
 CLIP_S, CLIP_FPS, CLIP_SIZE = 8, 24, (240, 320)
-OURS, BEFORE, VLLM, GENERATE = "framesieve, evs", f"framesieve, {PIXEL_CHANGE}", "vLLM", "transformers"
+OURS, BEFORE, VLLM, GENERATE = "gridsieve, evs", f"gridsieve, {PIXEL_CHANGE}", "vLLM", "transformers"
 
 Ask = Callable[[bytes], Awaitable[Timed]]
 
@@ -102,7 +102,7 @@ async def measure(
         stack = await held.enter_async_context(LocalStack(model, flags=flags))
         their_rate = 0.0 if model.name.startswith("recurrent") else rate
         vllm = held.enter_context(VllmServer(python, model, dtype, their_rate, log))
-        client = await held.enter_async_context(FramesieveClient(stack.address))
+        client = await held.enter_async_context(GridsieveClient(stack.address))
 
         async def ours(method: str, clip: bytes) -> Timed:
             options = Options(pruning_method=method, pruning_rate=rate, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, action="append")
     parser.add_argument("--clients", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "framesieve-peers")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "gridsieve-peers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the figures, as a PNG")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

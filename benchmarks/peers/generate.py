@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from benchmarks.engine.contenders import Clock
 from benchmarks.timing import Timed
-from framesieve.common.checkpoint import Checkpoint
+from gridsieve.common.checkpoint import Checkpoint
 
 
 class Peer:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from framesieve.services.compute.packed_linear import packed
+from gridsieve.services.compute.packed_linear import packed
 
 READ_BYTES = 2**30
 PATCHES_PER_TOKEN = 4

@@ -28,7 +28,7 @@ import httpx
 
 from benchmarks.processes import peak_bytes, tree
 from benchmarks.timing import Timed
-from framesieve.common.process import free_port
+from gridsieve.common.process import free_port
 
 VERSION = "0.32.0"
 TORCH, TORCHVISION = "torch==2.13.0", "torchvision==0.28.0"

@@ -7,7 +7,7 @@ import binascii
 import re
 from dataclasses import dataclass, field
 
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.errors import InvalidRequest
 
 _HEAD = re.compile(r"data:(?P<type>[^,#]{0,1024}?)(?P<base64>;base64)?,", re.IGNORECASE)
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")

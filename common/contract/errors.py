@@ -1,6 +1,6 @@
 """Errors that a caller can receive, each with its gRPC status and a machine-readable reason.
 
-    FramesieveError
+    GridsieveError
     ├── InvalidRequest        INVALID_ARGUMENT     a value outside its range, a missing field
     │   ├── PromptTooLong     INVALID_ARGUMENT     a prompt that can never fit
     │   ├── MediaRejected     INVALID_ARGUMENT     media that cannot be read, or exceeds a limit
@@ -31,7 +31,7 @@ _VALUE_CHARACTERS = 200
 _INDEX_DIGITS = 9
 
 
-class FramesieveError(Exception):
+class GridsieveError(Exception):
     """A failure with a status and a reason. Its text, "{field} {message}; {remedy}", is what the caller receives.
 
     message: the default is "must be {limit}, got {value}", or "must be {limit}" without a value.
@@ -77,7 +77,7 @@ class FramesieveError(Exception):
             self.remedy = remedies.get(self.remedy, renamed)
 
 
-class InvalidRequest(FramesieveError):
+class InvalidRequest(GridsieveError):
     """The request is wrong: a value is outside its range, or a field is missing or must not be set."""
 
     status = "INVALID_ARGUMENT"
@@ -102,21 +102,21 @@ class MediaDamaged(InvalidRequest):
     reason = "MEDIA_DAMAGED"
 
 
-class Unauthenticated(FramesieveError):
+class Unauthenticated(GridsieveError):
     """The caller has no valid token. The text never says what is wrong with it."""
 
     status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
 
 
-class MediaForbidden(FramesieveError):
+class MediaForbidden(GridsieveError):
     """A path or URL of media is outside the folders and hosts that the service may read."""
 
     status = "PERMISSION_DENIED"
     reason = "MEDIA_FORBIDDEN"
 
 
-class Overloaded(FramesieveError):
+class Overloaded(GridsieveError):
     """A queue or buffer is full. `retry_after_s` is a hint for clients."""
 
     status = "RESOURCE_EXHAUSTED"
@@ -127,7 +127,7 @@ class Overloaded(FramesieveError):
         self.retry_after_s = retry_after_s
 
 
-class Unavailable(FramesieveError):
+class Unavailable(GridsieveError):
     """A service is draining or unreachable. `stage` is its name: preprocessing, encoder or generation."""
 
     status = "UNAVAILABLE"
@@ -138,14 +138,14 @@ class Unavailable(FramesieveError):
         self.stage = stage
 
 
-class DeadlinePassed(FramesieveError):
+class DeadlinePassed(GridsieveError):
     """The caller's deadline passed before the answer was complete."""
 
     status = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_PASSED"
 
 
-class PeerContract(FramesieveError):
+class PeerContract(GridsieveError):
     """Another service sent something that the contract forbids. The text is logged and never sent to callers."""
 
     reason = "PEER_CONTRACT"
@@ -163,7 +163,7 @@ def within(name: str) -> Iterator[None]:
     """Errors inside are about a field of `name`, or about `name` itself if they have no field."""
     try:
         yield
-    except FramesieveError as error:
+    except GridsieveError as error:
         error.field = name if error.field is None else f"{name}.{error.field}"
         raise
 

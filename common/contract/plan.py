@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.tensors import DType
+from gridsieve.common.contract.tensors import DType
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -39,7 +39,7 @@ MAX_FRAME_SIDE_PX = 2**15
 # Of the values of frames, which are levels from 0 to 255: rounded, or as resampling made them, some beyond these ends.
 FRAME_DTYPES = (DType.UINT8, DType.FLOAT32)
 DIGEST_BYTES = 32
-_SALT_DOMAIN = b"framesieve salted v1"
+_SALT_DOMAIN = b"gridsieve salted v1"
 
 
 class Modality(Enum):

@@ -10,13 +10,13 @@ from time import monotonic_ns
 
 import numpy as np
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import Grid, Int32Array, PromptPlan
-from framesieve.common.contract.retention import check_kept
-from framesieve.common.contract.wire import PlanReceiver, from_ago_s, grid_message, int32_array, named_media
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import Grid, Int32Array, PromptPlan
+from gridsieve.common.contract.retention import check_kept
+from gridsieve.common.contract.wire import PlanReceiver, from_ago_s, grid_message, int32_array, named_media
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 
 
 async def received_plan(

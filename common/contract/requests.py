@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
-from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import Pruning, reference_bytes
-from framesieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
-from framesieve.common.contract.wire import MAX_MEDIA, named_media
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeRequest
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.limits import LARGER_FILES, MAX_INLINE_BYTES
+from gridsieve.common.contract.plan import MediaPlan
+from gridsieve.common.contract.retention import Pruning, reference_bytes
+from gridsieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, pieces
+from gridsieve.common.contract.wire import MAX_MEDIA, named_media
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodeRequest
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest] | AsyncIterator[EncodeRequest]
 

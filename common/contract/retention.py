@@ -5,7 +5,7 @@ before anything is decoded, so admission and the size of the KV cache rely on it
 embeddings (`services/encoder/pruning/methods.py`). Those before it rank pixels (`services/preprocessing/pruning/`), and
 the tower runs over the kept tokens alone.
 Sources: Efficient Video Sampling, arXiv 2510.14624; VidCom2, arXiv 2505.14454; V-CAST, arXiv 2603.27650. The floors
-and the exact arithmetic are Framesieve's own.
+and the exact arithmetic are Gridsieve's own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from framesieve.common.contract.errors import InvalidRequest, PeerContract
-from framesieve.common.contract.plan import Grid, Int32Array, Modality
+from gridsieve.common.contract.errors import InvalidRequest, PeerContract
+from gridsieve.common.contract.plan import Grid, Int32Array, Modality
 
 EVS = "evs"
 EVS_CAUSAL = "evs_causal"

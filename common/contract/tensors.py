@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from framesieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.errors import PeerContract
 
 PIECE_BYTES = 2**20
 MAX_PIECE_BYTES = 2**21

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.errors import InvalidRequest
 
 _URL = re.compile(r"upload:([0-9a-f]{64}/[0-9a-f]{64})")
 

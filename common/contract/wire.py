@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import PeerContract, within
-from framesieve.common.contract.plan import (
+from gridsieve.common.contract.errors import PeerContract, within
+from gridsieve.common.contract.plan import (
     MAX_PROMPT_TOKENS,
     FileFacts,
     FrameShape,
@@ -28,9 +28,9 @@ from framesieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from framesieve.common.contract.retention import BEFORE_TOWER, EVS, Pruning, named_method
-from framesieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
-from framesieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.common.contract.retention import BEFORE_TOWER, EVS, Pruning, named_method
+from gridsieve.common.contract.tensors import DType, TensorBuffer, pieces, shape_of, size_bytes
+from gridsieve.v1 import prompt_pb2, tensor_pb2
 
 MAX_MEDIA = 512
 # Each slice of 512 videos as a run of its own.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import grpc
 
-from framesieve.common.contract.errors import StartupError
+from gridsieve.common.contract.errors import StartupError
 
-log = logging.getLogger("framesieve.security")  # standard logging: the client package needs no structlog
+log = logging.getLogger("gridsieve.security")  # standard logging: the client package needs no structlog
 
 
 @dataclass(frozen=True, slots=True)

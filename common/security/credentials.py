@@ -1,7 +1,7 @@
 """Credentials of a channel: trusted authorities, a client certificate and a bearer token.
 
 Only TCP uses TLS: access to a unix socket is controlled by the permissions of its folder. What a listener accepts is
-in `framesieve.common.security.certificates` and `framesieve.common.security.tokens`.
+in `gridsieve.common.security.certificates` and `gridsieve.common.security.tokens`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from framesieve.common.address import is_local, is_unix
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.security.certificates import KeyPair
-from framesieve.common.security.tokens import AUTHORIZATION_KEY
+from gridsieve.common.address import is_local, is_unix
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.security.certificates import KeyPair
+from gridsieve.common.security.tokens import AUTHORIZATION_KEY
 
 
 @dataclass(frozen=True, slots=True)

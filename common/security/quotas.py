@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import grpc
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded
 
 Behaviour: TypeAlias = Callable[[Any, Any], AsyncGenerator[Any]]
 Charge: TypeAlias = Callable[[int], None]
@@ -142,7 +142,7 @@ class _Charged:
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """The client that a call is counted for."""
-    name = structlog.contextvars.get_contextvars().get("client")  # bound by framesieve.common.serving.authentication
+    name = structlog.contextvars.get_contextvars().get("client")  # bound by gridsieve.common.serving.authentication
     if name is not None:
         return str(name)
     identities = context.peer_identities()

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from framesieve.common.contract.errors import StartupError
+from gridsieve.common.contract.errors import StartupError
 
 AUTHORIZATION_KEY = "authorization"
 MIN_TOKEN_CHARACTERS = 16
@@ -27,7 +27,7 @@ TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 """Source: RFC 6750, section 2.1."""
 _BEARER = re.compile(r"Bearer +(\S+)", re.IGNORECASE)
 
-log = logging.getLogger("framesieve.security")  # standard logging: the client package needs no structlog
+log = logging.getLogger("gridsieve.security")  # standard logging: the client package needs no structlog
 
 
 class Tokens:

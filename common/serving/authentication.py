@@ -1,6 +1,6 @@
 """Authentication of callers by bearer token, before anything of their request is read.
 
-Health needs no token, because probes have none. Quotas of clients are in `framesieve.common.security.quotas`.
+Health needs no token, because probes have none. Quotas of clients are in `gridsieve.common.security.quotas`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import structlog
 
-from framesieve.common.contract.errors import Unauthenticated
-from framesieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
-from framesieve.common.serving.interceptors import guarded
+from gridsieve.common.contract.errors import Unauthenticated
+from gridsieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
+from gridsieve.common.serving.interceptors import guarded
 
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 

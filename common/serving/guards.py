@@ -11,16 +11,16 @@ import grpc
 import structlog
 from prometheus_client import disable_created_metrics, start_http_server
 
-from framesieve.common.address import is_local, is_unix
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
-from framesieve.common.security.certificates import ServedCertificate, read_authorities, read_pair
-from framesieve.common.security.credentials import Credentials
-from framesieve.common.security.tokens import Tokens, read_token
-from framesieve.common.serving.authentication import AuthenticationInterceptor
-from framesieve.common.serving.interceptors import RequestInterceptor
-from framesieve.common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
-from framesieve.common.telemetry.callers import begin_callers
+from gridsieve.common.address import is_local, is_unix
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
+from gridsieve.common.security.certificates import ServedCertificate, read_authorities, read_pair
+from gridsieve.common.security.credentials import Credentials
+from gridsieve.common.security.tokens import Tokens, read_token
+from gridsieve.common.serving.authentication import AuthenticationInterceptor
+from gridsieve.common.serving.interceptors import RequestInterceptor
+from gridsieve.common.serving.settings import CallerSettings, ListenerSettings, ServiceSettings
+from gridsieve.common.telemetry.callers import begin_callers
 
 _OPTIONS = (
     # A second process on the same address fails, instead of getting half of the connections.

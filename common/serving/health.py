@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from framesieve.common.security.quotas import client_of
+from gridsieve.common.security.quotas import client_of
 
 NAME = "grpc.health.v1.Health"
 READY = "ready"

@@ -1,4 +1,4 @@
-"""What surrounds each request of framesieve.v1: parsing, quotas, request id, metrics, logs, traces, and its status.
+"""What surrounds each request of gridsieve.v1: parsing, quotas, request id, metrics, logs, traces, and its status.
 
 Layers of a call, from the outside:
 
@@ -21,31 +21,31 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from framesieve.common.channels import DO_NOT_RETRY, PART_KEY, REPLICA_KEY, REQUEST_ID_KEY
-from framesieve.common.contract.errors import (
-    FramesieveError,
+from gridsieve.common.channels import DO_NOT_RETRY, PART_KEY, REPLICA_KEY, REQUEST_ID_KEY
+from gridsieve.common.contract.errors import (
+    GridsieveError,
     InvalidRequest,
     PeerContract,
     Unauthenticated,
     Unavailable,
 )
-from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
-from framesieve.common.security.quotas import ClientQuotas
-from framesieve.common.serving.observed import observed
-from framesieve.common.serving.status import DETAILS_KEY, status_details, status_message
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.common.telemetry.metrics import MESSAGE_BYTES
-from framesieve.common.telemetry.tracing import passed_on_trace
+from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from gridsieve.common.security.quotas import ClientQuotas
+from gridsieve.common.serving.observed import observed
+from gridsieve.common.serving.status import DETAILS_KEY, status_details, status_message
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.common.telemetry.metrics import MESSAGE_BYTES
+from gridsieve.common.telemetry.tracing import passed_on_trace
 
-OUR_METHODS = "/framesieve."
+OUR_METHODS = "/gridsieve."
 # Their requests come as long as a camera films: each is done with once the next one is read, or counted by the service.
 _FILMING = frozenset({"Live", "Watch"})
 # Services call them for a session, of which there is a line in generation's log.
 _PARTS = frozenset({"Encode", "Preprocess", "Watch"})
 _PORTS = {
-    "/framesieve.v1.PreprocessingService/Preprocess": 50051,
-    "/framesieve.v1.EncoderService/Encode": 50052,
-    "/framesieve.v1.GenerationService/Generate": 50053,
+    "/gridsieve.v1.PreprocessingService/Preprocess": 50051,
+    "/gridsieve.v1.EncoderService/Encode": 50052,
+    "/gridsieve.v1.GenerationService/Generate": 50053,
 }
 _REPLICA = (REPLICA_KEY, secrets.token_hex(8))
 # Time that cancelled requests get to release what they hold, at the end of a drain.
@@ -58,7 +58,7 @@ Behaviour = Callable[[Any, Any], AsyncGenerator[Any]]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every streaming method of framesieve.v1. Methods of health and reflection stay as they are.
+    """Wraps every streaming method of gridsieve.v1. Methods of health and reflection stay as they are.
 
     stage: the name of this service, for callers of another service's method.
     """
@@ -264,7 +264,7 @@ def guarded(behaviour: Behaviour, path: str) -> Behaviour:
     return guarded
 
 
-async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: FramesieveError, stage: str) -> None:
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: GridsieveError, stage: str) -> None:
     details: tuple[tuple[str, str | bytes], ...] = (_REPLICA, (DETAILS_KEY, status_details(error).SerializeToString()))
     if isinstance(error, Unavailable) and error.stage != stage:
         # A service further upstream is gone, and this service has retried it: its other replicas would fail as well.
@@ -274,7 +274,7 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Framesieve
 
 
 def stage_of(service: str) -> str:
-    """encoder, for framesieve.v1.EncoderService."""
+    """encoder, for gridsieve.v1.EncoderService."""
     return service.rsplit(".", 1)[-1].removesuffix("Service").lower()
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from framesieve.common.channels import REQUEST_ID_KEY
-from framesieve.common.contract.errors import FramesieveError, PeerContract
-from framesieve.common.serving.status import status_message
-from framesieve.common.telemetry.callers import count_caller
-from framesieve.common.telemetry.logs import RequestStats, begin_request_stats
-from framesieve.common.telemetry.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
-from framesieve.common.telemetry.tracing import Attributes, RequestSpan
+from gridsieve.common.channels import REQUEST_ID_KEY
+from gridsieve.common.contract.errors import GridsieveError, PeerContract
+from gridsieve.common.serving.status import status_message
+from gridsieve.common.telemetry.callers import count_caller
+from gridsieve.common.telemetry.logs import RequestStats, begin_request_stats
+from gridsieve.common.telemetry.metrics import REFUSALS, REQUEST_SECONDS, REQUESTS, REQUESTS_RUNNING
+from gridsieve.common.telemetry.tracing import Attributes, RequestSpan
 
 MAX_REQUEST_ID_CHARACTERS = 128
 
@@ -28,19 +28,19 @@ class Outcome:
     """How a request ended. code: the name of a gRPC status. refusal: what the caller was told."""
 
     code: str = "OK"
-    refusal: FramesieveError | None = None
+    refusal: GridsieveError | None = None
 
-    def refuse(self, error: Exception, method: str) -> FramesieveError:
+    def refuse(self, error: Exception, method: str) -> GridsieveError:
         """Ends the request with an error. Returns what the caller is told: what it must not read is only logged."""
         self.code = getattr(error, "status", "INTERNAL")
         if isinstance(error, PeerContract):
             log.error("peer broke the contract", error=status_message(error))
             self.refusal = PeerContract(f"a peer of {method} broke the contract, request id {bound_request_id()}")
-        elif isinstance(error, FramesieveError):
+        elif isinstance(error, GridsieveError):
             self.refusal = error
         else:
             log.error("bug", exc_info=error)
-            self.refusal = FramesieveError(f"an internal error in {method}, request id {bound_request_id()}")
+            self.refusal = GridsieveError(f"an internal error in {method}, request id {bound_request_id()}")
         return self.refusal
 
 
@@ -89,7 +89,7 @@ def _request_id(metadata: Mapping[str, str | bytes]) -> str:
     return given if isinstance(given, str) and is_request_id(given) else uuid.uuid4().hex
 
 
-def _log_end(code: str, refusal: FramesieveError | None, seconds: float, stats: RequestStats, part: bool) -> None:
+def _log_end(code: str, refusal: GridsieveError | None, seconds: float, stats: RequestStats, part: bool) -> None:
     fields = {"code": code, "seconds": round(seconds, 6), **stats}
     if refusal is None:
         (log.debug if part else log.info)("request ended", **fields)

@@ -1,10 +1,10 @@
 """Asks a service for its health: exit status 0 if it is SERVING, else 1. For health checks of containers.
 
-    python -m framesieve.common.serving.probe 127.0.0.1:50053
-    python -m framesieve.common.serving.probe http 127.0.0.1:8000
+    python -m gridsieve.common.serving.probe 127.0.0.1:50053
+    python -m gridsieve.common.serving.probe http 127.0.0.1:8000
 
-It reads the environment of the service. If that sets FRAMESIEVE_TLS_CERT and the address is no unix socket, it connects
-with TLS: FRAMESIEVE_UPSTREAM_TLS_CA must hold the authorities of that certificate, which must name the address, and the
+It reads the environment of the service. If that sets GRIDSIEVE_TLS_CERT and the address is no unix socket, it connects
+with TLS: GRIDSIEVE_UPSTREAM_TLS_CA must hold the authorities of that certificate, which must name the address, and the
 certificate is also its own if the service asks for one. Health needs no token.
 """
 
@@ -22,11 +22,11 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from framesieve.common.address import is_unix
-from framesieve.common.channels import NO_PROXY
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.security.certificates import read_authorities, read_pair
-from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from gridsieve.common.address import is_unix
+from gridsieve.common.channels import NO_PROXY
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.security.certificates import read_authorities, read_pair
+from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
 
 TIMEOUT_S = 3.0
 
@@ -34,15 +34,15 @@ TIMEOUT_S = 3.0
 def own_credentials(address: str, environment: Mapping[str, str]) -> Credentials:
     """Credentials for asking a service with this environment for its health, at the address that it listens on.
 
-    Raises StartupError for unusable files, and for TLS without FRAMESIEVE_UPSTREAM_TLS_CA.
+    Raises StartupError for unusable files, and for TLS without GRIDSIEVE_UPSTREAM_TLS_CA.
     """
     authorities, cert, key = (
-        environment.get(f"FRAMESIEVE_{name}") for name in ("UPSTREAM_TLS_CA", "TLS_CERT", "TLS_KEY")
+        environment.get(f"GRIDSIEVE_{name}") for name in ("UPSTREAM_TLS_CA", "TLS_CERT", "TLS_KEY")
     )
     if not cert or is_unix(address):
         return NO_CREDENTIALS
     if not authorities:
-        raise StartupError(f"FRAMESIEVE_TLS_CERT {cert} needs FRAMESIEVE_UPSTREAM_TLS_CA, to query health over TLS")
+        raise StartupError(f"GRIDSIEVE_TLS_CERT {cert} needs GRIDSIEVE_UPSTREAM_TLS_CA, to query health over TLS")
     pair = read_pair(Path(cert), Path(key), ssl.Purpose.SERVER_AUTH) if key else None
     return Credentials(read_authorities("--upstream-tls-ca", Path(authorities)), pair)
 
@@ -58,7 +58,7 @@ def is_serving(address: str, credentials: Credentials, timeout_s: float) -> bool
 
 def http_url(address: str, environment: Mapping[str, str]) -> str:
     """Where a gateway with this environment serves HTTP."""
-    return f"{'https' if environment.get('FRAMESIEVE_TLS_CERT') else 'http'}://{address}"
+    return f"{'https' if environment.get('GRIDSIEVE_TLS_CERT') else 'http'}://{address}"
 
 
 def serves_http(address: str, environment: Mapping[str, str], timeout_s: float) -> bool:
@@ -66,9 +66,9 @@ def serves_http(address: str, environment: Mapping[str, str], timeout_s: float) 
     url = http_url(address, environment)
     tls = None
     if url.startswith("https"):
-        tls = ssl.create_default_context(cafile=environment.get("FRAMESIEVE_UPSTREAM_TLS_CA"))
-        if environment.get("FRAMESIEVE_TLS_KEY"):
-            tls.load_cert_chain(environment["FRAMESIEVE_TLS_CERT"], environment["FRAMESIEVE_TLS_KEY"])
+        tls = ssl.create_default_context(cafile=environment.get("GRIDSIEVE_UPSTREAM_TLS_CA"))
+        if environment.get("GRIDSIEVE_TLS_KEY"):
+            tls.load_cert_chain(environment["GRIDSIEVE_TLS_CERT"], environment["GRIDSIEVE_TLS_KEY"])
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=timeout_s, context=tls) as answer:  # noqa: S310
             return bool(answer.status == HTTPStatus.OK)

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import (
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import (
     LAUNCHER,
     ExitStatus,
     allow_open_files,
@@ -26,15 +26,15 @@ from framesieve.common.process import (
     keep_freed_memory,
     when_parent_ends,
 )
-from framesieve.common.security.quotas import ClientQuotas
-from framesieve.common.serving.guards import guarded_server, listen, serve_metrics
-from framesieve.common.serving.health import NAME as HEALTH
-from framesieve.common.serving.health import Health
-from framesieve.common.serving.interceptors import RequestInterceptor, stage_of
-from framesieve.common.serving.reflection import enable_reflection
-from framesieve.common.serving.settings import ServiceSettings
-from framesieve.common.telemetry.metrics import SERVING
-from framesieve.common.telemetry.otlp import export_spans
+from gridsieve.common.security.quotas import ClientQuotas
+from gridsieve.common.serving.guards import guarded_server, listen, serve_metrics
+from gridsieve.common.serving.health import NAME as HEALTH
+from gridsieve.common.serving.health import Health
+from gridsieve.common.serving.interceptors import RequestInterceptor, stage_of
+from gridsieve.common.serving.reflection import enable_reflection
+from gridsieve.common.serving.settings import ServiceSettings
+from gridsieve.common.telemetry.metrics import SERVING
+from gridsieve.common.telemetry.otlp import export_spans
 
 _LINGER_S = 0.25
 _HEALTH_S = 0.5
@@ -98,7 +98,7 @@ async def serve(
 ) -> ExitStatus:
     """Serves until SIGTERM or SIGINT, then drains: health reports NOT_SERVING and running requests may finish.
 
-    service: the full gRPC name, framesieve.v1.….
+    service: the full gRPC name, gridsieve.v1.….
     register: adds the servicer to the server.
     well: whether the service can work; health reports it.
     broken: set when the service can never work again; it then drains as after a signal.

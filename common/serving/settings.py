@@ -1,6 +1,6 @@
-"""Settings that every service has, from flags and from FRAMESIEVE_… environment variables; flags take precedence.
+"""Settings that every service has, from flags and from GRIDSIEVE_… environment variables; flags take precedence.
 
-`python -m framesieve.services.settings` lists the settings of all services.
+`python -m gridsieve.services.settings` lists the settings of all services.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.address import check_address
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.limits import GREATEST_INLINE_BYTES, MAX_INLINE_BYTES
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.address import check_address
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.limits import GREATEST_INLINE_BYTES, MAX_INLINE_BYTES
 
-_PREFIX = "FRAMESIEVE_"
+_PREFIX = "GRIDSIEVE_"
 
 
 class ListenerSettings(BaseSettings):
@@ -195,5 +195,5 @@ def flag_of(name: str) -> str:
 
 
 def variable_of(name: str) -> str:
-    """FRAMESIEVE_MAX_MODEL_LEN, for the field max_model_len."""
+    """GRIDSIEVE_MAX_MODEL_LEN, for the field max_model_len."""
     return _PREFIX + name.upper()

@@ -1,4 +1,4 @@
-"""A FramesieveError as a gRPC status with details in google.rpc's messages. Its reader is `common/channels.py`."""
+"""A GridsieveError as a gRPC status with details in google.rpc's messages. Its reader is `common/channels.py`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from framesieve.common.contract.errors import FramesieveError, Overloaded, remedy_suffix
+from gridsieve.common.contract.errors import GridsieveError, Overloaded, remedy_suffix
 
 DETAILS_KEY = "grpc-status-details-bin"
-ERROR_DOMAIN = "framesieve"
+ERROR_DOMAIN = "gridsieve"
 
 # A status carries the text twice, once percent-encoded. A receiver rejects headers above 8 KiB with RESOURCE_EXHAUSTED.
 MAX_MESSAGE_BYTES = 1400
 _MAX_DETAIL_BYTES = 256
 
 
-def status_message(error: FramesieveError) -> str:
+def status_message(error: GridsieveError) -> str:
     """The error's text, cut to MAX_MESSAGE_BYTES: it may quote input of any length."""
     field = "" if error.field is None else f"{_cut(error.field, _MAX_DETAIL_BYTES)} "  # as in the details
     text = field + error.message + remedy_suffix(error.remedy)
@@ -24,7 +24,7 @@ def status_message(error: FramesieveError) -> str:
     return whole if cut == whole else f"{cut} …"
 
 
-def status_details(error: FramesieveError) -> status_pb2.Status:
+def status_details(error: GridsieveError) -> status_pb2.Status:
     """google.rpc.Status with an ErrorInfo, and a RetryInfo for Overloaded. Its bytes go into DETAILS_KEY."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
     status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=status_message(error))

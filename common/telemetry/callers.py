@@ -11,18 +11,18 @@ from collections.abc import Iterable
 import structlog
 from prometheus_client import Counter
 
-from framesieve.common.telemetry.logs import RequestStats
+from gridsieve.common.telemetry.logs import RequestStats
 
 _KINDS = {"prompt": "prompt_tokens", "completion": "completion_tokens"}
 """The label of the metric, and the request's stat."""
 
 TOKENS = Counter(
-    "framesieve_client_tokens_total",
+    "gridsieve_client_tokens_total",
     "Tokens of prompts, after pruning, and of answers, by the name of the caller's token",
     ["client", "kind"],
 )
 SECONDS = Counter(
-    "framesieve_client_seconds_total",
+    "gridsieve_client_seconds_total",
     "Seconds that requests with a prompt ran, each from its arrival to its end, by the name of the caller's token",
     ["client"],
 )

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import structlog
 from structlog.typing import EventDict, Processor
 
-OURS = "framesieve"
+OURS = "gridsieve"
 
 RequestStats: TypeAlias = Counter[str]
 

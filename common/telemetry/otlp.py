@@ -31,9 +31,9 @@ def export_spans(service: str) -> Callable[[], None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        log.warning("no traces are sent: pip install 'framesieve[otel]'", missing=error.name)
+        log.warning("no traces are sent: pip install 'gridsieve[otel]'", missing=error.name)
         return lambda: None
-    own = Resource({"service.name": f"framesieve-{service}", "service.version": version("framesieve")})
+    own = Resource({"service.name": f"gridsieve-{service}", "service.version": version("gridsieve")})
     provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)

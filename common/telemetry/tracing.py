@@ -23,15 +23,15 @@ import structlog
 from opentelemetry import context, trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from framesieve.common.contract.errors import FramesieveError
+from gridsieve.common.contract.errors import GridsieveError
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
-_PREFIX = "framesieve."
-_REQUEST = context.create_key("framesieve-request")
+_PREFIX = "gridsieve."
+_REQUEST = context.create_key("gridsieve-request")
 _W3C = TraceContextTextMapPropagator()
-_TRACER = trace.get_tracer("framesieve")
+_TRACER = trace.get_tracer("gridsieve")
 
 
 class RequestSpan:
@@ -92,7 +92,7 @@ def record(
 
 def error_name(error: BaseException) -> str:
     """An error's reason or type. Its text may quote the caller and is left out."""
-    return error.reason if isinstance(error, FramesieveError) else type(error).__name__
+    return error.reason if isinstance(error, GridsieveError) else type(error).__name__
 
 
 def _finish(span: trace.Span, error: str | None, attributes: Attributes, at_ns: int) -> None:

@@ -7,7 +7,7 @@ from deploy.grafana.queries import JOBS, of, rate, share, total
 
 
 def pruning() -> list[Panel]:
-    media, prompts = "framesieve_generation_media_tokens_total", "framesieve_generation_prompt_tokens_total"
+    media, prompts = "gridsieve_generation_media_tokens_total", "gridsieve_generation_prompt_tokens_total"
     return [
         lines(
             "Media tokens",
@@ -37,15 +37,15 @@ def pruning() -> list[Panel]:
             "Encoder's tokens kept",
             "Fraction of tokens kept over all items that the encoder has sent, to any caller.",
             "percentunit",
-            {"{{method}}": _kept("framesieve_encoder_tokens_total", "method")},
+            {"{{method}}": _kept("gridsieve_encoder_tokens_total", "method")},
         ),
         lines(
             "Draft tokens",
             "Draft tokens per second (--speculative-tokens, --draft-model), and how many of them were accepted.",
             "none",
             {
-                "drafted": total("", rate("framesieve_generation_draft_tokens_total")),
-                "accepted": total("", rate("framesieve_generation_accepted_draft_tokens_total")),
+                "drafted": total("", rate("gridsieve_generation_draft_tokens_total")),
+                "accepted": total("", rate("gridsieve_generation_accepted_draft_tokens_total")),
             },
         ),
     ]
@@ -56,7 +56,7 @@ def _kept(counter: str, by: str) -> str:
 
 
 def caches() -> list[Panel]:
-    lookups, prefixes = "framesieve_encoder_cache_lookups_total", "framesieve_generation_prefix_lookups_total"
+    lookups, prefixes = "gridsieve_encoder_cache_lookups_total", "gridsieve_generation_prefix_lookups_total"
     return [
         lines(
             "Embeddings found",
@@ -71,19 +71,19 @@ def caches() -> list[Panel]:
             "Embeddings cache in use",
             "Fraction of --cache-bytes that embeddings and scores use.",
             "percentunit",
-            {"{{instance}}": share(of("framesieve_encoder_cache_used_bytes"), of("framesieve_encoder_cache_bytes"))},
+            {"{{instance}}": share(of("gridsieve_encoder_cache_used_bytes"), of("gridsieve_encoder_cache_bytes"))},
         ),
         lines(
             "Embeddings evicted",
             "Media items evicted from the cache per second.",
             "none",
-            {"{{instance}}": rate("framesieve_encoder_cache_evictions_total")},
+            {"{{instance}}": rate("gridsieve_encoder_cache_evictions_total")},
         ),
         lines(
             "Items that read the cache",
             "Requested items that wait for a cache entry or are reading it.",
             "none",
-            {"{{instance}}": of("framesieve_encoder_cache_waiters")},
+            {"{{instance}}": of("gridsieve_encoder_cache_waiters")},
         ),
         lines(
             "Prefixes found",
@@ -97,8 +97,8 @@ def caches() -> list[Panel]:
             "percentunit",
             {
                 "tokens": share(
-                    total("", rate("framesieve_generation_cached_prompt_tokens_total")),
-                    total("", rate("framesieve_generation_prompt_tokens_total", 'pruning="after"')),
+                    total("", rate("gridsieve_generation_cached_prompt_tokens_total")),
+                    total("", rate("gridsieve_generation_prompt_tokens_total", 'pruning="after"')),
                 )
             },
         ),
@@ -106,8 +106,8 @@ def caches() -> list[Panel]:
 
 
 def hops() -> list[Panel]:
-    crossed = total("method, direction", rate("framesieve_message_bytes_total"))
-    ended = total("method", rate("framesieve_requests_total"))
+    crossed = total("method, direction", rate("gridsieve_message_bytes_total"))
+    ended = total("method", rate("gridsieve_requests_total"))
     return [
         lines(
             "Bytes by hop",
@@ -125,7 +125,7 @@ def hops() -> list[Panel]:
             "Bytes fetched",
             "Bytes of media fetched by URL, per second.",
             "Bps",
-            {"{{instance}}": rate("framesieve_preprocessing_fetched_bytes_total")},
+            {"{{instance}}": rate("gridsieve_preprocessing_fetched_bytes_total")},
         ),
     ]
 
@@ -134,7 +134,7 @@ def processes() -> list[Panel]:
     return [
         lines(
             "Memory",
-            "Resident memory of each service's main process, without workers. Watched by FramesieveMemoryGrows.",
+            "Resident memory of each service's main process, without workers. Watched by GridsieveMemoryGrows.",
             "bytes",
             {"{{job}} {{instance}}": of("process_resident_memory_bytes", JOBS)},
         ),
@@ -152,8 +152,8 @@ def processes() -> list[Panel]:
         ),
         listed(
             "Checkpoints",
-            "The checkpoint of each process; fingerprints must agree. Watched by FramesieveFingerprintsDiffer.",
-            {"": of("framesieve_model_info")},
+            "The checkpoint of each process; fingerprints must agree. Watched by GridsieveFingerprintsDiffer.",
+            {"": of("gridsieve_model_info")},
         ),
-        listed("Releases", "The release of each process.", {"": of("framesieve_build_info")}),
+        listed("Releases", "The release of each process.", {"": of("gridsieve_build_info")}),
     ]

@@ -1,4 +1,4 @@
-"""Writes dashboards/framesieve.json, which Grafana is provisioned with: python -m deploy.grafana.dashboard
+"""Writes dashboards/gridsieve.json, which Grafana is provisioned with: python -m deploy.grafana.dashboard
 
 The first row shows whether all is well and, if not, which stage to look at; the other rows have the details. Limits are
 those of the alert rules in deploy/prometheus; a test compares them.
@@ -23,7 +23,7 @@ from deploy.grafana.panels import SOURCE
 from deploy.grafana.queries import JOBS
 
 COLUMNS = 100
-PATH = Path(__file__).parent / "dashboards" / "framesieve.json"
+PATH = Path(__file__).parent / "dashboards" / "gridsieve.json"
 
 ROWS = {
     "Health, and the stage at fault": overview.well,
@@ -54,9 +54,9 @@ def rendered() -> str:
         .current(VariableOption(text="All", value="$__all"))
     )
     dashboard = (
-        Dashboard("Framesieve")
-        .uid("framesieve")
-        .tags(["framesieve"])
+        Dashboard("Gridsieve")
+        .uid("gridsieve")
+        .tags(["gridsieve"])
         .readonly()
         .time("now-1h", "now")
         .refresh("10s")

@@ -7,7 +7,7 @@ from deploy.grafana.queries import mean, of, oldest, percentile, rate, share, to
 
 
 def preprocessing() -> list[Panel]:
-    prefix = "framesieve_preprocessing"
+    prefix = "gridsieve_preprocessing"
     return [
         lines(
             "Jobs",
@@ -28,7 +28,7 @@ def preprocessing() -> list[Panel]:
                 "plan": f"max({of(f'{prefix}_planning_oldest_seconds')})",
                 "{{pool}}": oldest("pool", of(f"{prefix}_queue_oldest_seconds")),
             },
-            Limit(5, ("FramesieveDecodeQueueOld",)),
+            Limit(5, ("GridsieveDecodeQueueOld",)),
         ),
         lines(
             "Workers busy",
@@ -41,7 +41,7 @@ def preprocessing() -> list[Panel]:
             "Worker processes replaced in 15 minutes, by reason.",
             "none",
             {"{{instance}} {{reason}}": f"increase({of(f'{prefix}_worker_restarts_total')}[15m])"},
-            Limit(3, ("FramesieveWorkersCrash",)),
+            Limit(3, ("GridsieveWorkersCrash",)),
         ),
         lines(
             "Frames",
@@ -59,7 +59,7 @@ def preprocessing() -> list[Panel]:
 
 
 def encoder() -> list[Panel]:
-    prefix = "framesieve_encoder"
+    prefix = "gridsieve_encoder"
     return [
         lines(
             "Slices that wait",
@@ -75,13 +75,13 @@ def encoder() -> list[Panel]:
                 "tower": f"max({of(f'{prefix}_queue_oldest_seconds')})",
                 "buffer {{buffer}}": oldest("buffer", of(f"{prefix}_buffer_oldest_seconds")),
             },
-            Limit(5, ("FramesieveEncoderQueueOld",)),
+            Limit(5, ("GridsieveEncoderQueueOld",)),
         ),
         lines(
             "Tower busy",
             "Fraction of the time that the tower computes.",
             "percentunit",
-            {"{{instance}}": rate("framesieve_stage_busy_seconds_sum", 'stage="encode"')},
+            {"{{instance}}": rate("gridsieve_stage_busy_seconds_sum", 'stage="encode"')},
         ),
         lines(
             "Slices of one forward",
@@ -117,19 +117,19 @@ def encoder() -> list[Panel]:
 
 
 def generation() -> list[Panel]:
-    prefix = "framesieve_generation"
+    prefix = "gridsieve_generation"
     return [*_engine(prefix), *_buffers(prefix), *_output(prefix)]
 
 
 def cameras() -> list[Panel]:
-    prefix = "framesieve_generation_source"
+    prefix = "gridsieve_generation_source"
     by_source = "{{source}}"
     return [
         switches(
             "Cameras",
             "Whether frames come of each source that live sessions watch.",
             {by_source: f"min by (source) ({of(f'{prefix}_up')})"},
-            Limit(0, ("FramesieveCameraGone",)),
+            Limit(0, ("GridsieveCameraGone",)),
             width=THIRD,
         ).height(HEIGHT),
         lines(
@@ -183,7 +183,7 @@ def _engine(prefix: str) -> list[Panel]:
             "The longest time that a completion has been in each state.",
             "s",
             {"{{state}}": oldest("state", of(f"{prefix}_engine_oldest_seconds"))},
-            Limit(5, ("FramesieveGenerationQueueOld",)),
+            Limit(5, ("GridsieveGenerationQueueOld",)),
         ),
         lines(
             "Places taken",
@@ -197,7 +197,7 @@ def _engine(prefix: str) -> list[Panel]:
         ),
         lines(
             "Steps",
-            "Duration of an engine step: median and 99th percentile. Watched by FramesieveEngineStandsStill.",
+            "Duration of an engine step: median and 99th percentile. Watched by GridsieveEngineStandsStill.",
             "s",
             {f"p{q * 100:g}": percentile(q, f"{prefix}_step_seconds") for q in (0.5, 0.99)},
         ),
@@ -229,15 +229,15 @@ def _buffers(prefix: str) -> list[Panel]:
             "KV cache in use",
             "Fraction of the blocks that requests use.",
             "percentunit",
-            {"{{instance}}": of("instance:framesieve_generation_kv_used:ratio")},
-            Limit(0.9, ("FramesieveKvCacheFull",)),
+            {"{{instance}}": of("instance:gridsieve_generation_kv_used:ratio")},
+            Limit(0.9, ("GridsieveKvCacheFull",)),
         ),
         lines(
             "Preemptions",
             "Completions per second that lost their blocks to older ones and have to recompute them.",
             "none",
             {"{{instance}}": rate(f"{prefix}_preemptions_total")},
-            Limit(0.1, ("FramesieveKvCacheFull",)),
+            Limit(0.1, ("GridsieveKvCacheFull",)),
         ),
         lines(
             "Media buffer in use",
@@ -250,7 +250,7 @@ def _buffers(prefix: str) -> list[Panel]:
             "How long the first request has waited for buffer space for its embeddings.",
             "s",
             {"{{instance}}": of(f"{prefix}_media_buffer_oldest_seconds")},
-            Limit(5, ("FramesieveMediaBufferFull",)),
+            Limit(5, ("GridsieveMediaBufferFull",)),
         ),
         lines(
             "Requests that wait for the media buffer",

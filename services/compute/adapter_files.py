@@ -27,14 +27,14 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from safetensors import SafetensorError
 from torch import Tensor
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import tagged_digest
-from framesieve.services.compute.adapters import Features, LowRank
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import tagged_digest
+from gridsieve.services.compute.adapters import Features, LowRank
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-_DOMAIN = b"framesieve adapter v1"
+_DOMAIN = b"gridsieve adapter v1"
 _KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 _IN_TEXT = re.compile(r"(?P<before>(?:(?:model|language_model|llm)\.)*)(?P<name>layers\.\d+\..+)")
 # Published checkpoints have CLIP's and SigLIP's layers one level deeper than transformers 5.
@@ -133,7 +133,7 @@ def read_adapters(folders: Sequence[AdapterFolder], device: torch.device) -> Ite
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
-        raise StartupError("--adapters needs PEFT, which is not installed: pip install 'framesieve[lora]'") from error
+        raise StartupError("--adapters needs PEFT, which is not installed: pip install 'gridsieve[lora]'") from error
     for folder in folders:
         with _refusing(folder):
             config = _read_config(folder, peft)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.errors import InvalidRequest
 
 T = TypeVar("T")
 

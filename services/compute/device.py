@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.tensors import DType
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.tensors import DType
 
 TORCH_DTYPES = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
 """The dtypes of embeddings on the wire."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.ranks import heeding_signals
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.ranks import heeding_signals
 
 # Only loopback is listened on.
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -22,8 +22,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from framesieve.services.compute.device import multiplies_bfloat16
-from framesieve.services.compute.opaque_weight import OpaqueWeight, multiply
+from gridsieve.services.compute.device import multiplies_bfloat16
+from gridsieve.services.compute.opaque_weight import OpaqueWeight, multiply
 
 # Numbers of columns that torch's products take as a group.
 GROUPS = (256, 128, 64, 32)

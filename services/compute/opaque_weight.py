@@ -45,12 +45,12 @@ _weights: WeakValueDictionary[int, OpaqueWeight] = WeakValueDictionary()
 def multiply(rows: Tensor, weight: Weight, number: Tensor, out_features: int) -> Tensor:
     """number: of the module that `weight` was registered with."""
     if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.framesieve.packed_linear(rows, number, out_features)
+        product: Tensor = torch.ops.gridsieve.packed_linear(rows, number, out_features)
         return product
     return weight.multiply(rows)
 
 
-_library = torch.library.Library("framesieve", "FRAGMENT")
+_library = torch.library.Library("gridsieve", "FRAGMENT")
 _library.define("packed_linear(Tensor rows, Tensor number, int out_features) -> Tensor")
 _library.impl("packed_linear", lambda rows, number, out_features: _weights[int(number)].multiply(rows), "CPU")
 _library.impl(

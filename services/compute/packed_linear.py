@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from framesieve.services.compute.device import multiplies_bfloat16
-from framesieve.services.compute.int4_linear import Int4Linear, Int4Weight, joined_bias
-from framesieve.services.compute.opaque_weight import OpaqueWeight, Weight, multiply
+from gridsieve.services.compute.device import multiplies_bfloat16
+from gridsieve.services.compute.int4_linear import Int4Linear, Int4Weight, joined_bias
+from gridsieve.services.compute.opaque_weight import OpaqueWeight, Weight, multiply
 
 # Where layers are joined though their weights are not reordered.
 JOINING_DEVICES = ("cuda",)

@@ -29,7 +29,7 @@ def prepare() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Where compiled layers are kept. torch's own default is a folder in /tmp that another user may have made.
     if caches := os.environ.get("XDG_CACHE_HOME") or (os.environ.get("HOME") and f"{os.environ['HOME']}/.cache"):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/framesieve")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{caches}/gridsieve")
 
 
 def _use_intel_openmp() -> bool:

@@ -8,7 +8,7 @@ from threading import Event
 
 import structlog
 
-from framesieve.common.process import ExitStatus
+from gridsieve.common.process import ExitStatus
 
 # Within so long after its connections break, the end of a process is reported.
 _REPORTED_WITHIN_S = 2.0

@@ -1,8 +1,8 @@
-"""Runs the encoder service: `python -m framesieve.services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
+"""Runs the encoder service: `python -m gridsieve.services.encoder --model DIR --listen ADDR --preprocessing ADDR`."""
 
 from __future__ import annotations
 
-from framesieve.services.compute.prepare import prepare
+from gridsieve.services.compute.prepare import prepare
 
 prepare()  # before the imports below, of which torch reads the environment once
 
@@ -11,25 +11,25 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import open_channel
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.handover import receiver_of
-from framesieve.common.process import ExitStatus
-from framesieve.common.security.credentials import Credentials
-from framesieve.common.serving.guards import check_ports, upstream_credentials
-from framesieve.common.serving.server import StepWatch, run, serve
-from framesieve.common.telemetry.logs import configure_logging
-from framesieve.common.telemetry.metrics import begin
-from framesieve.services.compute.device import name_of
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.rpc.gauges import watch
-from framesieve.services.encoder.rpc.servicer import SERVICE, EncoderServicer
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import parallel_tower, ranks_of
-from framesieve.services.encoder.tower.parallel.tower import ParallelTower
-from framesieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.channels import open_channel
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.handover import receiver_of
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.security.credentials import Credentials
+from gridsieve.common.serving.guards import check_ports, upstream_credentials
+from gridsieve.common.serving.server import StepWatch, run, serve
+from gridsieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.metrics import begin
+from gridsieve.services.compute.device import name_of
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.rpc.gauges import watch
+from gridsieve.services.encoder.rpc.servicer import SERVICE, EncoderServicer
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup.build import parallel_tower, ranks_of
+from gridsieve.services.encoder.tower.parallel.tower import ParallelTower
+from gridsieve.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 
 async def main() -> ExitStatus:

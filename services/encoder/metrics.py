@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.contract.retention import METHODS, Pruning, method_of
-from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.common.contract.retention import METHODS, Pruning, method_of
+from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
 
-_PREFIX = "framesieve_encoder_"
+_PREFIX = "gridsieve_encoder_"
 
 QUEUE_SLICES = Gauge(f"{_PREFIX}queue_slices", "Temporal slices queued for the tower")
 QUEUE_OLDEST_SECONDS = Gauge(f"{_PREFIX}queue_oldest_seconds", "Age of the oldest queued slice; 0 if none is queued")

@@ -7,13 +7,13 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from framesieve.common.serving.settings import UpstreamSettings
+from gridsieve.common.serving.settings import UpstreamSettings
 
 
 class EncoderSettings(UpstreamSettings):
-    """Flags and FRAMESIEVE_… variables of `python -m framesieve.services.encoder`."""
+    """Flags and GRIDSIEVE_… variables of `python -m gridsieve.services.encoder`."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m framesieve.services.encoder")
+    model_config = SettingsConfigDict(cli_prog_name="python -m gridsieve.services.encoder")
 
     listen: str = Field("127.0.0.1:50052", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9102, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")

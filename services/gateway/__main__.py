@@ -1,4 +1,4 @@
-"""Serves the HTTP gateway: `python -m framesieve.services.gateway --generation ADDR --listen 127.0.0.1:8000`."""
+"""Serves the HTTP gateway: `python -m gridsieve.services.gateway --generation ADDR --listen 127.0.0.1:8000`."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import disable_created_metrics
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.credentials import Access
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
-from framesieve.common.security.quotas import ClientQuotas
-from framesieve.common.security.tokens import Tokens
-from framesieve.common.serving.guards import check_listen, upstream_credentials
-from framesieve.common.serving.health import READY
-from framesieve.common.serving.server import run
-from framesieve.common.telemetry.callers import begin_callers
-from framesieve.common.telemetry.logs import configure_logging
-from framesieve.common.telemetry.metrics import BUILD_INFO, begin_method
-from framesieve.common.telemetry.otlp import export_spans
-from framesieve.services.gateway.app import routes, with_cors
-from framesieve.services.gateway.files import Files, Limits
-from framesieve.services.gateway.http.origins import Origins
-from framesieve.services.gateway.http.request_guard import METHODS, RequestGuard
-from framesieve.services.gateway.http.server import serve
-from framesieve.services.gateway.kept import Kept
-from framesieve.services.gateway.models import Models
-from framesieve.services.gateway.questions import Questions
-from framesieve.services.gateway.realtime.endpoint import Realtime
-from framesieve.services.gateway.realtime.live import Generation
-from framesieve.services.gateway.realtime.watch import Watch
-from framesieve.services.gateway.settings import GatewaySettings
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.credentials import Access
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.security.quotas import ClientQuotas
+from gridsieve.common.security.tokens import Tokens
+from gridsieve.common.serving.guards import check_listen, upstream_credentials
+from gridsieve.common.serving.health import READY
+from gridsieve.common.serving.server import run
+from gridsieve.common.telemetry.callers import begin_callers
+from gridsieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.metrics import BUILD_INFO, begin_method
+from gridsieve.common.telemetry.otlp import export_spans
+from gridsieve.services.gateway.app import routes, with_cors
+from gridsieve.services.gateway.files import Files, Limits
+from gridsieve.services.gateway.http.origins import Origins
+from gridsieve.services.gateway.http.request_guard import METHODS, RequestGuard
+from gridsieve.services.gateway.http.server import serve
+from gridsieve.services.gateway.kept import Kept
+from gridsieve.services.gateway.models import Models
+from gridsieve.services.gateway.questions import Questions
+from gridsieve.services.gateway.realtime.endpoint import Realtime
+from gridsieve.services.gateway.realtime.live import Generation
+from gridsieve.services.gateway.realtime.watch import Watch
+from gridsieve.services.gateway.settings import GatewaySettings
 
 _HEALTH_S = 1.0
 
@@ -46,7 +46,7 @@ async def main() -> ExitStatus:
     configure_logging("gateway", settings.log_format, settings.log_level)
     check_listen(settings)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series, and no query reads them
-    BUILD_INFO.labels("gateway", version("framesieve")).set(1)
+    BUILD_INFO.labels("gateway", version("gridsieve")).set(1)
     for method in METHODS.values():
         begin_method(method)
     if settings.upload_root is not None and not os.access(settings.upload_root, os.W_OK):
@@ -64,7 +64,7 @@ async def main() -> ExitStatus:
         "allow_plaintext_token": settings.allow_plaintext_token,
     }
     async with (
-        FramesieveClient(settings.generation, **access) as client,
+        GridsieveClient(settings.generation, **access) as client,
         open_channel(settings.generation, credentials) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)

@@ -17,18 +17,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from framesieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
-from framesieve.common.telemetry.callers import FAMILIES
-from framesieve.services.gateway import openapi
-from framesieve.services.gateway.chat import endpoint as chat
-from framesieve.services.gateway.files import Files
-from framesieve.services.gateway.kept import Kept
-from framesieve.services.gateway.models import Models
-from framesieve.services.gateway.page import PAGE_ROUTES
-from framesieve.services.gateway.questions import Questions
-from framesieve.services.gateway.realtime.endpoint import Realtime
-from framesieve.services.gateway.realtime.watch import Watch
-from framesieve.services.gateway.responses.endpoint import Responses
+from gridsieve.common.security.tokens import AUTHORIZATION_KEY, Tokens
+from gridsieve.common.telemetry.callers import FAMILIES
+from gridsieve.services.gateway import openapi
+from gridsieve.services.gateway.chat import endpoint as chat
+from gridsieve.services.gateway.files import Files
+from gridsieve.services.gateway.kept import Kept
+from gridsieve.services.gateway.models import Models
+from gridsieve.services.gateway.page import PAGE_ROUTES
+from gridsieve.services.gateway.questions import Questions
+from gridsieve.services.gateway.realtime.endpoint import Realtime
+from gridsieve.services.gateway.realtime.watch import Watch
+from gridsieve.services.gateway.responses.endpoint import Responses
 
 
 def routes(
@@ -56,7 +56,7 @@ def routes(
         return Response(encode(REGISTRY if is_known else without_callers), headers={"content-type": kind})
 
     about = {
-        "version": version("framesieve"),
+        "version": version("gridsieve"),
         "max_inline_bytes": questions.max_inline_bytes,
         "uploads": files.limits and asdict(files.limits),
     }
@@ -74,8 +74,8 @@ def routes(
         Route("/v1/models/{model:path}", models.endpoint),
         Route("/v1/files", files.endpoint, methods=["GET", "POST"]),
         Route("/v1/files/{file_id}", files.file_endpoint, methods=["GET", "DELETE"]),
-        Route("/v1/framesieve/kept", kept.endpoint, methods=["POST"]),
-        Route("/v1/framesieve/live", watch.endpoint, methods=["POST"]),
+        Route("/v1/gridsieve/kept", kept.endpoint, methods=["POST"]),
+        Route("/v1/gridsieve/live", watch.endpoint, methods=["POST"]),
         Route("/health", health),
         Route("/version", told),
         Route("/metrics", metrics),

@@ -30,12 +30,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded
-from framesieve.common.contract.uploads import upload_url
-from framesieve.services.gateway.http.body import BodyLimit, announced_bytes, bounded
-from framesieve.services.gateway.http.errors import LARGER_UPLOADS, NotFound
-from framesieve.services.gateway.http.fields import parsed
-from framesieve.services.gateway.http.request_guard import Call
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded
+from gridsieve.common.contract.uploads import upload_url
+from gridsieve.services.gateway.http.body import BodyLimit, announced_bytes, bounded
+from gridsieve.services.gateway.http.errors import LARGER_UPLOADS, NotFound
+from gridsieve.services.gateway.http.fields import parsed
+from gridsieve.services.gateway.http.request_guard import Call
 
 _ID = re.compile(r"file-([0-9a-f]{64})")
 _PIECE_BYTES = 2**20

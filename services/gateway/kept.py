@@ -1,4 +1,4 @@
-"""POST /v1/framesieve/kept: which tokens of each image and video pruning keeps, for the page that draws them.
+"""POST /v1/gridsieve/kept: which tokens of each image and video pruning keeps, for the page that draws them.
 
 The body is that of a chat request; its text is ignored. The encoder answers, whose embeddings are dropped.
 """
@@ -13,22 +13,22 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from framesieve.client.client import FramesieveClient, Metadata
-from framesieve.client.credentials import Access
-from framesieve.client.encoding import Encoded, encode
-from framesieve.client.messages import pruning_message
-from framesieve.client.prompt import Image, Pruning, Text, Video
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.retention import BEFORE_TOWER, EVS
-from framesieve.common.contract.wire import completed, pruning_of
-from framesieve.common.security.tokens import AUTHORIZATION_KEY
-from framesieve.services.gateway.chat.content import conversation
-from framesieve.services.gateway.chat.names import FieldNames
-from framesieve.services.gateway.chat.request import parse
-from framesieve.services.gateway.files import Files
-from framesieve.services.gateway.http.body import BodyLimit, read_body, unless_left
-from framesieve.services.gateway.http.errors import in_words
-from framesieve.services.gateway.http.request_guard import Call
+from gridsieve.client.client import GridsieveClient, Metadata
+from gridsieve.client.credentials import Access
+from gridsieve.client.encoding import Encoded, encode
+from gridsieve.client.messages import pruning_message
+from gridsieve.client.prompt import Image, Pruning, Text, Video
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.retention import BEFORE_TOWER, EVS
+from gridsieve.common.contract.wire import completed, pruning_of
+from gridsieve.common.security.tokens import AUTHORIZATION_KEY
+from gridsieve.services.gateway.chat.content import conversation
+from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.chat.request import parse
+from gridsieve.services.gateway.files import Files
+from gridsieve.services.gateway.http.body import BodyLimit, read_body, unless_left
+from gridsieve.services.gateway.http.errors import in_words
+from gridsieve.services.gateway.http.request_guard import Call
 
 
 class Kept:
@@ -36,7 +36,7 @@ class Kept:
     access: for callers whose own token is not passed on."""
 
     def __init__(
-        self, client: FramesieveClient, encoder: str | None, access: Access, files: Files, body_limit: BodyLimit
+        self, client: GridsieveClient, encoder: str | None, access: Access, files: Files, body_limit: BodyLimit
     ) -> None:
         self._client = client
         self._encoder = encoder

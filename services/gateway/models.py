@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from framesieve.client.answer import Model
-from framesieve.client.client import FramesieveClient, Metadata
-from framesieve.services.gateway.http.body import unless_left
-from framesieve.services.gateway.http.errors import NotFound
-from framesieve.services.gateway.http.request_guard import Call
+from gridsieve.client.answer import Model
+from gridsieve.client.client import GridsieveClient, Metadata
+from gridsieve.services.gateway.http.body import unless_left
+from gridsieve.services.gateway.http.errors import NotFound
+from gridsieve.services.gateway.http.request_guard import Call
 
 _NAME_CHARACTERS = 200
 
@@ -32,7 +32,7 @@ class Named:
 class Models:
     """Asks generation at the first request, and again for a name that it did not know."""
 
-    def __init__(self, client: FramesieveClient) -> None:
+    def __init__(self, client: GridsieveClient) -> None:
         self._client = client
         self._known: tuple[Model, ...] = ()
         self._since = int(time.time())
@@ -66,7 +66,7 @@ class Models:
             "id": model.name,
             "object": "model",
             "created": self._since,
-            "owned_by": "framesieve",
+            "owned_by": "gridsieve",
             "root": model.name,
             "parent": self._known[0].name if model.is_adapter else None,
             "max_model_len": model.max_model_len,

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
-from framesieve.services.gateway.chat.request import ChatRequest
-from framesieve.services.gateway.files import Listing
-from framesieve.services.gateway.http.errors import STATUS_TEXTS
-from framesieve.services.gateway.http.request_guard import route_of
-from framesieve.services.gateway.realtime.request import SessionFields
-from framesieve.services.gateway.responses.request import ResponsesRequest
+from gridsieve.services.gateway.chat.request import ChatRequest
+from gridsieve.services.gateway.files import Listing
+from gridsieve.services.gateway.http.errors import STATUS_TEXTS
+from gridsieve.services.gateway.http.request_guard import route_of
+from gridsieve.services.gateway.realtime.request import SessionFields
+from gridsieve.services.gateway.responses.request import ResponsesRequest
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -71,13 +71,13 @@ class _Operation:
 _OPERATIONS = {
     ("POST", "/v1/chat/completions"): _Operation(
         "Answers a question about images and videos, as OpenAI's chat completions do.",
-        "OpenAI's chat completion, with `usage.framesieve`; with `stream`, its chunks.",
+        "OpenAI's chat completion, with `usage.gridsieve`; with `stream`, its chunks.",
         ChatRequest,
         kinds=(_JSON, _EVENTS),
     ),
     ("POST", "/v1/responses"): _Operation(
         "Answers a question about images and videos, as OpenAI's Responses do.",
-        "OpenAI's response, with `usage.framesieve`; with `stream`, its events.",
+        "OpenAI's response, with `usage.gridsieve`; with `stream`, its events.",
         ResponsesRequest,
         kinds=(_JSON, _EVENTS),
     ),
@@ -96,12 +96,12 @@ _OPERATIONS = {
     ("POST", "/v1/files"): _Operation("Uploads a file, for questions by its id.", "OpenAI's file.", _UPLOAD),
     ("GET", "/v1/files/{file_id}"): _Operation("An uploaded file.", "OpenAI's file, without its bytes."),
     ("DELETE", "/v1/files/{file_id}"): _Operation("Deletes a file.", "`id`, `object`, `deleted`."),
-    ("POST", "/v1/framesieve/kept"): _Operation(
+    ("POST", "/v1/gridsieve/kept"): _Operation(
         "The tokens that pruning keeps of the media of a question.",
         "For each medium: `modality`, `grid`, `frame_times_s`, `kept`.",
         ChatRequest,
     ),
-    ("POST", "/v1/framesieve/live"): _Operation(
+    ("POST", "/v1/gridsieve/live"): _Operation(
         "Watches a camera, and asks about it, until the client leaves.",
         "The events of Realtime, each with its `type` as its name.",
         SessionFields,
@@ -145,7 +145,7 @@ def document(routes: Sequence[BaseRoute]) -> Schema:
     error = {_JSON: {"schema": _ref("schemas", "Error")}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Framesieve", "version": version("framesieve")},
+        "info": {"title": "Gridsieve", "version": version("gridsieve")},
         "security": [{"token": []}, {}],
         "paths": paths,
         "components": {

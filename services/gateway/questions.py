@@ -20,16 +20,16 @@ from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from framesieve.client.answer import Accepted, Answer, Delta, Event, Finished, Progress, Timings, Usage, cost_of
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Message, Options
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.gateway.files import Files, Uploads
-from framesieve.services.gateway.http.body import BodyLimit, read_body, unless_left
-from framesieve.services.gateway.http.errors import in_words
-from framesieve.services.gateway.http.request_guard import Call
-from framesieve.services.gateway.models import Models
+from gridsieve.client.answer import Accepted, Answer, Delta, Event, Finished, Progress, Timings, Usage, cost_of
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Message, Options
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.gateway.files import Files, Uploads
+from gridsieve.services.gateway.http.body import BodyLimit, read_body, unless_left
+from gridsieve.services.gateway.http.errors import in_words
+from gridsieve.services.gateway.http.request_guard import Call
+from gridsieve.services.gateway.models import Models
 
 PING_S = 15
 
@@ -48,7 +48,7 @@ class AnswerWriter(Protocol):
 
     def end(self, usage: Usage, timings: Timings) -> Iterable[ServerSent]: ...
 
-    def failed(self, error: FramesieveError) -> ServerSent: ...
+    def failed(self, error: GridsieveError) -> ServerSent: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Question:
 class Questions:
     """max_inline_bytes: of media in a request; in the body they are base64."""
 
-    def __init__(self, client: FramesieveClient, models: Models, files: Files, max_inline_bytes: int) -> None:
+    def __init__(self, client: GridsieveClient, models: Models, files: Files, max_inline_bytes: int) -> None:
         self._client = client
         self._models = models
         self._files = files

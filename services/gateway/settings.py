@@ -7,13 +7,13 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from framesieve.common.serving.settings import CallerSettings
+from gridsieve.common.serving.settings import CallerSettings
 
 
 class GatewaySettings(CallerSettings):
-    """Flags and FRAMESIEVE_ variables of `python -m framesieve.services.gateway`."""
+    """Flags and GRIDSIEVE_ variables of `python -m gridsieve.services.gateway`."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m framesieve.services.gateway")
+    model_config = SettingsConfigDict(cli_prog_name="python -m gridsieve.services.gateway")
 
     listen: str = Field("127.0.0.1:8000", description="address to serve HTTP on, host:port or unix:/path")
     generation: str = Field(

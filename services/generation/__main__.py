@@ -1,8 +1,8 @@
-"""Serves generation: `python -m framesieve.services.generation --model DIR --preprocessing ADDR --encoder ADDR`."""
+"""Serves generation: `python -m gridsieve.services.generation --model DIR --preprocessing ADDR --encoder ADDR`."""
 
 from __future__ import annotations
 
-from framesieve.services.compute.prepare import prepare
+from gridsieve.services.compute.prepare import prepare
 
 prepare()  # before the imports below, of which torch reads the environment once
 
@@ -16,35 +16,35 @@ from functools import partial
 import structlog
 import torch
 
-from framesieve.common.address import is_local
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import Reach, open_channel
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.retention import usual_method
-from framesieve.common.handover import receiver_of
-from framesieve.common.process import ExitStatus, leave_cores_to_others
-from framesieve.common.serving.guards import check_ports, upstream_credentials
-from framesieve.common.serving.health import READY
-from framesieve.common.serving.server import StepWatch, run, serve
-from framesieve.common.telemetry.logs import configure_logging
-from framesieve.common.telemetry.metrics import begin, begin_method, served_names
-from framesieve.services.compute.device import device_of, name_of
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.engine.payoff import Payoff
-from framesieve.services.generation.families import FAMILIES, check_pruning, check_ranks
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.model.states import RESERVED
-from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.rpc.metrics import count_step, watch
-from framesieve.services.generation.rpc.served_model import LiveModel, ServedModel
-from framesieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
-from framesieve.services.generation.sampling.defaults import sampling_defaults
-from framesieve.services.generation.sampling.detokenizer import load_tokenizer
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import BLOCK_TOKENS, build
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from gridsieve.common.address import is_local
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.channels import Reach, open_channel
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.retention import usual_method
+from gridsieve.common.handover import receiver_of
+from gridsieve.common.process import ExitStatus, leave_cores_to_others
+from gridsieve.common.serving.guards import check_ports, upstream_credentials
+from gridsieve.common.serving.health import READY
+from gridsieve.common.serving.server import StepWatch, run, serve
+from gridsieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.metrics import begin, begin_method, served_names
+from gridsieve.services.compute.device import device_of, name_of
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.families import FAMILIES, check_pruning, check_ranks
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.model.states import RESERVED
+from gridsieve.services.generation.parallel.group import WorkerRanks
+from gridsieve.services.generation.rpc.metrics import count_step, watch
+from gridsieve.services.generation.rpc.served_model import LiveModel, ServedModel
+from gridsieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
+from gridsieve.services.generation.sampling.defaults import sampling_defaults
+from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 log = structlog.get_logger()
 

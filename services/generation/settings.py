@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import (
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
     BEFORE_TOWER,
     EVS,
@@ -20,13 +20,13 @@ from framesieve.common.contract.retention import (
     Pruning,
     named_method,
 )
-from framesieve.common.serving.settings import UpstreamSettings
+from gridsieve.common.serving.settings import UpstreamSettings
 
 
 class GenerationSettings(UpstreamSettings):
-    """Flags and FRAMESIEVE_ variables of `python -m framesieve.services.generation`."""
+    """Flags and GRIDSIEVE_ variables of `python -m gridsieve.services.generation`."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m framesieve.services.generation")
+    model_config = SettingsConfigDict(cli_prog_name="python -m gridsieve.services.generation")
 
     listen: str = Field("127.0.0.1:50053", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9103, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")

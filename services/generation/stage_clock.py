@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from time import monotonic_ns
 
-from framesieve.common.telemetry.tracing import record
+from gridsieve.common.telemetry.tracing import record
 
 
 class Stage(IntEnum):

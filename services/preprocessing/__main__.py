@@ -1,4 +1,4 @@
-"""Serves preprocessing: `python -m framesieve.services.preprocessing --model DIR --listen ADDR --media-root DIR`."""
+"""Serves preprocessing: `python -m gridsieve.services.preprocessing --model DIR --listen ADDR --media-root DIR`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from functools import partial
 
 import structlog
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus, cores, memory_bytes
-from framesieve.common.serving.guards import check_ports
-from framesieve.common.serving.server import run, serve
-from framesieve.common.telemetry.logs import configure_logging
-from framesieve.common.telemetry.metrics import begin, begin_method
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
-from framesieve.services.preprocessing.fetch.login import logins_of
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
-from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from framesieve.services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
-from framesieve.services.preprocessing.settings import PreprocessingSettings
-from framesieve.services.preprocessing.sources.digests import digests
-from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
-from framesieve.services.preprocessing.workers.limits import Mechanism
-from framesieve.services.preprocessing.workers.media_reader import indexes
-from framesieve.services.preprocessing.workers.streams import StreamWorkers, most_streams
-from framesieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus, cores, memory_bytes
+from gridsieve.common.serving.guards import check_ports
+from gridsieve.common.serving.server import run, serve
+from gridsieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.metrics import begin, begin_method
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.login import logins_of
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, count_kept, count_replaced, watch
+from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from gridsieve.services.preprocessing.rpc.servicer import SERVICE, PreprocessingServicer
+from gridsieve.services.preprocessing.settings import PreprocessingSettings
+from gridsieve.services.preprocessing.sources.digests import digests
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
+from gridsieve.services.preprocessing.workers.limits import Mechanism
+from gridsieve.services.preprocessing.workers.media_reader import indexes
+from gridsieve.services.preprocessing.workers.streams import StreamWorkers, most_streams
+from gridsieve.v1.preprocessing_pb2_grpc import add_PreprocessingServiceServicer_to_server
 
 # Quick plans mostly take milliseconds; the second thread serves them while the first checks a long prompt.
 _QUICK_THREADS = 2
@@ -71,7 +71,7 @@ async def main() -> ExitStatus:
             register = partial(add_PreprocessingServiceServicer_to_server, servicer)
             return await serve(
                 *(SERVICE, settings, register, lambda: reading.workers.healthy and decoding.workers.healthy),
-                details={"framesieve-workers-confined-by": ",".join(sorted(confined_by)) or "nothing"},
+                details={"gridsieve-workers-confined-by": ",".join(sorted(confined_by)) or "nothing"},
             )
 
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from framesieve.common.contract.plan import Modality
-from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
-from framesieve.services.preprocessing.prompt.turns import Tool, Turn
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.pictures import PictureFrames
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.common.contract.plan import Modality
+from gridsieve.services.preprocessing.prompt.embeds import Embeds
+from gridsieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
+from gridsieve.services.preprocessing.prompt.turns import Tool, Turn
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.pictures import PictureFrames
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
 # Of text, which takes as long as a slice of embeddings.
 _SLICE_CHARS = 32

@@ -14,9 +14,9 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong, within
-from framesieve.common.contract.plan import (
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PromptTooLong, within
+from gridsieve.common.contract.plan import (
     MAX_FRAME_SIDE_PX,
     MAX_PROMPT_TOKENS,
     FileFacts,
@@ -29,28 +29,28 @@ from framesieve.common.contract.plan import (
     salted,
     tagged_digest,
 )
-from framesieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest, Upload
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, lay_out
-from framesieve.services.preprocessing.prompt.tokens import ChatTokens
-from framesieve.services.preprocessing.prompt.turns import Turn
-from framesieve.services.preprocessing.sources.digests import Digests, digests
-from framesieve.services.preprocessing.sources.source import Source, bytes_source, path_source
-from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from framesieve.services.preprocessing.video.pictures import (
+from gridsieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest, Upload
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.prompt.embeds import Embeds
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, lay_out
+from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
+from gridsieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.services.preprocessing.sources.digests import Digests, digests
+from gridsieve.services.preprocessing.sources.source import Source, bytes_source, path_source
+from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
+from gridsieve.services.preprocessing.video.pictures import (
     Picture,
     PictureIndex,
     is_picture,
     read_picture,
     read_pictures,
 )
-from framesieve.services.preprocessing.video.resize import View, shrink_to
-from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, Sampled, sample
-from framesieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.services.preprocessing.video.resize import View, shrink_to
+from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, Sampled, sample
+from gridsieve.services.preprocessing.video.slices import PlannedEmbeds, PlannedMedia, PlannedPicture, PlannedVideo
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
-_MEDIA_DOMAIN, _PICTURES_DOMAIN = b"framesieve media v2", b"framesieve pictures v1"
+_MEDIA_DOMAIN, _PICTURES_DOMAIN = b"gridsieve media v2", b"gridsieve pictures v1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,12 +8,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PlainValidator, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import cores
-from framesieve.common.serving.settings import ServiceSettings, separated
-from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.workers.limits import Limits
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import cores
+from gridsieve.common.serving.settings import ServiceSettings, separated
+from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from gridsieve.services.preprocessing.workers.limits import Limits
 
 # Six hours at 48 frames a second, or one at 240.
 _MAX_FRAMES = 2**20
@@ -22,9 +22,9 @@ Domain = Annotated[AllowedDomain, PlainValidator(AllowedDomain.parse)]
 
 
 class PreprocessingSettings(ServiceSettings):
-    """Flags and FRAMESIEVE_… variables of `python -m framesieve.services.preprocessing`. Commas separate lists."""
+    """Flags and GRIDSIEVE_… variables of `python -m gridsieve.services.preprocessing`. Commas separate lists."""
 
-    model_config = SettingsConfigDict(cli_prog_name="python -m framesieve.services.preprocessing")
+    model_config = SettingsConfigDict(cli_prog_name="python -m gridsieve.services.preprocessing")
 
     listen: str = Field("127.0.0.1:50051", description="address to serve on, host:port or unix:/path")
     metrics_port: int = Field(9101, ge=0, le=65535, description="port of Prometheus' /metrics; 0: no metrics")

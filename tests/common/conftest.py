@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.common.guarded_service import ALICE, BOB
 from tests.encoder.encoder_service import tower_of
 

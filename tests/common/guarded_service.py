@@ -15,16 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from grpc_status import rpc_status
 
-from framesieve.common.process import free_port
-from framesieve.common.security.quotas import ClientQuotas
-from framesieve.common.serving.guards import guarded_server, listen
-from framesieve.common.serving.health import Health
-from framesieve.common.serving.interceptors import RequestInterceptor
-from framesieve.common.serving.settings import ServiceSettings
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from gridsieve.common.process import free_port
+from gridsieve.common.security.quotas import ClientQuotas
+from gridsieve.common.serving.guards import guarded_server, listen
+from gridsieve.common.serving.health import Health
+from gridsieve.common.serving.interceptors import RequestInterceptor
+from gridsieve.common.serving.settings import ServiceSettings
+from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.common.loopback import TIMEOUT_S
 
-SERVICE = "framesieve.v1.EncoderService"
+SERVICE = "gridsieve.v1.EncoderService"
 METHOD = f"/{SERVICE}/Encode"
 ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 

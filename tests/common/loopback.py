@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from framesieve.common.channels import MAX_RECEIVE_BYTES, open_channel
-from framesieve.common.serving.interceptors import RequestInterceptor
-from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
+from gridsieve.common.channels import MAX_RECEIVE_BYTES, open_channel
+from gridsieve.common.serving.interceptors import RequestInterceptor
+from gridsieve.v1 import encoder_pb2_grpc, generation_pb2_grpc, preprocessing_pb2_grpc
 
 TIMEOUT_S = 60
 _POLLER = "PollerCompletionQueue._handle_events"

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from framesieve.common.contract.errors import Overloaded
-from framesieve.common.serving.status import DETAILS_KEY, status_details
+from gridsieve.common.contract.errors import Overloaded
+from gridsieve.common.serving.status import DETAILS_KEY, status_details
 from tests.common.loopback import speaking
 
 REFUSAL = Overloaded("alice has 2 requests running, 2 are allowed", retry_after_s=2.5)

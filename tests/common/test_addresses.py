@@ -11,11 +11,11 @@ from types import ModuleType
 
 import pytest
 
-import framesieve.services.encoder.__main__ as encoder
-import framesieve.services.generation.__main__ as generation
-import framesieve.services.preprocessing.__main__ as preprocessing
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
+import gridsieve.services.encoder.__main__ as encoder
+import gridsieve.services.generation.__main__ as generation
+import gridsieve.services.preprocessing.__main__ as preprocessing
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ async def test_a_service_refuses_an_address_it_cannot_have_before_it_looks_for_i
 
 
 def test_a_malformed_address_ends_a_service_with_2_in_one_line() -> None:
-    command = [sys.executable, "-m", "framesieve.services.preprocessing", "--listen=127.0.0.1:99999"]
+    command = [sys.executable, "-m", "gridsieve.services.preprocessing", "--listen=127.0.0.1:99999"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == ExitStatus.CANNOT_START
     (line,) = (ended.stdout + ended.stderr).splitlines()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Frames, Image, Message, PartLike, Text, Video
-from framesieve.common.affinity import MAX_TOGETHER, Affinity, media_key
-from framesieve.common.channels import MEDIA_KEY
-from framesieve.common.contract.requests import detach_files
-from framesieve.v1 import prompt_pb2
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Frames, Image, Message, PartLike, Text, Video
+from gridsieve.common.affinity import MAX_TOGETHER, Affinity, media_key
+from gridsieve.common.channels import MEDIA_KEY
+from gridsieve.common.contract.requests import detach_files
+from gridsieve.v1 import prompt_pb2
 
 FILE = bytes(range(256)) * 2**13  # 2 MiB
 SECRET_URL = "https://example.org/clip.mp4?token=hunter2"

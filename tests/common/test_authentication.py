@@ -11,12 +11,12 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
-from framesieve.client.credentials import Access, credentials_of
-from framesieve.common.channels import open_channel, upstream_errors
-from framesieve.common.contract.errors import PeerContract, StartupError
-from framesieve.common.security.credentials import Credentials
-from framesieve.common.serving.interceptors import passed_on
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from gridsieve.client.credentials import Access, credentials_of
+from gridsieve.common.channels import open_channel, upstream_errors
+from gridsieve.common.contract.errors import PeerContract, StartupError
+from gridsieve.common.security.credentials import Credentials
+from gridsieve.common.serving.interceptors import passed_on
+from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.guarded_service import (
     ALICE,
     BOB,
@@ -85,7 +85,7 @@ async def test_health_needs_no_token_and_reflection_does(channel: grpc.aio.Chann
 
 
 async def test_unknown_methods_create_no_labels(channel: grpc.aio.Channel) -> None:
-    for path in ("/framesieve.v1.EncoderService/Invented", "/invented.Service/Invented"):
+    for path in ("/gridsieve.v1.EncoderService/Invented", "/invented.Service/Invented"):
         assert (await refusal(channel.unary_unary(path)(b"", timeout=TIMEOUT_S)))[0] is grpc.StatusCode.UNIMPLEMENTED
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
     assert not [sample for sample in samples if "Invented" in sample.labels.values()]

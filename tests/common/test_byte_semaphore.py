@@ -8,7 +8,7 @@ from time import monotonic_ns
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framesieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.byte_semaphore import ByteSemaphore
 
 
 async def hold(semaphore: ByteSemaphore, size_bytes: int, turns: int, order: list[int], name: int) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.security.certificates import read_authorities, read_pair
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.security.certificates import read_authorities, read_pair
 from tests.certificates import Authority, Issued
 
 

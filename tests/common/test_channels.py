@@ -17,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from framesieve.common.affinity import Metadata
-from framesieve.common.channels import (
+from gridsieve.common.affinity import Metadata
+from gridsieve.common.channels import (
     ATTEMPTS,
     MAX_RECEIVE_BYTES,
     MEDIA_KEY,
@@ -28,13 +28,13 @@ from framesieve.common.channels import (
     open_channel,
     upstream_errors,
 )
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded, StartupError, Unavailable
-from framesieve.common.process import free_port
-from framesieve.common.retries import Attempts, Retries
-from framesieve.common.serving.health import READY
-from framesieve.common.serving.probe import NO_CREDENTIALS, is_serving
-from framesieve.v1 import encoder_pb2_grpc
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Overloaded, StartupError, Unavailable
+from gridsieve.common.process import free_port
+from gridsieve.common.retries import Attempts, Retries
+from gridsieve.common.serving.health import READY
+from gridsieve.common.serving.probe import NO_CREDENTIALS, is_serving
+from gridsieve.v1 import encoder_pb2_grpc
+from gridsieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 
 CALLS = 10
 BURST = 200
@@ -286,6 +286,6 @@ def test_without_the_packages_of_details_the_code_decides(monkeypatch: pytest.Mo
     for code, expected in (
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
-        (grpc.StatusCode.INTERNAL, FramesieveError),
+        (grpc.StatusCode.INTERNAL, GridsieveError),
     ):
         assert type(error_from_status(grpc.aio.AioRpcError(code, empty, empty, "why"), "encoder")) is expected

@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from demo.checkpoint import TINY, make_tokenizer
-from framesieve.common.chat_templates import chat_templates
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
+from gridsieve.common.chat_templates import chat_templates
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
 
 
 @pytest.fixture(scope="module")

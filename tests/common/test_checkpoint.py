@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-import framesieve.services.encoder.families
-import framesieve.services.generation.families
-import framesieve.services.preprocessing.families
-from framesieve.cli.models import MODEL_FAMILIES
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families import load_tower
+import gridsieve.services.encoder.families
+import gridsieve.services.generation.families
+import gridsieve.services.preprocessing.families
+from gridsieve.cli.models import MODEL_FAMILIES
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.families import load_tower
 from tests.families import FAMILIES
 from tests.generation.checkpoints import load
 
@@ -103,7 +103,7 @@ def test_a_repository_is_found_in_the_cache_of_hugging_face_and_offline_only_the
     (tmp_path / "hub" / "models--a--b" / "refs").mkdir()
     (tmp_path / "hub" / "models--a--b" / "refs" / "main").write_text("0123")
     script = (
-        "import sys; from pathlib import Path; from framesieve.common.checkpoint import Checkpoint; "
+        "import sys; from pathlib import Path; from gridsieve.common.checkpoint import Checkpoint; "
         "found = Checkpoint.find(Path(sys.argv[1])); print(found.folder, found.name)"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -189,16 +189,16 @@ def test_a_folder_has_its_own_name_and_a_snapshot_that_of_its_repository(
 
 
 def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
-    services = framesieve.services
+    services = gridsieve.services
     for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
         tested = {family.model_type or name for name, family in FAMILIES.items()}
         assert set(registry.FAMILIES) == tested
     described = {family.model_type for family in MODEL_FAMILIES}
-    assert described == set(framesieve.services.encoder.families.FAMILIES)
+    assert described == set(gridsieve.services.encoder.families.FAMILIES)
     assert all(f"`{model_type}`" in DOCS.read_text() for model_type in described)
     (copy / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         StartupError,
         match="model_type 'llama'; supported: NemotronH_Nano_VL_V2, cosmos3_edge, glm46v, glm4v, glm4v_moe, internvl, ",
     ):
-        Checkpoint(copy).pick(framesieve.services.encoder.families.FAMILIES)
+        Checkpoint(copy).pick(gridsieve.services.encoder.families.FAMILIES)

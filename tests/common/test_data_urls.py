@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from framesieve.common.contract.data_urls import parse_data_url
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.data_urls import parse_data_url
+from gridsieve.common.contract.errors import InvalidRequest
 
 
 @given(st.binary())

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framesieve.common import handover
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract
-from framesieve.common.handover import Receiver, Sender, receiver_of, sender_to
-from framesieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.common import handover
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded, PeerContract
+from gridsieve.common.handover import Receiver, Sender, receiver_of, sender_to
+from gridsieve.common.sealed_memory import SealedMemory, sealed
 
 MIB = 2**20
 BYTES = bytes(range(256)) * 16
@@ -65,7 +65,7 @@ async def hand_over(sender: Sender, content: bytes) -> None:
 
 def connected(address: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(b"\0framesieve-" + address[:16].hex().encode())
+    connection.connect(b"\0gridsieve-" + address[:16].hex().encode())
     return connection
 
 
@@ -253,6 +253,6 @@ async def test_content_is_read_only_and_starts_where_the_memory_does(receiver: R
     await hand_over(sender, content.tobytes())
     taken = receiver.take(content.nbytes)
     assert np.array_equal(taken, content)
-    writing = "import sys; from framesieve.common.sealed_memory import SealedMemory, sealed as s\n"
+    writing = "import sys; from gridsieve.common.sealed_memory import SealedMemory, sealed as s\n"
     writing += "a = SealedMemory(s(memoryview(b'12'))).mapped(2); a[0] = 1"
     assert subprocess.run([sys.executable, "-c", writing], cwd=ROOT, check=False).returncode == -11

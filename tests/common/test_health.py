@@ -11,18 +11,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from framesieve.common.channels import open_channel
-from framesieve.common.process import ExitStatus
-from framesieve.common.serving import health
+from gridsieve.common.channels import open_channel
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.serving import health
 from tests.common.guarded_service import Echo, ask, guarded, refusal
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, NO_WINDOW, PREFACE, SETTINGS, frame, headers
 
 SERVICE = """
-from framesieve.common.process import ExitStatus
-from framesieve.common.serving.server import run, serve
-from framesieve.common.serving.settings import ServiceSettings
-from framesieve.v1 import encoder_pb2_grpc
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.serving.server import run, serve
+from gridsieve.common.serving.settings import ServiceSettings
+from gridsieve.v1 import encoder_pb2_grpc
 from tests.common.guarded_service import SERVICE, Echo
 
 async def main() -> ExitStatus:

@@ -9,9 +9,9 @@ import pytest
 import structlog
 from grpc.aio import InternalError
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, PeerContract
-from framesieve.common.serving.interceptors import guarded
-from framesieve.common.serving.status import MAX_MESSAGE_BYTES
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, PeerContract
+from gridsieve.common.serving.interceptors import guarded
+from gridsieve.common.serving.status import MAX_MESSAGE_BYTES
 from tests.common.guarded_service import METHOD
 
 
@@ -38,7 +38,7 @@ class Disconnected:
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("no"), PeerContract("x" * 10**6)])
-async def test_refusing_a_disconnected_caller_raises_nothing_and_cuts_errors_of_peers(error: FramesieveError) -> None:
+async def test_refusing_a_disconnected_caller_raises_nothing_and_cuts_errors_of_peers(error: GridsieveError) -> None:
     async def refuse(request: Any, context: Any) -> AsyncGenerator[Any]:
         raise error
         yield

@@ -18,7 +18,7 @@ import structlog
 theirs = logging.getLogger("a.library")
 theirs.addHandler(logging.StreamHandler())
 theirs.propagate = False
-from framesieve.common.telemetry.logs import configure_logging
+from gridsieve.common.telemetry.logs import configure_logging
 configure_logging("encoder", sys.argv[1], sys.argv[2])
 log = structlog.get_logger()
 """

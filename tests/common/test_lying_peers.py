@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.wire import plan_messages
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.wire import plan_messages
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import FramesChunk, PreprocessResponse
 from tests.common.loopback import eventually, speaking
 from tests.generation.generation_peers import prompt_plan
 from tests.generation.generation_service import VIDEO, answers, refused, service_of, token_ids
@@ -48,7 +48,7 @@ async def test_a_false_answer_of_preprocessing_breaks_the_contract(tmp_path: Pat
 
     address = f"unix:{tmp_path}/peer"
     async with (
-        speaking(address, {"/framesieve.v1.PreprocessingService/Preprocess": speak}),
+        speaking(address, {"/gridsieve.v1.PreprocessingService/Preprocess": speak}),
         open_channel(address) as channel,
         service_of(tmp_path, tiny_checkpoint, preprocessing_channel=channel) as service,
     ):

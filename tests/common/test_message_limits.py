@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from framesieve.common import channels
-from framesieve.common.channels import MAX_RESPONSE_BYTES, open_channel, read_from
-from framesieve.common.contract.errors import InvalidRequest, PeerContract
-from framesieve.common.serving import guards
-from framesieve.common.serving.interceptors import RequestInterceptor
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
+from gridsieve.common import channels
+from gridsieve.common.channels import MAX_RESPONSE_BYTES, open_channel, read_from
+from gridsieve.common.contract.errors import InvalidRequest, PeerContract
+from gridsieve.common.serving import guards
+from gridsieve.common.serving.interceptors import RequestInterceptor
+from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2, tensor_pb2
 from tests.common.guarded_service import METHOD, SERVICE, Echo, ask, guarded, refusal, select
 from tests.common.loopback import TIMEOUT_S
 

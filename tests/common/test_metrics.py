@@ -11,19 +11,19 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract import errors
-from framesieve.common.process import free_port
-from framesieve.common.serving.guards import serve_metrics
-from framesieve.common.serving.settings import ServiceSettings
-from framesieve.common.telemetry.metrics import begin
-from framesieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract import errors
+from gridsieve.common.process import free_port
+from gridsieve.common.serving.guards import serve_metrics
+from gridsieve.common.serving.settings import ServiceSettings
+from gridsieve.common.telemetry.metrics import begin
+from gridsieve.v1.encoder_pb2 import EncodeResponse
 from tests.common.guarded_service import Echo, ask, refusal
 from tests.common.loopback import eventually, serving
 
 
 def value(name: str, **labels: str) -> float | None:
-    return REGISTRY.get_sample_value(f"framesieve_{name}", labels)
+    return REGISTRY.get_sample_value(f"gridsieve_{name}", labels)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_metrics_are_at_their_path_alone_and_name_the_model(tiny_checkpoint: Pat
     port = free_port()
     serve_metrics(ServiceSettings(listen="127.0.0.1:1", metrics_port=port))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        assert 'framesieve_model_info{device="",dtype="",family="qwen2_5_vl"' in (text := answer.read().decode())
+        assert 'gridsieve_model_info{device="",dtype="",family="qwen2_5_vl"' in (text := answer.read().decode())
     assert 'model="traffic-7b"' in text
     with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=20)

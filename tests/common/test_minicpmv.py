@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.minicpmv import queries_of, version_of
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.generation.families import check_ranks, load_language_model
-from framesieve.services.preprocessing.families import load_family
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.minicpmv import queries_of, version_of
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.generation.families import check_ranks, load_language_model
+from gridsieve.services.preprocessing.families import load_family
 from tests import minicpm
 
 CPU = torch.device("cpu")

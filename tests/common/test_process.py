@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.common.process import free_port
+from gridsieve.common.process import free_port
 
 
 def test_free_ports_differ_and_lie_below_the_ephemeral_range() -> None:
@@ -25,9 +25,9 @@ def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     free = free_port()
     with socket.create_server(("127.0.0.1", free_port())) as listener:
         taken = listener.getsockname()[1]
-        monkeypatch.setattr("framesieve.common.process._PORTS", [taken, free])
+        monkeypatch.setattr("gridsieve.common.process._PORTS", [taken, free])
         assert {free_port() for _ in range(2)} == {free}
-        monkeypatch.setattr("framesieve.common.process._PORTS", range(taken, taken + 1))
+        monkeypatch.setattr("gridsieve.common.process._PORTS", range(taken, taken + 1))
         with pytest.raises(OSError, match="none of 1000 ports"):
             free_port()
 
@@ -35,7 +35,7 @@ def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import resource, sys
 import numpy as np
-from framesieve.common.process import keep_freed_memory
+from gridsieve.common.process import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def faults():
@@ -60,7 +60,7 @@ def test_kept_memory_is_reused_without_page_faults() -> None:
 
 
 LEAVES = """
-from framesieve.common.process import leave_cores_to_others
+from gridsieve.common.process import leave_cores_to_others
 import os
 def group():  # "/autogroup-7 nice 0"; nothing for a session that the kernel itself began
     return open("/proc/self/autogroup").read()

@@ -10,33 +10,33 @@ from typing import Any
 import grpc
 import pytest
 
-from framesieve.common.channels import open_channel, upstream_errors
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract import errors
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.requests import MAX_PARTS, MAX_TEXT_BYTES
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher
-from framesieve.services.preprocessing.fetch.policy import FetchPolicy
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from framesieve.services.preprocessing.rpc.servicer import PreprocessingServicer
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.streams import StreamWorkers
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from framesieve.v1.prompt_pb2 import Media, Message, Part, Prompt
+from gridsieve.common.channels import open_channel, upstream_errors
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.requests import MAX_PARTS, MAX_TEXT_BYTES
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
+from gridsieve.services.preprocessing.fetch.policy import FetchPolicy
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from gridsieve.services.preprocessing.rpc.servicer import PreprocessingServicer
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.streams import StreamWorkers
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
+from gridsieve.v1.generation_pb2 import GenerateRequest, Sampling
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.v1.prompt_pb2 import Media, Message, Part, Prompt
 from tests.common.loopback import TIMEOUT_S, serving
 from tests.encoder.encoder_service import running
 from tests.generation.generation_service import service_of
 
 PATHS = {
-    "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
-    "encoder": "/framesieve.v1.EncoderService/Encode",
-    "generation": "/framesieve.v1.GenerationService/Generate",
+    "preprocessing": "/gridsieve.v1.PreprocessingService/Preprocess",
+    "encoder": "/gridsieve.v1.EncoderService/Encode",
+    "generation": "/gridsieve.v1.GenerationService/Generate",
 }
 LIMITS = Limits(stall_s=1, frame_s=1, memory_bytes=2**26, file_bytes=1, frames=1, length_s=1)
 

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from framesieve.client.credentials import Access, credentials_of
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.errors import InvalidRequest, Overloaded
-from framesieve.common.security.quotas import ClientQuotas
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
+from gridsieve.client.credentials import Access, credentials_of
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded
+from gridsieve.common.security.quotas import ClientQuotas
+from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, prompt_pb2
 from tests.certificates import Authority
 from tests.common.guarded_service import (
     ALICE,

@@ -14,8 +14,8 @@ from queue import Queue
 
 import pytest
 
-from framesieve.common import ranks as rank_processes
-from framesieve.common.ranks import Ranks
+from gridsieve.common import ranks as rank_processes
+from gridsieve.common.ranks import Ranks
 from tests.awake import awake
 from tests.processes import runs
 
@@ -124,7 +124,7 @@ def test_a_busy_rank_ends_with_its_service(tmp_path: Path) -> None:
     """It does not read from its socket meanwhile."""
     program = f"""
 import time
-from framesieve.common.ranks import Ranks
+from gridsieve.common.ranks import Ranks
 Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print).broadcast(b"hang")
 time.sleep(60)
 """
@@ -140,7 +140,7 @@ def test_ranks_that_start_while_their_service_ends_end_as_well(tmp_path: Path) -
     """Their messages are sent, and another process adopts them."""
     program = f"""
 import os
-from framesieve.common.ranks import Ranks
+from gridsieve.common.ranks import Ranks
 ranks = Ranks({STAND_IN!r}, 3, {{"folder": {str(tmp_path)!r}}}, print)
 ranks.broadcast(b"hang")
 print(*ranks.pids, flush=True)
@@ -155,7 +155,7 @@ os._exit(0)
 def test_ranks_do_not_import_from_the_working_directory_if_their_service_does_not(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(9)")
     program = f"""
-from framesieve.common.ranks import Ranks
+from gridsieve.common.ranks import Ranks
 ranks = Ranks({STAND_IN!r}, 2, {{"folder": {str(tmp_path)!r}}}, print)
 ranks.send(1, b"answer")
 assert ranks.receive(1) == b"answer"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.common.contract.retention import METHODS, Pruning, num_kept
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.common.contract.retention import METHODS, Pruning, num_kept
 
 GRIDS = st.builds(Grid, st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
 

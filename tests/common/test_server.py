@@ -20,12 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from prometheus_client import REGISTRY
 
-from framesieve.common.channels import error_from_status, open_channel, upstream_errors
-from framesieve.common.contract import errors
-from framesieve.common.process import ExitStatus, free_port
-from framesieve.common.serving.server import StepWatch, serve
-from framesieve.common.serving.settings import ServiceSettings
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc
+from gridsieve.common.channels import error_from_status, open_channel, upstream_errors
+from gridsieve.common.contract import errors
+from gridsieve.common.process import ExitStatus, free_port
+from gridsieve.common.serving.server import StepWatch, serve
+from gridsieve.common.serving.settings import ServiceSettings
+from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc
 from tests.common.guarded_service import SERVICE
 from tests.common.loopback import TIMEOUT_S, eventually, logged
 
@@ -42,7 +42,7 @@ FAILURES: dict[int, Exception] = {
     12: errors.MediaRejected(field="video.url", limit="a path below --media-root", value="/\udcff\0"),
 }
 FLOOD = 100
-RUNNING = ("framesieve_requests_running", {"method": "Encode"})
+RUNNING = ("gridsieve_requests_running", {"method": "Encode"})
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1000), ("grpc.http2.bdp_probe", 0)]
 
 
@@ -106,12 +106,12 @@ async def test_errors_become_statuses_and_errors_again(tmp_path: Path) -> None:
                 await ask(channel, index, metadata=(("x-request-id", "mine-7"),)).read()
             back = error_from_status(caught.value, "encoder")
             if isinstance(error, errors.PeerContract | ZeroDivisionError):  # the caller gets no details
-                expected = type(error) if isinstance(error, errors.PeerContract) else errors.FramesieveError
+                expected = type(error) if isinstance(error, errors.PeerContract) else errors.GridsieveError
                 assert (caught.value.code(), type(back)) == (grpc.StatusCode.INTERNAL, expected)
                 assert "mine-7" in str(back)
                 assert str(error) not in str(back)
             else:
-                assert isinstance(error, errors.FramesieveError)
+                assert isinstance(error, errors.GridsieveError)
                 assert (caught.value.code(), type(back)) == (grpc.StatusCode[error.status], type(error))
                 as_sent = caught.value.details().removesuffix(" …")
                 text = f"{'ä' * 128} {'ä' * 5000}" if index == 11 else str(error).replace("\udcff", "\\udcff")
@@ -153,7 +153,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tmp_pat
         os.kill(os.getpid(), signal.SIGTERM)
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as fresh:
             await becomes("NOT_SERVING", fresh)
-            assert REGISTRY.get_sample_value("framesieve_serving") == 0
+            assert REGISTRY.get_sample_value("gridsieve_serving") == 0
             with (
                 pytest.raises(errors.Unavailable, match=r"^encoder is draining$") as caught,
                 upstream_errors("a proxy"),
@@ -202,7 +202,7 @@ async def test_a_caller_that_leaves_unread_responses_is_cancelled_without_a_trac
 
 
 def ended_with(code: str) -> float:
-    return REGISTRY.get_sample_value("framesieve_requests_total", {"method": "Encode", "code": code}) or 0
+    return REGISTRY.get_sample_value("gridsieve_requests_total", {"method": "Encode", "code": code}) or 0
 
 
 async def test_only_the_caller_of_a_lost_service_retries(tmp_path: Path) -> None:
@@ -221,12 +221,12 @@ async def test_health_and_its_metric_follow_the_service(tmp_path: Path) -> None:
         for now, status in ((True, "SERVING"), (False, "NOT_SERVING"), (True, "SERVING")):
             well[0] = now
             await becomes(status, prober)
-            assert REGISTRY.get_sample_value("framesieve_serving") == now
+            assert REGISTRY.get_sample_value("gridsieve_serving") == now
 
 
 async def test_a_late_step_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr("framesieve.common.serving.server.os._exit", ended.set_result)
+    monkeypatch.setattr("gridsieve.common.serving.server.os._exit", ended.set_result)
     since: list[int | None] = [None]
     step = StepWatch(lambda: since[0], timeout_s=60)
     async with serving(tmp_path, step=step), grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as prober:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.settings import page
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.settings import page
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "value"),
     [
         (["--max-model-len", "5"], {}, 5),
-        ([], {"FRAMESIEVE_MAX_MODEL_LEN": "5"}, 5),
-        (["--max-model-len", "4", "--max-model-len=5"], {"FRAMESIEVE_MAX_MODEL_LEN": "6"}, 5),
-        (["--max-model-len=None"], {"FRAMESIEVE_MAX_MODEL_LEN": "6"}, None),
+        ([], {"GRIDSIEVE_MAX_MODEL_LEN": "5"}, 5),
+        (["--max-model-len", "4", "--max-model-len=5"], {"GRIDSIEVE_MAX_MODEL_LEN": "6"}, 5),
+        (["--max-model-len=None"], {"GRIDSIEVE_MAX_MODEL_LEN": "6"}, None),
         ([], {"MAX_MODEL_LEN": "5"}, None),
     ],
 )
@@ -36,5 +36,5 @@ def test_a_wrong_value_is_refused_by_its_flag() -> None:
 
 def test_the_page_of_settings_is_what_the_command_prints() -> None:
     assert (Path(__file__).parents[2] / "docs" / "settings.md").read_text() == page(), (
-        "run: python -m framesieve.services.settings > docs/settings.md"
+        "run: python -m gridsieve.services.settings > docs/settings.md"
     )

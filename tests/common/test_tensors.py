@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, DType, TensorBuffer, pieces, size_bytes
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.tensors import MAX_PIECE_BYTES, PIECE_BYTES, DType, TensorBuffer, pieces, size_bytes
 
 
 @given(size=st.one_of(st.integers(0, 9), st.integers(PIECE_BYTES - 2, 3 * PIECE_BYTES + 2)))

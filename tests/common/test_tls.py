@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import pytest
 
-from framesieve.client.credentials import Access, credentials_of
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import free_port
-from framesieve.common.serving.guards import serve_metrics
-from framesieve.common.serving.probe import is_serving, own_credentials
-from framesieve.common.serving.settings import ServiceSettings
+from gridsieve.client.credentials import Access, credentials_of
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import free_port
+from gridsieve.common.serving.guards import serve_metrics
+from gridsieve.common.serving.probe import is_serving, own_credentials
+from gridsieve.common.serving.settings import ServiceSettings
 from tests.certificates import Authority, Issued
 from tests.common.guarded_service import Echo, GuardedService, ask, guarded, refusal, tcp_address, well
 
@@ -99,7 +99,7 @@ async def test_a_unix_socket_uses_no_tls(echo: Echo, tmp_path: Path, own: Issued
             assert [await ask(plain), await ask(trusting)] == [7, 7]
         # There the certificate is for calls upstream.
         variables = {"TLS_CERT": own.cert, "TLS_KEY": own.key, "UPSTREAM_TLS_CA": authority.path}
-        environment = {f"FRAMESIEVE_{name}": str(path) for name, path in variables.items()}
+        environment = {f"GRIDSIEVE_{name}": str(path) for name, path in variables.items()}
         credentials = own_credentials(service.address, environment)
         assert await asyncio.to_thread(is_serving, service.address, credentials, 10)
 
@@ -129,7 +129,7 @@ async def test_a_replaced_certificate_is_used_for_new_connections_and_an_unusabl
         assert second in own.cert.read_bytes()
         assert await ask(connected) == 7
         own.key.write_text("half of a fil")
-        with caplog.at_level(logging.ERROR, "framesieve"):
+        with caplog.at_level(logging.ERROR, "gridsieve"):
             assert await shown(service) == second
         (record,) = caplog.records
         assert str(own.key) in record.getMessage()
@@ -168,14 +168,14 @@ async def test_listener_and_metrics_refuse_unusable_certificates(echo: Echo, aut
 async def test_the_probe_uses_tls_as_the_environment_of_the_service_says(
     echo: Echo, authority: Authority, own: Issued
 ) -> None:
-    environment = {"FRAMESIEVE_TLS_CERT": str(own.cert), "FRAMESIEVE_TLS_KEY": str(own.key)}
+    environment = {"GRIDSIEVE_TLS_CERT": str(own.cert), "GRIDSIEVE_TLS_KEY": str(own.key)}
     async with guarded(tcp_address(), echo, **pair_of(own), tls_client_ca=authority.path) as mutual:
-        with pytest.raises(StartupError, match="needs FRAMESIEVE_UPSTREAM_TLS_CA"):
+        with pytest.raises(StartupError, match="needs GRIDSIEVE_UPSTREAM_TLS_CA"):
             own_credentials(mutual.address, environment)
-        environment["FRAMESIEVE_UPSTREAM_TLS_CA"] = str(authority.path)
+        environment["GRIDSIEVE_UPSTREAM_TLS_CA"] = str(authority.path)
         credentials = own_credentials(mutual.address, environment)
         assert await asyncio.to_thread(is_serving, mutual.address, credentials, 10)
-        plain = own_credentials(mutual.address, {"FRAMESIEVE_UPSTREAM_TLS_CA": str(authority.path)})
+        plain = own_credentials(mutual.address, {"GRIDSIEVE_UPSTREAM_TLS_CA": str(authority.path)})
         with pytest.raises(grpc.RpcError):
             await asyncio.to_thread(is_serving, mutual.address, plain, 10)
     async with guarded(tcp_address(), echo) as service:
@@ -198,7 +198,7 @@ async def test_metrics_are_served_with_the_same_tls(
     with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
         await asyncio.to_thread(scrape, trusting)
     trusting.load_cert_chain(own.cert, own.key)
-    assert "framesieve_requests_total" in await asyncio.to_thread(scrape, trusting)
+    assert "gridsieve_requests_total" in await asyncio.to_thread(scrape, trusting)
     silent.close()
     await silent.wait_closed()
     assert capfd.readouterr().err == ""  # no traceback of a failed handshake

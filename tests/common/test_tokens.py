@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.security.tokens import Tokens, read_token
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.security.tokens import Tokens, read_token
 
 ALICE, BOB, SPARE = "alice-token-0123456789+/=", "bob.token~0123456789", "alice-token-spare-0001"
 

@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.common.telemetry import tracing
-from framesieve.common.telemetry.tracing import Metadata, RequestSpan, passed_on_trace, record, span
-from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.common.telemetry import tracing
+from gridsieve.common.telemetry.tracing import Metadata, RequestSpan, passed_on_trace, record, span
+from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from tests.common.guarded_service import METHOD
 
 ROOT = Path(__file__).parents[2]
@@ -56,11 +56,11 @@ async def test_a_request_and_its_stages_carry_times_numbers_and_reasons(spans: I
         "rpc.system.name": "grpc",
         "rpc.method": ended.name,
         "rpc.response.status_code": "INVALID_ARGUMENT",
-        "framesieve.request_id": "",
-        "framesieve.sent_bytes": 7,
+        "gridsieve.request_id": "",
+        "gridsieve.sent_bytes": 7,
         "error.type": "MEDIA_REJECTED",
     }
-    assert (plan.attributes or {})["framesieve.frames"] == 8
+    assert (plan.attributes or {})["gridsieve.frames"] == 8
     assert [error_of(each) for each in (plan, decode, ended)] == [None, "MEDIA_REJECTED", "MEDIA_REJECTED"]
     assert abs(ended.end_time - time.time_ns()) < 60e9  # type: ignore[operator]
     # A stage that began before its request starts with the request, and no stage ends before it starts.
@@ -126,9 +126,9 @@ async def test_generation_records_its_stages_and_the_one_that_was_cut_short(monk
 def test_the_sdk_is_imported_for_an_endpoint_only_and_may_be_missing() -> None:
     printed = output("""
 import os, sys
-from framesieve.common.telemetry.logs import configure_logging
-import framesieve.common.serving.server
-from framesieve.common.telemetry.otlp import export_spans
+from gridsieve.common.telemetry.logs import configure_logging
+import gridsieve.common.serving.server
+from gridsieve.common.telemetry.otlp import export_spans
 configure_logging("encoder", "json", "info")
 export_spans("encoder")()
 print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
@@ -137,7 +137,7 @@ os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:4317"
 export_spans("encoder")()
 """)
     assert printed.startswith("[]\n")
-    assert "pip install 'framesieve[otel]'" in printed
+    assert "pip install 'gridsieve[otel]'" in printed
 
 
 def test_an_unreachable_collector_delays_the_exit_by_two_seconds_at_most() -> None:
@@ -145,8 +145,8 @@ def test_an_unreachable_collector_delays_the_exit_by_two_seconds_at_most() -> No
     printed = output(f"""
 import os
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:1"
-from framesieve.common.telemetry.otlp import export_spans
-from framesieve.common.telemetry.tracing import RequestSpan
+from gridsieve.common.telemetry.otlp import export_spans
+from gridsieve.common.telemetry.tracing import RequestSpan
 from tests.awake import awake
 close = export_spans("encoder")
 RequestSpan("{METHOD}", {{}}, {{}}).end("OK", None, {{}})

@@ -17,17 +17,17 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import framesieve.services.encoder.__main__ as encoder_process
-import framesieve.services.generation.__main__ as generation_process
-from framesieve.common.channels import upstream_errors
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.process import ExitStatus
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.generation.model.runner import Runner
-from framesieve.v1 import encoder_pb2_grpc, generation_pb2_grpc
-from framesieve.v1.generation_pb2 import GenerateRequest
+import gridsieve.services.encoder.__main__ as encoder_process
+import gridsieve.services.generation.__main__ as generation_process
+from gridsieve.common.channels import upstream_errors
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.process import ExitStatus
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.v1 import encoder_pb2_grpc, generation_pb2_grpc
+from gridsieve.v1.generation_pb2 import GenerateRequest
 from tests.common.loopback import TIMEOUT_S, serving
 from tests.encoder.encoder_peers import VIDEO, FakePreprocessing
 from tests.encoder.encoder_service import SELECT_ALL, first_request

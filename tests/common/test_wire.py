@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framesieve.common.contract import wire
-from framesieve.common.contract.errors import InvalidRequest, PeerContract
-from framesieve.common.contract.plan import (
+from gridsieve.common.contract import wire
+from gridsieve.common.contract.errors import InvalidRequest, PeerContract
+from gridsieve.common.contract.plan import (
     MAX_POSITION,
     MAX_PROMPT_TOKENS,
     FrameShape,
@@ -24,9 +24,9 @@ from framesieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.tensors import PIECE_BYTES, DType
-from framesieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.tensors import PIECE_BYTES, DType
+from gridsieve.v1 import prompt_pb2, tensor_pb2
 
 Message: TypeAlias = prompt_pb2.PromptPlan
 

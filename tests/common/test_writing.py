@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from framesieve.client.encoding import SELECT_ALL, responses
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import end_writing, open_channel, upstream_errors, write_to
-from framesieve.common.contract.errors import Overloaded
-from framesieve.common.contract.wire import plan_messages
-from framesieve.services.generation.stage_clock import StageClock
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.v1 import encoder_pb2_grpc
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
+from gridsieve.client.encoding import SELECT_ALL, responses
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.channels import end_writing, open_channel, upstream_errors, write_to
+from gridsieve.common.contract.errors import Overloaded
+from gridsieve.common.contract.wire import plan_messages
+from gridsieve.services.generation.stage_clock import StageClock
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.v1 import encoder_pb2_grpc
+from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from tests.common.guarded_service import METHOD
 from tests.common.loopback import TIMEOUT_S
 from tests.common.refusing_peer import REFUSAL

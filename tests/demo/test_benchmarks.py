@@ -17,11 +17,11 @@ from benchmarks.engine.operations import decode_operations, prefill_operations
 from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.packets import read_packets
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.packets import read_packets
 
 # A child process that starts a grandchild, which uses 64 MiB and 0.2 s of processor time, prints a line and waits.
 COSTLY = """

@@ -20,9 +20,9 @@ from demo.model import (
     prune,
     use_uniform_windows,
 )
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
 
 GRID = Grid(3, 4, 4)
 

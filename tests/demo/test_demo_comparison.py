@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from demo.comparison import Answered, Cell, paired_p, wilson
 from demo.evaluate import GRID, RATES, pruning_at
-from framesieve.common.contract.retention import METHODS, NONE, num_kept
+from gridsieve.common.contract.retention import METHODS, NONE, num_kept
 
 
 @pytest.mark.parametrize("rate", [*RATES, 0.0, 0.33])

@@ -19,7 +19,7 @@ from benchmarks.gpu.call import Call
 from benchmarks.gpu.device import Peaks
 from benchmarks.gpu.targets import TARGETS
 from benchmarks.table import Row
-from framesieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.language_model import LanguageModel
 
 TINY = TARGETS["tiny"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from framesieve.common.serving.settings import ListenerSettings, ServiceSettings
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.gateway.settings import GatewaySettings
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.preprocessing.settings import PreprocessingSettings
+from gridsieve.common.serving.settings import ListenerSettings, ServiceSettings
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.gateway.settings import GatewaySettings
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.preprocessing.settings import PreprocessingSettings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: Mapping[str, type[ServiceSettings]] = {

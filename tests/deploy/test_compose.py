@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from framesieve.common.serving.probe import own_credentials
-from framesieve.services.gateway.settings import GatewaySettings
+from gridsieve.common.serving.probe import own_credentials
+from gridsieve.services.gateway.settings import GatewaySettings
 from tests.certificates import Authority
 from tests.deploy.services import DEPLOYED, ROOT, SETTINGS, compose
 
@@ -31,7 +31,7 @@ def test_guarded_services_require_certificates_and_tokens_and_call_with_their_ow
     for name, value in compose(GUARDED)[service]["environment"].items():
         monkeypatch.setenv(name, str(value))
         known = set(SETTINGS[service].model_fields) | OF_THE_PROBE
-        assert name.removeprefix("FRAMESIEVE_").lower() in known, f"{service} has no setting for {name}"
+        assert name.removeprefix("GRIDSIEVE_").lower() in known, f"{service} has no setting for {name}"
     settings: Any = SETTINGS[service].load([])
     folder = Path("/secrets")
     assert (settings.tls_client_ca, settings.auth_tokens_file) == (folder / "ca.pem", folder / "tokens")
@@ -43,7 +43,7 @@ def test_guarded_services_require_certificates_and_tokens_and_call_with_their_ow
 def test_the_gateway_has_settings_for_all_its_variables(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in compose(file)["gateway"]["environment"].items():
         if not name.startswith("OTEL_"):
-            assert name.removeprefix("FRAMESIEVE_").lower() in GatewaySettings.model_fields
+            assert name.removeprefix("GRIDSIEVE_").lower() in GatewaySettings.model_fields
             monkeypatch.setenv(name, value)
     settings = GatewaySettings.load([])
     assert (settings.tls_cert is None) == (file != GUARDED)
@@ -52,11 +52,11 @@ def test_the_gateway_has_settings_for_all_its_variables(file: str, monkeypatch: 
 
 def test_the_gateway_writes_uploads_where_preprocessing_reads_them() -> None:
     for service, mode in (("gateway", ""), ("preprocessing", ":ro")):
-        root = compose()[service]["environment"]["FRAMESIEVE_UPLOAD_ROOT"]
+        root = compose()[service]["environment"]["GRIDSIEVE_UPLOAD_ROOT"]
         assert f"uploads:{root}{mode}" in compose()[service]["volumes"]
         # A new volume has the owner of the image's folder.
         target = (ROOT / "Dockerfile").read_text().partition(f" AS {service}\n")[2].partition("\nFROM ")[0]
-        assert f"install --directory --owner=framesieve --mode=700 {root}\n" in target
+        assert f"install --directory --owner=gridsieve --mode=700 {root}\n" in target
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -85,7 +85,7 @@ def test_the_gpu_file_gives_the_encoder_and_generation_one_gpu_each(
 ) -> None:
     told = compose(GPU)[service]
     (device,) = told["deploy"]["resources"]["reservations"]["devices"]
-    assert device["device_ids"] == [f"${{FRAMESIEVE_{service.upper()}_GPU:-0}}"]
+    assert device["device_ids"] == [f"${{GRIDSIEVE_{service.upper()}_GPU:-0}}"]
     for name, value in told["environment"].items():
         monkeypatch.setenv(name, value)
     settings: Any = SETTINGS[service].load([])

@@ -18,7 +18,7 @@ PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 
 
 def alerts_of(panel: Any) -> list[str]:
-    return re.findall(r"Framesieve\w+", panel["description"])
+    return re.findall(r"Gridsieve\w+", panel["description"])
 
 
 def limits(panel: Any) -> set[float]:
@@ -45,7 +45,7 @@ def test_every_alert_has_a_panel_with_its_limits() -> None:
 def test_compose_mounts_the_dashboard_and_its_data_source() -> None:
     grafana = compose()["grafana"]
     (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
-    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "framesieve.yml").read_text())["providers"]
+    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "gridsieve.yml").read_text())["providers"]
     mounted = dict(volume.split(":")[:2] for volume in grafana["volumes"])
     for kind in ("datasources", "dashboards"):
         assert mounted[f"./deploy/grafana/provisioning/{kind}"] == f"/etc/grafana/provisioning/{kind}"

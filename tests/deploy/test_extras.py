@@ -21,7 +21,7 @@ MAKEFILE, DOCKERFILE = ((ROOT / name).read_text() for name in ("Makefile", "Dock
 
 def packages(extra: str) -> Iterator[str]:
     for requirement in map(Requirement, EXTRAS[extra]):
-        if requirement.name == "framesieve":
+        if requirement.name == "gridsieve":
             for each in requirement.extras:
                 yield from packages(each)
         else:

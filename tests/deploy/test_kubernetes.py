@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from framesieve.v1 import encoder_pb2, generation_pb2, preprocessing_pb2
+from gridsieve.v1 import encoder_pb2, generation_pb2, preprocessing_pb2
 from tests.deploy.kustomization import Manifest, build
 from tests.deploy.services import DEPLOYED, ROOT, compose
 
@@ -68,7 +68,7 @@ def quantity(told: str) -> float:
 def loaded(name: str, container: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The service's settings, loaded from the flags and variables of its container."""
     for each in container["env"]:
-        field = each["name"].removeprefix("FRAMESIEVE_").lower()
+        field = each["name"].removeprefix("GRIDSIEVE_").lower()
         assert field in DEPLOYED[name].model_fields, f"{name} has no setting {each['name']}"
         value = each.get("value")
         if value is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from framesieve.services.preprocessing.fetch import addresses
+from gridsieve.services.preprocessing.fetch import addresses
 from tests.deploy.kustomization import Manifest, build
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -25,21 +25,21 @@ class Place:
     """An endpoint of connections: a pod with labels in a namespace, or an external address."""
 
     labels: dict[str, str] = field(default_factory=dict)
-    namespace: str = "framesieve"
+    namespace: str = "gridsieve"
     callers: bool = False
     address: str | None = None
 
     @property
     def namespace_labels(self) -> dict[str, str]:
-        allowed = {"framesieve/callers": "allowed"} if self.callers else {}
+        allowed = {"gridsieve/callers": "allowed"} if self.callers else {}
         return {"kubernetes.io/metadata.name": self.namespace, **allowed}
 
 
 def service(name: str) -> Place:
-    return Place({"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "framesieve"})
+    return Place({"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "gridsieve"})
 
 
-CALLER = {"framesieve/caller": "true"}
+CALLER = {"gridsieve/caller": "true"}
 PLACES = {
     **{name: service(name) for name in (*GRPC, *HTTP)},
     "caller": Place(CALLER, "app", callers=True),
@@ -78,7 +78,7 @@ def edges(manifests: list[Manifest]) -> set[tuple[str, str, int]]:
         for target, receiving in PLACES.items()
         for port in PORTS
         if source != target
-        and "framesieve" in (sending.namespace, receiving.namespace)
+        and "gridsieve" in (sending.namespace, receiving.namespace)
         and allowed(policies, "Egress", sending, receiving, port, target)
         and allowed(policies, "Ingress", receiving, sending, port, target)
     }
@@ -89,7 +89,7 @@ def allowed(policies: list[Any], direction: str, own: Place, peer: Place, port: 
     over = [
         each
         for each in policies
-        if own.namespace == "framesieve"
+        if own.namespace == "gridsieve"
         and direction in each["policyTypes"]
         and matches(each["podSelector"], own.labels)
     ]
@@ -108,7 +108,7 @@ def is_peer(told: Any, peer: Place) -> bool:
         address = ip_address(peer.address)
         return address in ip_network(block["cidr"]) and not any(address in ip_network(each) for each in block["except"])
     namespace = told.get("namespaceSelector")
-    near = peer.namespace == "framesieve" if namespace is None else matches(namespace, peer.namespace_labels)
+    near = peer.namespace == "gridsieve" if namespace is None else matches(namespace, peer.namespace_labels)
     return peer.address is None and near and matches(told["podSelector"], peer.labels)
 
 
@@ -129,7 +129,7 @@ def test_the_urls_component_allows_preprocessing_alone_to_reach_the_internet(tmp
     overlay = tmp_path / "overlay"
     overlay.mkdir()
     (overlay / "kustomization.yaml").write_text(
-        f"resources: [{FOLDER / 'base'}]\ncomponents: [{FOLDER / 'components' / 'urls'}]\nnamespace: framesieve\n"
+        f"resources: [{FOLDER / 'base'}]\ncomponents: [{FOLDER / 'components' / 'urls'}]\nnamespace: gridsieve\n"
     )
     public = {
         ("preprocessing", address, port) for address in ("public address", "public address, IPv6") for port in (80, 443)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.encoder.encoder_service import Stack, running, tower_of
 from tests.families import FAMILIES, QWEN, FamilyUnderTest
 

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
-from framesieve.common.contract.tensors import DType
-from framesieve.common.contract.wire import grid_message, int32_tensor, named_media, plan_messages, tensor_chunks
-from framesieve.common.handover import Sender, sender_to
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.encoder.tower.patches import PatchShape
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
-from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
+from gridsieve.common.contract.tensors import DType
+from gridsieve.common.contract.wire import grid_message, int32_tensor, named_media, plan_messages, tensor_chunks
+from gridsieve.common.handover import Sender, sender_to
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.encoder.tower.patches import PatchShape
+from gridsieve.v1 import preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
+from gridsieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
 
 FINGERPRINT = b"f" * 32

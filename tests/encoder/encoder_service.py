@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import error_from_status
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.wire import int32_array
-from framesieve.common.handover import Receiver
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.rpc.gauges import watch
-from framesieve.services.encoder.rpc.servicer import EncoderServicer
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1 import encoder_pb2_grpc, prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.channels import error_from_status
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.common.handover import Receiver
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.rpc.gauges import watch
+from gridsieve.services.encoder.rpc.servicer import EncoderServicer
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1 import encoder_pb2_grpc, prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse
 from tests.common.loopback import TIMEOUT_S, eventually, serving
 from tests.encoder.encoder_peers import FINGERPRINT, GRID, FakePreprocessing, Media, frames_of, prompt_of, video
 
@@ -90,7 +90,7 @@ class Stack:
         self.preprocessing.bend_frames = FakePreprocessing.bend_frames
         self.preprocessing.fail = None
         # Calls of earlier requests may not have ended in preprocessing yet.
-        await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}))
+        await eventually(lambda: not REGISTRY.get_sample_value("gridsieve_requests_running", {"method": "Preprocess"}))
         selected = len(self.preprocessing.selected)
         received = embeds_in(await read_all(self.opened(video(1000 + len(self.preprocessing.prompts)))))
         assert self.preprocessing.selected[selected:] == [0]
@@ -132,7 +132,7 @@ SELECT_ALL = EncodeRequest(select=prompt_pb2.Select(all=True))
 
 
 async def read_all(call: Any) -> list[EncodeResponse]:
-    """All responses of a call. Raises the FramesieveError of its status."""
+    """All responses of a call. Raises the GridsieveError of its status."""
     try:
         return [response async for response in call]
     except grpc.aio.AioRpcError as error:
@@ -179,7 +179,7 @@ def kept_bytes(tower: Tower, tokens: int = GRID.tokens) -> int:
 
 
 def metric(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(f"framesieve_encoder_{name}", labels) or 0
+    return REGISTRY.get_sample_value(f"gridsieve_encoder_{name}", labels) or 0
 
 
 async def waiters(count: int) -> None:

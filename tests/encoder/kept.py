@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Grid
+from gridsieve.common.contract.plan import Grid
 
 STEP = 2.0**-16
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from framesieve.services.compute import transfers
+from gridsieve.services.compute import transfers
 
 CUDA = torch.device("cuda", 0)
 STALE_BYTE = 255

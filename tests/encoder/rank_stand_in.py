@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from framesieve.common.ranks import Orders
+from gridsieve.common.ranks import Orders
 
 
 def main() -> None:

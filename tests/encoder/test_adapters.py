@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid
-from framesieve.services.encoder.startup.adapters import with_adapters
-from framesieve.services.encoder.startup.build import compile_tower
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import align_mlps
-from framesieve.v1.encoder_pb2 import EncodeRequest
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.encoder.startup.adapters import with_adapters
+from gridsieve.services.encoder.startup.build import compile_tower
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import align_mlps
+from gridsieve.v1.encoder_pb2 import EncodeRequest
 from tests.adapters import write_adapter
 from tests.encoder.encoder_peers import GRID, Media, frames_of, video
 from tests.encoder.encoder_service import SELECT_ALL, embeds_in, first_request, metric, running, tower_of
@@ -118,7 +118,7 @@ def test_layers_that_were_widened_for_cuda_take_an_adapter(
     folder = checkpoints("qwen2_5_vl")
     write_adapter(load_reference("qwen2_5_vl", folder), tmp_path, **CONFIG)
     tower, digest = adapted(tower_of(folder), tmp_path)
-    monkeypatch.setattr("framesieve.services.encoder.tower.vision_model.pack_linears", align_mlps)
+    monkeypatch.setattr("gridsieve.services.encoder.tower.vision_model.pack_linears", align_mlps)
     wide, _ = adapted(tower_of(folder), tmp_path)
     frames = torch.from_numpy(frames_of(0, video(0), tower.patches)[:2])
     torch.testing.assert_close(wide.encode([frames], digest), tower.encode([frames], digest), **EXACT)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from framesieve.common.contract import errors
-from framesieve.v1.encoder_pb2 import EncodeResponse, StageAges
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.contract import errors
+from gridsieve.v1.encoder_pb2 import EncodeResponse, StageAges
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, VIDEO, brought, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.encoder.tower.parallel.assignment import assign
+from gridsieve.services.encoder.tower.parallel.assignment import assign
 
 
 def test_the_costliest_slice_goes_first_to_the_rank_with_the_least_load() -> None:

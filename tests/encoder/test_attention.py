@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower import attention, vision_model
-from framesieve.services.encoder.tower.attention import (
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower import attention, vision_model
+from gridsieve.services.encoder.tower.attention import (
     Attend,
     Resampling,
     Wanted,
@@ -133,7 +133,7 @@ def test_a_resamplers_kernel_is_tried_with_its_own_queries_and_heads(tmp_path: P
 
 def test_attention_by_length_is_registered_for_rows_on_cuda() -> None:
     """Of a tower in float32, or with --tower-attention sdpa; tests/gpu computes with it."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("framesieve::attend_by_length", "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("gridsieve::attend_by_length", "CUDA")
 
 
 def test_cudnn_attention_is_disabled_on_cuda() -> None:

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.errors import Unavailable
-from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
-from framesieve.services.encoder.tower.graph_buckets import Size
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
+from gridsieve.services.encoder.tower.graph_buckets import Size
 from tests.encoder.gated_tower import BUG, TIMEOUT_S, TOO_LARGE, TOO_LARGE_WITH_OTHERS, GatedTower
 
 Submitted = tuple[Future[ForwardTimes], Tensor]
@@ -213,7 +213,7 @@ class LateDevice:
 def late(tower: GatedTower, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     device = LateDevice()
     tower.open()
-    monkeypatch.setattr("framesieve.services.encoder.items.batcher.Computed", device.computed)
+    monkeypatch.setattr("gridsieve.services.encoder.items.batcher.Computed", device.computed)
     return device
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.encoder.items import item as items
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.services.encoder.items import item as items
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, Media, brought, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, item_bytes, running
@@ -76,7 +76,7 @@ async def leave(
     await eventually(reached)
     for call in calls:
         call.cancel()
-    await eventually(lambda: not REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Encode"}))
+    await eventually(lambda: not REGISTRY.get_sample_value("gridsieve_requests_running", {"method": "Encode"}))
     go()
     await stack.check_idle()
     await stack.check_served()

@@ -16,18 +16,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run, tagged_digest
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache import EmbedsCache, cache_key
-from framesieve.services.encoder.items.cache_entry import CacheEntry
-from framesieve.services.encoder.items.decoded_slices import FrameSlice
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.patches import PatchShape
-from framesieve.services.encoder.tower.tower import Tower, TowerSizes
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run, tagged_digest
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.tensors import DType, TensorBuffer
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache import EmbedsCache, cache_key
+from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.patches import PatchShape
+from gridsieve.services.encoder.tower.tower import Tower, TowerSizes
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.encoder.encoder_peers import GRID, IMAGE, Media, video
 from tests.encoder.encoder_service import (
     SELECT_ALL,

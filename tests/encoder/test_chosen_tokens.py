@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.tensors import DType
-from framesieve.common.contract.wire import add_chunk, buffer_for, int32_array, int32_tensor
-from framesieve.services.encoder.items.decoded_slices import FrameSlice
-from framesieve.services.encoder.tower.patches import KeptFrames
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodeRequest
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.tensors import DType
+from gridsieve.common.contract.wire import add_chunk, buffer_for, int32_array, int32_tensor
+from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.tower.patches import KeptFrames
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.v1.encoder_pb2 import EncodeRequest
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.encoder.encoder_peers import (
     GRID,
     IMAGE,

@@ -26,24 +26,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.contract.errors import StartupError, Unavailable
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
-from framesieve.common.process import ExitStatus
-from framesieve.services.compute.device import device_of
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup import build, largest_forward
-from framesieve.services.encoder.startup.adapters import with_adapters
-from framesieve.services.encoder.startup.largest_forward import run_largest
-from framesieve.services.encoder.startup.rank import run_shares
-from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.parallel.exchange import Exchange
-from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.contract.errors import StartupError, Unavailable
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
+from gridsieve.common.process import ExitStatus
+from gridsieve.services.compute.device import device_of
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup import build, largest_forward
+from gridsieve.services.encoder.startup.adapters import with_adapters
+from gridsieve.services.encoder.startup.largest_forward import run_largest
+from gridsieve.services.encoder.startup.rank import run_shares
+from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.parallel.exchange import Exchange
+from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower, packing_of
+from gridsieve.services.encoder.tower.tower import Tower
 from tests import minicpm, nemotron
 from tests.adapters import write_adapter
 from tests.encoder.encoder_service import tower_of
@@ -398,8 +398,8 @@ def test_a_rank_that_does_not_answer_is_killed_and_never_asked_again(
     (towers, others), killed = make(2), threading.Event()
     others.towers[1].instead.append(hang)
     others.kill = kill
-    monkeypatch.setattr("framesieve.services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
-    monkeypatch.setattr("framesieve.services.compute.rank_failure._REPORTED_WITHIN_S", 0.05)
+    monkeypatch.setattr("gridsieve.services.encoder.tower.parallel.tower.TIMEOUT", timedelta(seconds=0.1))
+    monkeypatch.setattr("gridsieve.services.compute.rank_failure._REPORTED_WITHIN_S", 0.05)
     for _ in range(2):
         with pytest.raises(Unavailable, match="has ended: rank 1 of 2 was ended by signal 9"):
             towers.encode(slices_of(tower, *PAIR))
@@ -419,7 +419,7 @@ JOINING = """
 import os, signal, sys, torch
 from datetime import timedelta
 from pathlib import Path
-from framesieve.services.compute.group import join
+from gridsieve.services.compute.group import join
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 join(Path(sys.argv[1]), 0, 2, torch.device("cpu"), "--data-parallel", timedelta(minutes=5))
 """

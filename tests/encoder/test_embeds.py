@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.plan import Grid
-from framesieve.services.encoder.rpc.messages import take_embeds
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1 import tensor_pb2
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.encoder.rpc.messages import take_embeds
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1 import tensor_pb2
 from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, WIRE_DTYPES, brought, media_with, tensor_message
 from tests.encoder.encoder_service import (
     SELECT_ALL,

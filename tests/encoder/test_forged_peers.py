@@ -13,18 +13,18 @@ import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import MAX_RECEIVE_BYTES, error_from_status, open_channel
-from framesieve.common.contract import errors
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.serving.status import DETAILS_KEY
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.rpc.servicer import EncoderServicer
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.channels import MAX_RECEIVE_BYTES, error_from_status, open_channel
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.serving.status import DETAILS_KEY
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.rpc.servicer import EncoderServicer
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.v1.encoder_pb2_grpc import EncoderServiceStub
 from tests.common.loopback import TIMEOUT_S, eventually, serving, speaking
 from tests.encoder.encoder_peers import FINGERPRINT, VIDEO
 from tests.encoder.encoder_service import SELECT_ALL, first_request
@@ -65,7 +65,7 @@ def behind(request: pytest.FixtureRequest, tmp_path: Path, tower: Tower, tiny_ch
 
     @asynccontextmanager
     async def opened(behaviour: Behaviour) -> AsyncIterator[Ask]:
-        async with speaking(address, {f"/framesieve.v1.{method}": behaviour}), open_channel(address) as upstream:
+        async with speaking(address, {f"/gridsieve.v1.{method}": behaviour}), open_channel(address) as upstream:
             encoder = encoder_behind(upstream, tmp_path, tower)
             generation = generation_behind(upstream, tmp_path, tiny_checkpoint)
             async with encoder if request.param == "encoder" else generation as ask:
@@ -92,7 +92,7 @@ def ending(code: grpc.StatusCode, words: str, details: bytes | None = None) -> B
     return behaviour
 
 
-async def error_of(call: Any) -> FramesieveError:
+async def error_of(call: Any) -> GridsieveError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass

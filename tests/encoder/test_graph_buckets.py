@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.compute.graphs import doubling
-from framesieve.services.encoder.tower.graph_buckets import (
+from gridsieve.services.compute.graphs import doubling
+from gridsieve.services.encoder.tower.graph_buckets import (
     Measured,
     Size,
     choose,
@@ -19,8 +19,8 @@ from framesieve.services.encoder.tower.graph_buckets import (
     pays,
     token_limit,
 )
-from framesieve.services.encoder.tower.graphs import bucket_ranges
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad
+from gridsieve.services.encoder.tower.graphs import bucket_ranges
+from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out, pad
 
 SIZES = st.builds(lambda tokens, windows: Size(tokens, 1, windows, tokens), st.integers(1, 500), st.integers(1, 40))
 SMALL = [Size(64, 2, 8, 64), Size(128, 4, 16, 128), Size(256, 8, 32, 256)]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from torch import Tensor
 
-from framesieve.services.compute.graphs import Captured
-from framesieve.services.encoder.tower.graph_buckets import Eager, Size, fitting
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.patches import Frames
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.services.compute.graphs import Captured
+from gridsieve.services.encoder.tower.graph_buckets import Eager, Size, fitting
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.patches import Frames
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import FAMILIES, FamilyUnderTest, load_reference, vision_of
@@ -79,7 +79,7 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def counted(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(f"framesieve_encoder_{name}_total", labels) or 0.0
+    return REGISTRY.get_sample_value(f"gridsieve_encoder_{name}_total", labels) or 0.0
 
 
 @settings(max_examples=8, deadline=None)

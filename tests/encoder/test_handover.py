@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from framesieve.common import response_queue
-from framesieve.common.contract import errors
-from framesieve.common.handover import Receiver
-from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.encoder.items.item import in_shared_memory
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from gridsieve.common import response_queue
+from gridsieve.common.contract import errors
+from gridsieve.common.handover import Receiver
+from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.services.encoder.items.item import in_shared_memory
+from gridsieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.common.loopback import TIMEOUT_S, eventually
 from tests.encoder.encoder_peers import VIDEO, video
 from tests.encoder.encoder_service import SELECT_ALL, Stack, embeds_in, first_request, item_bytes, read_all

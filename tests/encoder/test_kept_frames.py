@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.startup.build import compile_tower
-from framesieve.services.encoder.tower.graph_buckets import Eager
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.patches import Frames, KeptFrames
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.startup.build import compile_tower
+from gridsieve.services.encoder.tower.graph_buckets import Eager
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.patches import Frames, KeptFrames
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_graphs import Graphed, assert_same, encode_in_batches, encode_without
 from tests.encoder.test_tower import CPU, frames_of, reference_embeds

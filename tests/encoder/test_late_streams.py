@@ -17,19 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.services.compute.graphs import Captured
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.compute.transfers import Computed, Readback, beside
-from framesieve.services.encoder.items.cache_entry import CacheEntry
-from framesieve.services.encoder.startup.rank import run_shares
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
-from framesieve.services.encoder.tower.parallel.exchange import Exchange, announced, unpacked
-from framesieve.services.encoder.tower.parallel.tower import DONE, DataParallelTower
-from framesieve.services.encoder.tower.patches import PatchShape, patchify
-from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from gridsieve.services.compute.graphs import Captured
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.compute.transfers import Computed, Readback, beside
+from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.startup.rank import run_shares
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
+from gridsieve.services.encoder.tower.parallel.exchange import Exchange, announced, unpacked
+from gridsieve.services.encoder.tower.parallel.tower import DONE, DataParallelTower
+from gridsieve.services.encoder.tower.patches import PatchShape, patchify
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
 from tests.encoder.late_streams import CUDA, LateDevice, LateGroup, late_streams
 
 MOST_TOKENS = 100

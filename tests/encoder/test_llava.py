@@ -22,19 +22,19 @@ from transformers import (
     VideoLlama3ForConditionalGeneration,
 )
 
-from framesieve.common.anyres import AnyRes
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import PeerContract, StartupError
-from framesieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.decoded_slices import FrameSlice
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.upstream.plan_check import PlanCheck
+from gridsieve.common.anyres import AnyRes
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import PeerContract, StartupError
+from gridsieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, Run
+from gridsieve.common.contract.tensors import DType, TensorBuffer
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.upstream.plan_check import PlanCheck
 from tests.encoder.tower_recorder import Recorder, load_packed
 from tests.families import FAMILIES, INTERNVL_PX, LLAVA, LLAVA_PROCESSORS, NEXT_VIDEO_PX, ONEVISION_PX
 from tests.generation.checkpoints import changed

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.families.minicpmv import time_number
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
-from framesieve.services.encoder.tower.patches import TimedFrames
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.families.minicpmv import time_number
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from gridsieve.services.encoder.tower.patches import TimedFrames
 from tests import minicpm
 from tests.encoder.tower_recorder import Recorder, load_packed
 

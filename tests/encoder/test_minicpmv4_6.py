@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers.vision_utils import get_vision_nearest_position_ids
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.packing import Side, TowerShape, lay_out
-from framesieve.services.encoder.tower.patches import Frames
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from gridsieve.services.encoder.tower.patches import Frames
 from tests import minicpmv4_6 as oracle
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.tower_recorder import Recorder, load_packed

@@ -15,21 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.tensors import DType, TensorBuffer
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache_entry import CacheEntry
-from framesieve.services.encoder.items.decoded_slices import FrameSlice
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.pruning.ranking import SCORE_STEP
-from framesieve.services.encoder.startup.build import compile_tower
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.patches import KeptFrames
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.tensors import DType, TensorBuffer
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.pruning.ranking import SCORE_STEP
+from gridsieve.services.encoder.startup.build import compile_tower
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.patches import KeptFrames
 from tests import nemotron
 from tests.encoder.tower_recorder import Recorder, load_packed
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower.graphs import with_graphs
-from framesieve.services.encoder.tower.patches import KeptFrames
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.patches import KeptFrames
 from tests import nemotron_nano
 from tests.encoder.test_nemotron import CPU, TOKEN_PX, frames_of, of_kept, of_pictures
 from tests.encoder.tower_recorder import Recorder, load_packed

@@ -17,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from framesieve.services.encoder.tower.packing import Fit, Side, TowerShape, lay_out
+from gridsieve.services.encoder.tower.packing import Fit, Side, TowerShape, lay_out
 
 PATCH_PX = 14
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.wire import int32_array
-from framesieve.services.encoder.items import item as items
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.services.encoder.items import item as items
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, Media, brought
 from tests.encoder.encoder_service import Stack, first_request, read_all, tower_embeds

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import AFTER_TOWER, Pruning
-from framesieve.services.encoder.pruning.evs import evs_scores
-from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import AFTER_TOWER, Pruning
+from gridsieve.services.encoder.pruning.evs import evs_scores
+from gridsieve.services.encoder.pruning.methods import SCORES_BYTES, Scores, keep_tokens
 from tests.encoder.kept import FLOAT32_ERROR, GRIDS, RATES, check_kept, exact_count, exact_scores, videos
 
 

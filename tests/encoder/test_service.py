@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeRequest
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodeRequest
 from tests.encoder.encoder_peers import GRID, IMAGE, VIDEO, WIRE_DTYPES, Media
 from tests.encoder.encoder_service import (
     SELECT_ALL,

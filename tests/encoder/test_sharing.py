@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import Grid
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, VIDEO, FakePreprocessing, repeating, video
 from tests.encoder.encoder_service import (
@@ -147,7 +147,7 @@ async def test_an_error_of_the_media_fails_all_waiters_without_a_retry(stack: St
     ids=repr,
 )
 async def test_after_an_error_of_the_stream_a_waiter_resumes_from_its_own(
-    stack: Stack, error: errors.FramesieveError
+    stack: Stack, error: errors.GridsieveError
 ) -> None:
     began = await stack.stalled(VIDEO)
     others = [stack.opened(VIDEO) for _ in range(3)]

@@ -18,17 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError, Unavailable
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import load_rank, parallel_tower, share_of
-from framesieve.services.encoder.startup.rank import run_forwards
-from framesieve.services.encoder.tower.parallel.division import Share
-from framesieve.services.encoder.tower.parallel.exchange import Exchange
-from framesieve.services.encoder.tower.parallel.tensor import TensorParallelTower
-from framesieve.services.encoder.tower.tower import ModelForward
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError, Unavailable
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup.build import load_rank, parallel_tower, share_of
+from gridsieve.services.encoder.startup.rank import run_forwards
+from gridsieve.services.encoder.tower.parallel.division import Share
+from gridsieve.services.encoder.tower.parallel.exchange import Exchange
+from gridsieve.services.encoder.tower.parallel.tensor import TensorParallelTower
+from gridsieve.services.encoder.tower.tower import ModelForward
 from tests.encoder.test_tower import frames_of, reference_embeds
 from tests.families import FAMILIES, load_reference, vision_of
 

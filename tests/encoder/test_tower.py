@@ -17,15 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.startup.build import compile_tower
-from framesieve.services.encoder.tower import attention
-from framesieve.services.encoder.tower.patches import read_normalisation
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES, align_mlps
-from framesieve.services.encoder.tower.weights import find_weights, read_weights
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.startup.build import compile_tower
+from gridsieve.services.encoder.tower import attention
+from gridsieve.services.encoder.tower.patches import read_normalisation
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES, align_mlps
+from gridsieve.services.encoder.tower.weights import find_weights, read_weights
 from tests.encoder.conftest import QWEN_PARAMS
 from tests.encoder.test_llava import frames_of as sized_frames
 from tests.families import FamilyUnderTest, load_reference, vision_of
@@ -130,7 +130,7 @@ def test_a_slice_costs_what_torch_counts(
     family_checkpoint: Path, shape: FamilyUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As matrix products that torch counts: operators of ours and fused attention on the CPU are not counted.
-    monkeypatch.setattr("framesieve.services.compute.packed_linear.packed", lambda linear: linear)
+    monkeypatch.setattr("gridsieve.services.compute.packed_linear.packed", lambda linear: linear)
     monkeypatch.setattr(attention, "attend_by_length", lambda *own: attention._attend_by_length(*own[:4]))
     tower = load_tower(Checkpoint(family_checkpoint), "float32", CPU)
     for rows, columns in ((12, 8), (1, 1)):  # whole windows, and part of one
@@ -175,7 +175,7 @@ def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> None:
 def test_weights_stored_in_bfloat16_run_so_if_the_processor_can_and_are_found_under_either_prefix(
     copy: Path, monkeypatch: pytest.MonkeyPatch, multiplies: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("framesieve.services.encoder.tower.weights.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr("gridsieve.services.encoder.tower.weights.multiplies_bfloat16", lambda: multiplies)
     rewrite(copy, lambda weights: {name.removeprefix("model."): each.bfloat16() for name, each in weights.items()})
     assert load_tower(Checkpoint(copy), "auto", CPU).dtype == dtype
     assert load_tower(Checkpoint(copy), "float32", CPU).dtype == torch.float32

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import FrameShape, Grid, PromptPlan
-from framesieve.common.contract.tensors import DType
-from framesieve.services.encoder.tower.patches import PatchShape
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import FrameShape, Grid, PromptPlan
+from gridsieve.common.contract.tensors import DType
+from gridsieve.services.encoder.tower.patches import PatchShape
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse
 from tests.common.loopback import TIMEOUT_S
 from tests.encoder.encoder_peers import GRID, VIDEO, brought, frames_of, other_item, repeating, slice_messages
 from tests.encoder.encoder_service import SELECT_ALL, Stack, first_request, read_all, select

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.pruning.vcast import vcast_scores
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.pruning.vcast import vcast_scores
 from tests.encoder.kept import RATES, check_kept, exact_count, videos
 
 # Float32 errors: of a cosine and a share of a range; of a curvature.

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.encoder.pruning import ranking
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.pruning.vidcom2 import slice_budgets
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.encoder.pruning import ranking
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.pruning.vidcom2 import slice_budgets
 from tests.encoder.kept import RATES, check_kept, exact_count, videos
 
 # Float32 errors: of a sum of ten Gaussians of distances between unit vectors, and of its mean over a slice.

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.compute.graphs import Captured
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower import vision_model
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.compute.graphs import Captured
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower import vision_model
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
 
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from typing import Any
 
 import httpx
 
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.prompt import Embeds
-from framesieve.common.contract.plan import Grid
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.prompt import Embeds
+from gridsieve.common.contract.plan import Grid
 from tests import media
 from tests.fuzz.rpc_mutations import mutate_bytes
 from tests.integration.fleet import exported_at, metric_in
@@ -145,7 +145,7 @@ async def fuzz(url: str, seed: int, numbers: Iterable[int], progress: bool = Fal
             if progress:
                 print(f"{start + len(batch)} of {len(cases)}: {len(report.faults)} faults", flush=True)
         assert (await client.get("/health")).status_code == 200
-    running = metric_in(exported_at(f"{url}/metrics"), "framesieve_requests_running")
+    running = metric_in(exported_at(f"{url}/metrics"), "gridsieve_requests_running")
     if running:
         report.faults.append(f"{running:g} requests run after all have ended")
     return report

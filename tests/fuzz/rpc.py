@@ -24,7 +24,7 @@ from typing import Any, cast
 import grpc
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.common.channels import REQUEST_ID_KEY, error_from_status
+from gridsieve.common.channels import REQUEST_ID_KEY, error_from_status
 from tests.fuzz.rpc_cases import Case, case
 from tests.fuzz.rpc_stack import PATHS, FuzzedStack, fuzzed_stack
 

@@ -20,10 +20,10 @@ import grpc
 from google.protobuf.message import Message
 
 from demo.checkpoint import TINY
-from framesieve.common.contract.errors import PeerContract
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
-from framesieve.v1.generation_pb2 import (
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
+from gridsieve.v1.generation_pb2 import (
     GenerateRequest,
     LiveAsk,
     LiveCancel,
@@ -35,7 +35,7 @@ from framesieve.v1.generation_pb2 import (
     RawFrame,
     Sampling,
 )
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, WatchOpen, WatchRequest
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, WatchOpen, WatchRequest
 from tests import media
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 

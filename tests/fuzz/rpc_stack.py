@@ -23,20 +23,20 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from framesieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
-from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.preprocessing_pb2 import PreprocessResponse, WatchResponse
+from gridsieve.common.channels import MAX_RECEIVE_BYTES, REQUEST_ID_KEY
+from gridsieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.v1.preprocessing_pb2 import PreprocessResponse, WatchResponse
 from tests.common.loopback import speaking
 from tests.fuzz.rpc_cases import LIVE, SERVICES, WATCH, clip
 from tests.fuzz.rpc_mutations import mutate, mutate_bytes
 from tests.integration.fleet import Service, Stack, started
 
 PATHS = {
-    "preprocessing": "/framesieve.v1.PreprocessingService/Preprocess",
-    "encoder": "/framesieve.v1.EncoderService/Encode",
-    "generation": "/framesieve.v1.GenerationService/Generate",
-    LIVE: "/framesieve.v1.GenerationService/Live",
-    WATCH: "/framesieve.v1.PreprocessingService/Watch",
+    "preprocessing": "/gridsieve.v1.PreprocessingService/Preprocess",
+    "encoder": "/gridsieve.v1.EncoderService/Encode",
+    "generation": "/gridsieve.v1.GenerationService/Generate",
+    LIVE: "/gridsieve.v1.GenerationService/Live",
+    WATCH: "/gridsieve.v1.PreprocessingService/Watch",
 }
 # Of each upstream service, what its calls answer.
 _ANSWERS: dict[str, dict[str, type[PreprocessResponse | WatchResponse | EncodeResponse]]] = {
@@ -82,7 +82,7 @@ class FuzzedStack:
         for name, port in self._stack.metrics_ports.items():
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
                 text = answer.read().decode()
-            gauges = set(re.findall(r"^# TYPE (framesieve_\w+) gauge$", text, re.MULTILINE))
+            gauges = set(re.findall(r"^# TYPE (gridsieve_\w+) gauge$", text, re.MULTILINE))
             for sample, labels, value in re.findall(r"^(\w+)(\{.*\})? (\S+)$", text, re.MULTILINE):
                 if sample in gauges and not _KEPT.search(sample):
                     found[f"{name}: {sample}{labels}"] = float(value)
@@ -154,7 +154,7 @@ async def _bending(name: str, address: str, upstream: str) -> AsyncIterator[None
 
 
 async def _pass_on(requests: AsyncIterator[bytes], call: Any) -> None:
-    """Writes like `framesieve.common.channels.write_to`, which keeps the status of a call that ends meanwhile."""
+    """Writes like `gridsieve.common.channels.write_to`, which keeps the status of a call that ends meanwhile."""
     with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError):
         await call.wait_for_connection()
         async for request in requests:

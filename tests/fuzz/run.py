@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from framesieve.common.contract.errors import MediaDamaged, MediaRejected
-from framesieve.services.preprocessing.sources.source import Source, bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
+from gridsieve.common.contract.errors import MediaDamaged, MediaRejected
+from gridsieve.services.preprocessing.sources.source import Source, bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.pictures import decode_picture, read_picture
 from tests.fuzz.mutations import mutations
 
 BATCH = 200

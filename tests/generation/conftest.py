@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.services.generation.model import graphs
-from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.request.batch import Packed
+from gridsieve.services.generation.model import graphs
+from gridsieve.services.generation.parallel.group import WorkerRanks
+from gridsieve.services.generation.request.batch import Packed
 from tests import parallel_rank
 from tests.tiny import Models, load_models
 

@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
-from framesieve.common.contract.wire import grid_message, plan_messages
-from framesieve.common.handover import Sender, sender_to
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
+from gridsieve.common.contract.wire import grid_message, plan_messages
+from gridsieve.common.handover import Sender, sender_to
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.v1 import encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2, tensor_pb2
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse, MediaProgress
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse
 from tests.common.loopback import eventually as eventually
 from tests.common.loopback import serving as serving
 

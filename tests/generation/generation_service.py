@@ -16,26 +16,26 @@ import torch
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.common.contract.retention import EVS, METHODS, Pruning
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.model.states import RESERVED
-from framesieve.services.generation.rpc.served_model import ServedModel
-from framesieve.services.generation.rpc.servicer import GenerationServicer
-from framesieve.services.generation.sampling.defaults import SamplingDefaults
-from framesieve.services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
-from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
+from gridsieve.common.contract.retention import EVS, METHODS, Pruning
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.model.states import RESERVED
+from gridsieve.services.generation.rpc.served_model import ServedModel
+from gridsieve.services.generation.rpc.servicer import GenerationServicer
+from gridsieve.services.generation.sampling.defaults import SamplingDefaults
+from gridsieve.services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.generation.generation_peers import (
     Encoder,
     Preprocessing,

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.common.handover import Receiver
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.stage_clock import StageClock
-from framesieve.services.generation.upstream.arriving_item import ModelInput, Progress
-from framesieve.services.generation.upstream.media import MediaClient, MediaSession
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
+from gridsieve.common.handover import Receiver
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.stage_clock import StageClock
+from gridsieve.services.generation.upstream.arriving_item import ModelInput, Progress
+from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (
     Encoder,
     embeds_messages,

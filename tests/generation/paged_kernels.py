@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.generation.model import fused_layers
-from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots
-from framesieve.services.generation.model.attention.cache import CacheSizes, write
-from framesieve.services.generation.model.attention.flash_infer import (
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.model import fused_layers
+from gridsieve.services.generation.model.attention.block_plan import BlockPlan, last_slots
+from gridsieve.services.generation.model.attention.cache import CacheSizes, write
+from gridsieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
     FlashInferKernels,
     Kernel,
     check_kernels,
 )
-from framesieve.services.generation.model.drafting import Drafter
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.batch import Context, Packed
+from gridsieve.services.generation.model.drafting import Drafter
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.request.batch import Context, Packed
 from tests.tiny import TinyEngine
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framesieve.services.compute.graphs import Captured
+from gridsieve.services.compute.graphs import Captured
 
 
 class NoSynchronisation(TorchDispatchMode):

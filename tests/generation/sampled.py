@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from framesieve.services.generation.sampling.sampler import SampledToken, SamplingState, choose
+from gridsieve.services.generation.sampling.sampler import SampledToken, SamplingState, choose
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:

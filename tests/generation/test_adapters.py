@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute import packed_linear
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.loading.draft_head import load_draft_head
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.startup.adapters import load_adapters
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute import packed_linear
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading.draft_head import load_draft_head
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.drafts import SPECFORGE, write_head
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
@@ -297,14 +297,14 @@ def test_without_peft_adapters_are_refused_with_the_package_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     load_adapters([], bare)
-    with pytest.raises(StartupError, match=r"pip install 'framesieve\[lora\]'"):
+    with pytest.raises(StartupError, match=r"pip install 'gridsieve\[lora\]'"):
         load_adapters([mine], bare)
 
 
 def test_ranks_that_read_different_adapter_files_refuse_to_start(
     adapted: Adapted, mine: AdapterFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("framesieve.services.generation.startup.adapters._of_rank", lambda addition, *_: addition)
+    monkeypatch.setattr("gridsieve.services.generation.startup.adapters._of_rank", lambda addition, *_: addition)
     group: Any = SimpleNamespace(agree=lambda _: False)
     model = without_adapters(adapted)
     with pytest.raises(StartupError, match="--adapters: the ranks have read different files"):

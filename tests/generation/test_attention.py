@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from framesieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
-from framesieve.services.generation.model.attention.cache import CacheSizes
-from framesieve.services.generation.model.attention.flash_infer import (
+from gridsieve.services.generation.model.attention import PagedCache, make_cache, paged_attention, sdpa
+from gridsieve.services.generation.model.attention.cache import CacheSizes
+from gridsieve.services.generation.model.attention.flash_infer import (
     FlashInferCache,
     FlashInferKernels,
     workspace_bytes,
 )
-from framesieve.services.generation.model.attention.sdpa import SdpaCache
-from framesieve.services.generation.request.batch import Context, Packed, slots_of
+from gridsieve.services.generation.model.attention.sdpa import SdpaCache
+from gridsieve.services.generation.request.batch import Context, Packed, slots_of
 from tests.generation.paged_kernels import FakeFlashInfer, Kernels, PlainKernel
 
 BLOCK_TOKENS, BLOCKS = 4, 24

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.request.request import ROOT
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.request.request import ROOT
 
 
 def test_a_single_request_gets_neighbouring_blocks() -> None:

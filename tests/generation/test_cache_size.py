@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.loading.draft_head import load_draft_head
-from framesieve.services.generation.model.attention import sdpa
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
-from framesieve.services.generation.startup.cache_size import _SAMPLING
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading.draft_head import load_draft_head
+from gridsieve.services.generation.model.attention import sdpa
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
+from gridsieve.services.generation.startup.cache_size import _SAMPLING
 from tests.drafts import SPECFORGE, write_head
 from tests.generation.distant_device import DistantDevice
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.engine.stats import Step
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.generation.paged_kernels import layers_by_flash_infer, use_paged
 from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law, question

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokenizer, load_tokenizer
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.sampling.detokenizer import WINDOW_TOKENS, Detokenizer, load_tokenizer
 
 WORDS = ("😀", "👩‍👩‍👧", "é", "日本", "a", "b", " ", "\n", "\ufffd", "stop", "👍🏽")
 

@@ -20,18 +20,18 @@ from transformers import Qwen2_5_VLTextConfig, Qwen3VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.engine.payoff import ALONE, PERIOD, Payoff
-from framesieve.services.generation.loading.draft_head import draft_sizes, load_draft_head
-from framesieve.services.generation.loading.mtp import load_mtp
-from framesieve.services.generation.model.drafting import Drafter
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import build
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.engine.payoff import ALONE, PERIOD, Payoff
+from gridsieve.services.generation.loading.draft_head import draft_sizes, load_draft_head
+from gridsieve.services.generation.loading.mtp import load_mtp
+from gridsieve.services.generation.model.drafting import Drafter
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.request import Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.build import build
 from tests.drafts import ANGELSLIM, MTP, ROPES, SPECFORGE, head_tokens, mtp_tokens, write_head, write_mtp
 from tests.families import text_and_head
 from tests.generation.paged_kernels import use_paged

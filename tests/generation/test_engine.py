@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from framesieve.common.contract.errors import (
-    FramesieveError,
+from gridsieve.common.contract.errors import (
+    GridsieveError,
     InvalidRequest,
     Overloaded,
     PeerContract,
     PromptTooLong,
     Unavailable,
 )
-from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted, Status
-from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.engine.stats import Step
+from gridsieve.services.generation.model.runner import LaunchedStep, SampledStep
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.request import Delta, Finished, FinishReason, PrefillStarted, Status
+from gridsieve.services.generation.request.session import Session
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine
 
@@ -169,10 +169,10 @@ def test_media_that_contradict_the_plan_fail_only_their_request(tiny: TinyEngine
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [(RuntimeError("the device caught fire"), FramesieveError), (torch.OutOfMemoryError("fire"), Overloaded)],
+    [(RuntimeError("the device caught fire"), GridsieveError), (torch.OutOfMemoryError("fire"), Overloaded)],
 )
 def test_a_request_that_fails_in_a_step_fails_alone(
-    models: Models, tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, fault: Exception, kind: type[FramesieveError]
+    models: Models, tiny: TinyEngine, monkeypatch: pytest.MonkeyPatch, fault: Exception, kind: type[GridsieveError]
 ) -> None:
     asked, neighbour = tiny.ask("a", PROMPT, SamplingParams(5)), tiny.ask("b", [Text((10, 11, 15))], SamplingParams(5))
     tiny.engine.step()

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from framesieve.services.generation.request.request import Delta, Finished, FinishReason
-from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.responses import Responses
-from framesieve.services.generation.stage_clock import StageClock
-from framesieve.v1.generation_pb2 import Usage
+from gridsieve.services.generation.request.request import Delta, Finished, FinishReason
+from gridsieve.services.generation.rpc.events import Events, Inbox
+from gridsieve.services.generation.rpc.responses import Responses
+from gridsieve.services.generation.stage_clock import StageClock
+from gridsieve.v1.generation_pb2 import Usage
 
 STEPS = [[Delta("a", (1,), (-0.5,)), Delta("x", (7,), ())], [Delta("b", (2,), (-0.25,)), Delta("y", (8,), ())]]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.services.generation.loading import text_model
-from framesieve.services.generation.model import experts
-from framesieve.services.generation.model.experts import EXPERTS, MAX_ROWS, rows_without_wait, waits
+from gridsieve.services.generation.loading import text_model
+from gridsieve.services.generation.model import experts
+from gridsieve.services.generation.model.experts import EXPERTS, MAX_ROWS, rows_without_wait, waits
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.loading.draft_head import load_draft_head
-from framesieve.services.generation.request.request import Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import Grammars
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.generation.loading.draft_head import load_draft_head
+from gridsieve.services.generation.request.request import Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.structured import Grammars
 from tests.drafts import SPECFORGE, write_head
 from tests.oracle import Text
 from tests.tiny import Asked, Models, TinyEngine, load_models

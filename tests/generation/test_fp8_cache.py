@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.language_model import LanguageModel
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.language_model import LanguageModel
 from tests.generation.paged_kernels import use_paged
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text

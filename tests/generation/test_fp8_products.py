@@ -19,19 +19,19 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading import fp8
-from framesieve.services.generation.loading.text_model import make_text
-from framesieve.services.generation.model.fp8_linear import (
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.loading import fp8
+from gridsieve.services.generation.loading.text_model import make_text
+from gridsieve.services.generation.model.fp8_linear import (
     Fp8Linear,
     check_product,
     find_product,
     product_by_formula,
     scaled_product,
 )
-from framesieve.services.generation.startup.adapters import load_adapters
+from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load

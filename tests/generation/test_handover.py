@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from framesieve.common.contract import errors
-from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.upstream.arriving_item import ArrivingItem
+from gridsieve.common.contract import errors
+from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.upstream.arriving_item import ArrivingItem
 from tests.generation.generation_peers import Encoder, embeds_messages, prompt_plan
 from tests.generation.media_client import (
     FINGERPRINT,

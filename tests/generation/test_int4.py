@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.int4_linear import (
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute.int4_linear import (
     CpuLayout,
     CudaLayout,
     Int4Linear,
@@ -29,13 +29,13 @@ from framesieve.services.compute.int4_linear import (
     check_layout,
     layout_of,
 )
-from framesieve.services.compute.packed_linear import JoinedLinear
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.adapters import load_adapters
-from framesieve.services.generation.startup.build import build
+from gridsieve.services.compute.packed_linear import JoinedLinear
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.parallel.group import WorkerRanks
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.adapters import load_adapters
+from gridsieve.services.generation.startup.build import build
 from tests import parallel_rank
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
@@ -238,8 +238,8 @@ def test_gates_are_not_rounded(tmp_path: Path) -> None:
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.families import load_language_model
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.generation.families import load_language_model
 def peak():
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 before = peak()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.law import Question, answer, assert_law, item, question, text
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Models, TinyEngine, load_models, random_item

@@ -8,11 +8,11 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.rpc.live.conversation import Conversation
-from framesieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.generation.request.session import Session
+from gridsieve.services.generation.rpc.live.conversation import Conversation
+from gridsieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
 from tests.tiny import BLOCK_TOKENS
 
 

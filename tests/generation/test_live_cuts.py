@@ -12,17 +12,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.services.generation.request import live_cuts
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.live_cuts import SliceSegment
-from framesieve.services.generation.request.session import Segment, Session
-from framesieve.services.generation.rpc.live import prompts
-from framesieve.services.generation.rpc.live.frames import Frame, Slice, microseconds
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.rpc.messages import conversation_of
-from framesieve.v1 import prompt_pb2
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.services.generation.request import live_cuts
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.live_cuts import SliceSegment
+from gridsieve.services.generation.request.session import Segment, Session
+from gridsieve.services.generation.rpc.live import prompts
+from gridsieve.services.generation.rpc.live.frames import Frame, Slice, microseconds
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.rpc.messages import conversation_of
+from gridsieve.v1 import prompt_pb2
 from tests import media
 
 MAX_PIXELS = 112 * 112

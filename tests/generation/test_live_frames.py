@@ -8,12 +8,12 @@ import math
 import pytest
 from PIL import Image
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
-from framesieve.services.generation.rpc.live.snapshot import snapshot_of
-from framesieve.services.generation.rpc.live.triggers import Triggers
-from framesieve.services.generation.upstream.watch import ppm_header
-from framesieve.v1 import generation_pb2
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
+from gridsieve.services.generation.rpc.live.snapshot import snapshot_of
+from gridsieve.services.generation.rpc.live.triggers import Triggers
+from gridsieve.services.generation.upstream.watch import ppm_header
+from gridsieve.v1 import generation_pb2
 
 
 def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:

@@ -13,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from framesieve.common.contract.errors import Overloaded
-from framesieve.common.contract.plan import Run
-from framesieve.services.generation.request.request import Event, Failed, Finished, Request
-from framesieve.services.generation.request.session import Segment, Session
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.contract.errors import Overloaded
+from gridsieve.common.contract.plan import Run
+from gridsieve.services.generation.request.request import Event, Failed, Finished, Request
+from gridsieve.services.generation.request.session import Segment, Session
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import text_and_head
 from tests.law import LOGPROB_TOLERANCE
 from tests.oracle import LiveRows, Text

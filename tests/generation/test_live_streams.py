@@ -10,11 +10,11 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from prometheus_client import REGISTRY
 
-from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
-from framesieve.services.generation.rpc.live.source_metrics import Sources
-from framesieve.services.generation.rpc.live.streams import Streams, StreamTimes
-from framesieve.services.generation.upstream.watch import WatchedFrame
-from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
+from gridsieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
+from gridsieve.services.generation.rpc.live.source_metrics import Sources
+from gridsieve.services.generation.rpc.live.streams import Streams, StreamTimes
+from gridsieve.services.generation.upstream.watch import WatchedFrame
+from gridsieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
 
 # The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
 SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
@@ -64,7 +64,7 @@ def test_sources_of_one_name_are_up_if_all_are_and_leave_no_series_behind() -> N
         samples = [sample for metric in REGISTRY.collect() if "_source_" in metric.name for sample in metric.samples]
         return {sample.name: sample.value for sample in samples if sample.labels["source"] == "door"}
 
-    sources, up = Sources(), "framesieve_generation_source_up"
+    sources, up = Sources(), "gridsieve_generation_source_up"
     with sources.watched("door") as first:
         first.plays()
         with sources.watched("door") as second:

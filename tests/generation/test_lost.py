@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.wire import plan_messages
-from framesieve.common.retries import COST
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.upstream.arriving_item import Progress
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.wire import plan_messages
+from gridsieve.common.retries import COST
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.upstream.arriving_item import Progress
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 from tests.awake import SOON_S, within
 from tests.generation import media_client
 from tests.generation.generation_peers import (
@@ -90,7 +90,7 @@ async def client_of(folder: Path, encoder: Encoder) -> AsyncIterator[MediaClient
 
 
 def retries() -> float:
-    return REGISTRY.get_sample_value("framesieve_upstream_retries_total", {"stage": "encoder"}) or 0
+    return REGISTRY.get_sample_value("gridsieve_upstream_retries_total", {"stage": "encoder"}) or 0
 
 
 def check_whole(received: Sequence[Progress | MediaItem]) -> None:

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.wire import int32_tensor
-from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.stage_clock import StageClock
-from framesieve.services.generation.upstream.arriving_item import Progress
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.wire import int32_tensor
+from gridsieve.services.generation.kv_cache.encoded_media import encoded_media_key
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.stage_clock import StageClock
+from gridsieve.services.generation.upstream.arriving_item import Progress
+from gridsieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (
     Encoder,
     embeds_messages,

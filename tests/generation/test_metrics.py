@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from framesieve.services.generation.rpc.metrics import watch
-from framesieve.services.generation.stage_clock import Stage
-from framesieve.v1.generation_pb2 import Sampling
+from gridsieve.services.generation.rpc.metrics import watch
+from gridsieve.services.generation.stage_clock import Stage
+from gridsieve.v1.generation_pb2 import Sampling
 from tests.common.loopback import eventually
 from tests.generation.generation_service import LIMIT, ROOM_BYTES, VIDEO, answers, refused, service_of
 
-PREFIX = "framesieve_generation_"
+PREFIX = "gridsieve_generation_"
 
 
 def value(name: str, **labels: str) -> float:

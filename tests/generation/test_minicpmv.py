@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import NONE, Pruning
-from framesieve.services.generation.families import check_pruning, load_language_model
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import NONE, Pruning
+from gridsieve.services.generation.families import check_pruning, load_language_model
 from tests import minicpm
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
-from framesieve.services.generation.request.request import Failed, FinishReason, Request
-from framesieve.services.generation.sampling import sampler
-from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState
-from framesieve.services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
+from gridsieve.services.generation.engine.stats import Step
+from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
+from gridsieve.services.generation.request.request import Failed, FinishReason, Request
+from gridsieve.services.generation.sampling import sampler
+from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState
+from gridsieve.services.generation.sampling.structured import ANY_OBJECT, DocumentState, Grammars
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.oracle import Text

@@ -19,14 +19,14 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
-from framesieve.services.generation.model.states import RESERVED
-from framesieve.services.generation.request.batch import Chunk, media_rows
-from framesieve.services.generation.request.request import NO_STATE, Adapter, Event, Failed, Finished, Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.model.runner import LaunchedStep, SampledStep
+from gridsieve.services.generation.model.states import RESERVED
+from gridsieve.services.generation.request.batch import Chunk, media_rows
+from gridsieve.services.generation.request.request import NO_STATE, Adapter, Event, Failed, Finished, Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
-from framesieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
-from framesieve.services.generation.request.prompt_limit import PromptLimit
+from gridsieve.common.contract.errors import PromptTooLong
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan, Run
+from gridsieve.common.contract.retention import BY_SLICE, EVS, EVS_CAUSAL, VCAST, VIDCOM2, Pruning
+from gridsieve.services.generation.request.prompt_limit import PromptLimit
 
 TEXT = 10
 TOKEN_SIDE_PX = 28

@@ -9,12 +9,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import MAX_POSITION, Grid, Int32Array, Modality, PromptPlan, Run
-from framesieve.services.generation.request.batch import Chunk, decodes_first, pack
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.request.request import Adapter, BlockTable
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import MAX_POSITION, Grid, Int32Array, Modality, PromptPlan, Run
+from gridsieve.services.generation.request.batch import Chunk, decodes_first, pack
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.request import Adapter, BlockTable
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.generation.generation_peers import media_plan
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, make_plan, make_request

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.startup.adapters import load_adapters
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES
 from tests.generation.checkpoints import Twins, changed, fp8_config, fp8_twins, load

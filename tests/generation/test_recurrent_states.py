@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
-from framesieve.services.generation.model.states import RESERVED, StateCache
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import Grammars
+from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
+from gridsieve.services.generation.model.states import RESERVED, StateCache
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.structured import Grammars
 from tests.generation.paged_kernels import use_paged
 from tests.generation.recorder import Recorder
 from tests.law import Question, answer, assert_law

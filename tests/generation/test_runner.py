@@ -18,15 +18,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute import packed_linear
-from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear, pack_linears
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model import norms
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute import packed_linear
+from gridsieve.services.compute.packed_linear import JoinedLinear, PackedLinear, pack_linears
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model import norms
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests import cosmos3_edge, law
 from tests.families import FAMILIES, load_reference, write_qwen3_vl_moe
 from tests.generation.checkpoints import changed, tied, with_swapped_experts

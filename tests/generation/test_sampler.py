@@ -25,14 +25,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from framesieve.services.generation.sampling.detokenizer import load_tokenizer
-from framesieve.services.generation.sampling.sampler import (
+from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
+from gridsieve.services.generation.sampling.sampler import (
     SampledToken,
     SamplingParams,
     SamplingState,
     sample_and_verify,
 )
-from framesieve.services.generation.sampling.structured import Grammars
+from gridsieve.services.generation.sampling.structured import Grammars
 from tests.generation.sampled import sample
 from tests.tiny import Models
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.services.generation.sampling import sampler
-from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, choose
-from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
+from gridsieve.services.generation.sampling import sampler
+from gridsieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState, choose
+from gridsieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
 from tests.generation.distant_device import DistantDevice
 from tests.generation.sampled import sample
 from tests.tiny import Models

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.services.generation.rpc.messages import sampling_request
-from framesieve.services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
-from framesieve.services.generation.sampling.params import SamplingRequest
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from framesieve.v1.prompt_pb2 import Prompt, Tool
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.services.generation.rpc.messages import sampling_request
+from gridsieve.services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
+from gridsieve.services.generation.sampling.params import SamplingRequest
+from gridsieve.v1.generation_pb2 import GenerateRequest, Sampling
+from gridsieve.v1.prompt_pb2 import Prompt, Tool
 
 VOCABULARY = 151936
 

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from framesieve.services.generation.engine.scheduler import Scheduler
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import Request, Status
-from framesieve.services.generation.request.session import Segment, Session
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.engine.scheduler import Scheduler
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.request import Request, Status
+from gridsieve.services.generation.request.session import Segment, Session
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, make_request
 

@@ -21,14 +21,14 @@ import structlog
 import torch
 from tokenizers import Tokenizer
 
-from framesieve.common.channels import REQUEST_ID_KEY
-from framesieve.common.contract.errors import MediaDamaged
-from framesieve.services.generation.model.runner import LaunchedStep, SampledStep
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Request
-from framesieve.v1 import generation_pb2, prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, LiveRequest, Sampling
+from gridsieve.common.channels import REQUEST_ID_KEY
+from gridsieve.common.contract.errors import MediaDamaged
+from gridsieve.services.generation.model.runner import LaunchedStep, SampledStep
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.request import Request
+from gridsieve.v1 import generation_pb2, prompt_pb2
+from gridsieve.v1.generation_pb2 import GenerateRequest, LiveRequest, Sampling
 from tests.families import load_reference
 from tests.generation.generation_peers import embeds_messages, eventually, prompt_message
 from tests.generation.generation_service import (

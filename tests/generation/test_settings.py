@@ -12,16 +12,16 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.compute.device import device_of
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.generation.families import check_pruning
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import StepLimits, build, step_limits
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.compute.device import device_of
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.generation.families import check_pruning
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.build import StepLimits, build, step_limits
 
 
 def test_a_limit_beyond_the_cache_is_refused(tiny_checkpoint: Path) -> None:
@@ -92,7 +92,7 @@ def test_adapters_are_set_by_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -
     expected = (AdapterFolder("traffic", Path("/models/a=b")), AdapterFolder("Sports-2.1", Path("loras/sports")))
     value = "traffic=/models/a=b, Sports-2.1=loras/sports"
     assert GenerationSettings.load(["--adapters", value]).adapters == expected
-    monkeypatch.setenv("FRAMESIEVE_ADAPTERS", value)
+    monkeypatch.setenv("GRIDSIEVE_ADAPTERS", value)
     assert GenerationSettings.load([]).adapters == expected
     assert GenerationSettings.load(["--adapters", ""]).adapters == ()
     sent = EncoderSettings.load([]).model_dump(mode="json")  # to the other ranks of the encoder

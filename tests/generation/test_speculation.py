@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.services.generation.engine.speculation import PromptLookup
-from framesieve.services.generation.request.request import Request
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.engine.speculation import PromptLookup
+from gridsieve.services.generation.request.request import Request
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import Asked, Models, TinyEngine, make_request, random_item
 

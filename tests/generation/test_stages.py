@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract import errors
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.services.generation.stage_clock import Stage, StageClock
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeResponse
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract import errors
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.services.generation.stage_clock import Stage, StageClock
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodeResponse
 from tests.generation.generation_peers import (
     Encoder,
     Preprocessing,

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
-from framesieve.services.generation.families import check_ranks, load_language_model
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.parallel.sharding import check_sizes
-from framesieve.services.generation.startup.adapters import load_adapters
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus
+from gridsieve.services.generation.families import check_ranks, load_language_model
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.parallel.group import WorkerRanks
+from gridsieve.services.generation.parallel.sharding import check_sizes
+from gridsieve.services.generation.startup.adapters import load_adapters
 from tests import capturing_rank, parallel_rank
 from tests.adapters import write_adapter
 from tests.families import FAMILIES, text_and_head, write_qwen3_vl_moe
@@ -218,7 +218,7 @@ def capturing(log: Path, checkpoint: Path, *arguments: str) -> tuple[int, str]:
 def test_a_worker_that_cannot_start_ends_the_service_and_leaves_no_file(tmp_path: Path) -> None:
     program = """
 import torch
-from framesieve.services.generation.parallel.group import WorkerRanks
+from gridsieve.services.generation.parallel.group import WorkerRanks
 WorkerRanks(2, ["--tensor-parallel", "none"], torch.device("cpu"))
 """
     process = ended(program, tmp_path)

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from framesieve.common.chat_templates import TemplateSource
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.generation.sampling.detokenizer import load_tokenizer
-from framesieve.services.generation.sampling.structured import DocumentState, Grammars, _closed
-from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader, Tool, ToolUse, writes_calls
+from gridsieve.common.chat_templates import TemplateSource
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
+from gridsieve.services.generation.sampling.structured import DocumentState, Grammars, _closed
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader, Tool, ToolUse, writes_calls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KYOTO = BEGIN + '\n{"name": "weather", "arguments": {"city": "Kyoto"}}\n' + END

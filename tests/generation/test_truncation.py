@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.services.generation.sampling import truncation
-from framesieve.services.generation.sampling.truncation import floors
+from gridsieve.services.generation.sampling import truncation
+from gridsieve.services.generation.sampling.truncation import floors
 from tests.generation.distant_device import DistantDevice
 
 # Some weigh alike in float32 and are not equal, some weigh nothing.

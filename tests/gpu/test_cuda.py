@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.compute.int4_linear import CudaLayout, Int4Weight, rounded_to_nearest
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.attention.block_plan import plan_blocks
-from framesieve.services.generation.model.attention.cache import CacheSizes
-from framesieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
-from framesieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
-from framesieve.services.generation.model.fused_layers import ROTATION, RotaryTable
-from framesieve.services.generation.model.norms import FusedNorm, fuse_norms
-from framesieve.services.generation.request.batch import Context
-from framesieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.compute.int4_linear import CudaLayout, Int4Weight, rounded_to_nearest
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.attention.block_plan import plan_blocks
+from gridsieve.services.generation.model.attention.cache import CacheSizes
+from gridsieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels
+from gridsieve.services.generation.model.fp8_linear import FP8, GROUP, find_product, product_by_formula
+from gridsieve.services.generation.model.fused_layers import ROTATION, RotaryTable
+from gridsieve.services.generation.model.norms import FusedNorm, fuse_norms
+from gridsieve.services.generation.request.batch import Context
+from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.families import FAMILIES, write_qwen3_vl_heads
 from tests.oracle import Text
 from tests.tiny import TinyEngine

@@ -13,11 +13,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.compute.graphs import CudaCapture
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.attention.flash_infer import FlashInferCache
-from framesieve.services.generation.model.fused_layers import RotaryTable
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.compute.graphs import CudaCapture
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.attention.flash_infer import FlashInferCache
+from gridsieve.services.generation.model.fused_layers import RotaryTable
 from tests.families import FAMILIES, write_qwen3_vl_heads
 from tests.law import Question, answer, assert_law
 from tests.oracle import Text

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.compute.graphs import CudaCapture
-from framesieve.services.generation.families import load_language_model
-from framesieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
-from framesieve.services.generation.parallel.group import WorkerRanks
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
-from framesieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
-from framesieve.services.generation.sampling.truncation import floors
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import BLOCK_TOKENS, build
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.compute.graphs import CudaCapture
+from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
+from gridsieve.services.generation.parallel.group import WorkerRanks
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
+from gridsieve.services.generation.sampling.structured import ANY_OBJECT, Grammars
+from gridsieve.services.generation.sampling.truncation import floors
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build
 from tests import parallel_rank
 from tests.families import FAMILIES
 from tests.generation.paged_kernels import read_in_place

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower import graphs
-from framesieve.services.encoder.tower.attention import Resampling, find_attention
-from framesieve.services.encoder.tower.graphs import TowerGraphs, with_graphs
-from framesieve.services.encoder.tower.patches import TimedFrames
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower import graphs
+from gridsieve.services.encoder.tower.attention import Resampling, find_attention
+from gridsieve.services.encoder.tower.graphs import TowerGraphs, with_graphs
+from gridsieve.services.encoder.tower.patches import TimedFrames
 from tests import minicpm
 
 pytestmark = pytest.mark.skipif(

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.compute.transfers import Readback
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.items.item import in_shared_memory
-from framesieve.services.encoder.pruning.methods import Scores, keep_tokens
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.compute.transfers import Readback
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.items.item import in_shared_memory
+from gridsieve.services.encoder.pruning.methods import Scores, keep_tokens
 from tests.families import FAMILIES
 from tests.gpu.waits import waits_forbidden
 

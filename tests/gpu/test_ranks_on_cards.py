@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import parallel_tower
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup.build import parallel_tower
 from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices on this machine")

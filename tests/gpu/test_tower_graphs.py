@@ -20,19 +20,19 @@ import torch.nn.functional as F
 from prometheus_client import REGISTRY
 from torch import Tensor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.compute.graphs import Captured
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.startup.build import compile_tower
-from framesieve.services.encoder.tower import graphs
-from framesieve.services.encoder.tower.attention import find_attention
-from framesieve.services.encoder.tower.graphs import CudaDevice, TowerGraphs, with_graphs
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.compute.graphs import Captured
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.startup.build import compile_tower
+from gridsieve.services.encoder.tower import graphs
+from gridsieve.services.encoder.tower.attention import find_attention
+from gridsieve.services.encoder.tower.graphs import CudaDevice, TowerGraphs, with_graphs
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest
 from tests.gpu.waits import waits_forbidden
 
@@ -89,10 +89,10 @@ def grid_of(tower: Tower, frames: Tensor, slices: int) -> Grid:
 @contextmanager
 def replays(count: int) -> Iterator[None]:
     """Expects this many replays inside."""
-    before = REGISTRY.get_sample_value("framesieve_encoder_graph_replays_total")
+    before = REGISTRY.get_sample_value("gridsieve_encoder_graph_replays_total")
     assert before is not None
     yield
-    assert REGISTRY.get_sample_value("framesieve_encoder_graph_replays_total") == before + count
+    assert REGISTRY.get_sample_value("gridsieve_encoder_graph_replays_total") == before + count
 
 
 def slices_of(sides: list[tuple[int, int]], shape: FamilyUnderTest, seed: int) -> list[Tensor]:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Video, user_turn
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.wire import int32_array
-from framesieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
-from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Video, user_turn
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.v1 import encoder_pb2, generation_pb2, prompt_pb2
+from gridsieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.choice import chosen_tokens
 from tests.families import FamilyUnderTest, vision_of
 from tests.integration.reference import CLEAR_MARGIN, plan_and_frames

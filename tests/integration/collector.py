@@ -25,7 +25,7 @@ from tests.served import served
 
 @dataclass(frozen=True)
 class Span:
-    """A received span, ids in hexadecimal. service: the one that sent it, without "framesieve-"."""
+    """A received span, ids in hexadecimal. service: the one that sent it, without "gridsieve-"."""
 
     service: str
     name: str
@@ -56,7 +56,7 @@ class Collector(TraceServiceServicer):
         with self._lock:
             self.sent += request.SerializeToString()
             for resource in request.resource_spans:
-                service = _values(resource.resource.attributes)["service.name"].removeprefix("framesieve-")
+                service = _values(resource.resource.attributes)["service.name"].removeprefix("gridsieve-")
                 for span in (span for scope in resource.scope_spans for span in scope.spans):
                     trace, own, parent = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
                     failed = span.status.code == Status.STATUS_CODE_ERROR
@@ -68,7 +68,7 @@ class Collector(TraceServiceServicer):
     def of_request(self, request_id: str) -> list[Span]:
         """The spans of a request, ordered by start."""
         with self._lock:
-            spans = [span for span in self.spans if span.attributes["framesieve.request_id"] == request_id]
+            spans = [span for span in self.spans if span.attributes["gridsieve.request_id"] == request_id]
         return sorted(spans, key=lambda span: span.start_ns)
 
 

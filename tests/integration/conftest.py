@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.client.client import FramesieveClient
-from framesieve.common.process import free_port
+from gridsieve.client.client import GridsieveClient
+from gridsieve.common.process import free_port
 from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference
@@ -103,7 +103,7 @@ def stack(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        patch.setenv("FRAMESIEVE_SERVED_MODEL_NAME", f"{SERVED_NAME},{OTHER_NAME}")
+        patch.setenv("GRIDSIEVE_SERVED_MODEL_NAME", f"{SERVED_NAME},{OTHER_NAME}")
         flags = {"preprocessing": preprocessing, "encoder": encoder, "generation": generation}
         with running(tiny_checkpoint, media_root=media_root, flags=flags) as stack:
             patch.undo()  # services that start later send no spans and have the name of their folder
@@ -118,8 +118,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(stack.address) as connected:
+async def client(stack: Stack) -> AsyncIterator[GridsieveClient]:
+    async with GridsieveClient(stack.address) as connected:
         yield connected
 
 
@@ -155,14 +155,14 @@ async def fleet(fleet_of_all_tests: Fleet) -> Fleet:
     ended = [each for each in fleet_of_all_tests.first if not each.running]
     if ended:
         await asyncio.to_thread(fleet_of_all_tests.start, *ended)
-        async with FramesieveClient(fleet_of_all_tests.generation.address) as client:
+        async with GridsieveClient(fleet_of_all_tests.generation.address) as client:
             await is_answered_soon(client)
     return fleet_of_all_tests
 
 
 @pytest.fixture
-async def fleet_client(fleet: Fleet) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(fleet.generation.address) as connected:
+async def fleet_client(fleet: Fleet) -> AsyncIterator[GridsieveClient]:
+    async with GridsieveClient(fleet.generation.address) as connected:
         yield connected
 
 
@@ -210,4 +210,4 @@ def metric(stack: Stack, service: str, name: str, **labels: str) -> float:
 
 async def idle(stack: Stack) -> None:
     """Returns once no request runs. A request is counted as ended only after its caller has the answer."""
-    await until(lambda: not any(metric(stack, each, "framesieve_requests_running") for each in stack.metrics_ports))
+    await until(lambda: not any(metric(stack, each, "gridsieve_requests_running") for each in stack.metrics_ports))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import grpc
 
-from framesieve.cli.launcher import SERVICES
-from framesieve.common.process import free_port
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.common.serving.probe import is_serving
+from gridsieve.cli.launcher import SERVICES
+from gridsieve.common.process import free_port
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.common.serving.probe import is_serving
 from tests.awake import awake
 from tests.integration.forks import Forked
 from tests.processes import children
@@ -52,7 +52,7 @@ def timed(handle):
         print("SLOW", getattr(work, "__qualname__", re.sub(" at 0x\\\\w+", "", repr(work))), flush=True)
 
 asyncio.events.Handle._run = timed
-runpy.run_module("framesieve.services.{{name}}", run_name="__main__", alter_sys=True)
+runpy.run_module("gridsieve.services.{{name}}", run_name="__main__", alter_sys=True)
 """
 
 
@@ -92,7 +92,7 @@ class Service:
         if self.name != "preprocessing":
             self.process = Forked(self.name, flags, self._log, self.program)
             return
-        code = ("-m", "framesieve.services.preprocessing") if self.program is None else ("-c", self.program)
+        code = ("-m", "gridsieve.services.preprocessing") if self.program is None else ("-c", self.program)
         with self._log.open("ab") as log:
             command = [sys.executable, *code, *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
@@ -141,7 +141,7 @@ class Service:
     def in_use(self) -> dict[str, float]:
         """The gauges of resources held by requests that are not 0."""
         text = exported(self.metrics_port)
-        names = ["framesieve_requests_running", *(f"framesieve_{self.name}_{held}" for held in HELD[self.name])]
+        names = ["gridsieve_requests_running", *(f"gridsieve_{self.name}_{held}" for held in HELD[self.name])]
         return {name: value for name in names if (value := metric_in(text, name))}
 
 
@@ -189,7 +189,7 @@ def running(
 ) -> Iterator[Stack]:
     """The three services, on sockets of a folder of their own. They are killed at the end. flags: by service."""
     flags, services = flags or {}, dict[str, Service]()
-    with tempfile.TemporaryDirectory(prefix="framesieve-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gridsieve-") as folder:
         for name in SERVICES:
             own = [flag for other, each in services.items() for flag in (f"--{other}", each.address)]
             own += ["--media-root", str(media_root)] if media_root and name == "preprocessing" else []

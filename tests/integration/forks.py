@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from framesieve.common.serving.server import run
+from gridsieve.common.serving.server import run
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.integration.preloaded"])
@@ -65,7 +65,7 @@ def _run(name: str, flags: Sequence[str], log: Path, program: str | None, enviro
     if program is not None:
         exec(program, {"__name__": "__main__"})
     else:
-        run(import_module(f"framesieve.services.{name}.__main__").main)
+        run(import_module(f"gridsieve.services.{name}.__main__").main)
 
 
 def _end_with_tests() -> None:

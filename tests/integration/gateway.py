@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from framesieve.client.prompt import Embeds
-from framesieve.common.process import free_port
+from gridsieve.client.prompt import Embeds
+from gridsieve.common.process import free_port
 from tests.integration.fleet import ROOT
 
 START_S = 60.0
@@ -38,7 +38,7 @@ def gateway(
 ) -> Iterator[Gateway]:
     """tls: the authority that its certificate, given by flags, is of. program: as of `Service`."""
     port = free_port()
-    code = ("-m", "framesieve.services.gateway") if program is None else ("-c", program)
+    code = ("-m", "gridsieve.services.gateway") if program is None else ("-c", program)
     command = [sys.executable, *code, "--generation", generation]
     command += ["--listen", f"127.0.0.1:{port}", *flags]
     log = folder / f"gateway-{port}.log"

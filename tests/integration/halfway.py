@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 
-from framesieve.common.channels import MAX_RECEIVE_BYTES, MAX_RESPONSE_BYTES, REQUEST_ID_KEY
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse
+from gridsieve.common.channels import MAX_RECEIVE_BYTES, MAX_RESPONSE_BYTES, REQUEST_ID_KEY
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeRequest, EncodeResponse
 from tests.common.loopback import speaking
 
-ENCODE = "/framesieve.v1.EncoderService/Encode"
+ENCODE = "/gridsieve.v1.EncoderService/Encode"
 
 
 class Halfway:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from framesieve.client.answer import Delta, Event, Progress
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.common.contract.errors import FramesieveError
+from gridsieve.client.answer import Delta, Event, Progress
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
+from gridsieve.common.contract.errors import GridsieveError
 from tests import media
 from tests.awake import SOON_S, awake
 from tests.integration.fleet import Fleet, stopped_workers, until
@@ -42,7 +42,7 @@ class Asked:
 
     def __init__(self, stream: AsyncIterator[Event]) -> None:
         self.events: list[Event] = []
-        self.failed: FramesieveError | None = None
+        self.failed: GridsieveError | None = None
         self.ended_s = 0.0
         self._stream = stream
         self.task = asyncio.create_task(self._read())
@@ -67,27 +67,27 @@ class Asked:
         try:
             async for event in self._stream:
                 self.events.append(event)
-        except FramesieveError as error:
+        except GridsieveError as error:
             self.failed = error
         self.ended_s = time.monotonic()
 
 
-def endless(client: FramesieveClient, video: Video | None = None) -> Asked:
+def endless(client: GridsieveClient, video: Video | None = None) -> Asked:
     """A question whose answer takes longer than any test."""
     return Asked(client.stream(video, "What moves?", max_new_tokens=4000, ignore_eos=True))
 
 
-def asked_about(client: FramesieveClient, video: Video) -> Asked:
+def asked_about(client: GridsieveClient, video: Video) -> Asked:
     return Asked(client.stream(video, "What moves?", max_new_tokens=4, ignore_eos=True))
 
 
-def quick(client: FramesieveClient, seed: int, timeout_s: float = 60) -> Asked:
+def quick(client: GridsieveClient, seed: int, timeout_s: float = 60) -> Asked:
     """A pruned question of two tokens about a short clip."""
     clip = short_clip(seed)
     return Asked(client.stream(clip, "What moves?", pruning_rate=0.5, max_new_tokens=2, timeout_s=timeout_s))
 
 
-async def is_answered_soon(client: FramesieveClient) -> None:
+async def is_answered_soon(client: GridsieveClient) -> None:
     """Asks until a question is answered: channels reconnect within a second after a service is back."""
     with awake() as passed_s:
         for attempt in count():
@@ -100,7 +100,7 @@ async def is_answered_soon(client: FramesieveClient) -> None:
             await asyncio.sleep(SOON_S / 6)
 
 
-async def held_by(holds: Callable[[], object], client: FramesieveClient, first_seed: int) -> Asked:
+async def held_by(holds: Callable[[], object], client: GridsieveClient, first_seed: int) -> Asked:
     """Asks until a replica holds the question: replicas are asked by turns."""
     for seed in count(first_seed):
         asked = quick(client, seed)
@@ -140,7 +140,7 @@ class Load:
 
 
 @asynccontextmanager
-async def one_in_each_stage(fleet: Fleet, client: FramesieveClient, seed: int) -> AsyncIterator[Load]:
+async def one_in_each_stage(fleet: Fleet, client: GridsieveClient, seed: int) -> AsyncIterator[Load]:
     """Holds requests in the first replica of each service. `halfway` listens at the address of the second encoder."""
     preprocessing, encoder, generation = fleet.first
     async with serving(drip, port=fleet.fetch_port) as server, AsyncExitStack() as replica:
@@ -157,12 +157,12 @@ async def one_in_each_stage(fleet: Fleet, client: FramesieveClient, seed: int) -
                 asked["decoding and encoding"] = encoding = asked_about(client, long_clip(seed))
                 await until(lambda: encoding.half_encoded)
                 asked["waiting for room"] = asked_about(client, long_clip(seed + 1))
-                await until(lambda: encoder.metric("framesieve_encoder_buffer_waiting") >= 1)
+                await until(lambda: encoder.metric("gridsieve_encoder_buffer_waiting") >= 1)
                 standing_still.enter_context(stopped_workers(preprocessing))
                 asked["reading"] = asked_about(client, short_clip(seed + 1))
-                await until(lambda: preprocessing.metric("framesieve_preprocessing_jobs", pool="read") == 1)
+                await until(lambda: preprocessing.metric("gridsieve_preprocessing_jobs", pool="read") == 1)
                 asked["prefilling"] = Asked(client.stream(None, long_text(seed), max_new_tokens=4))
-                running = partial(generation.metric, "framesieve_generation_engine_requests", state="running")
+                running = partial(generation.metric, "gridsieve_generation_engine_requests", state="running")
                 await until(lambda: running() == len(("generating", "prefilling")))
                 assert not [stage for stage, each in asked.items() if each.task.done()]
                 assert encoding.half_encoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from framesieve.services.compute.prepare import prepare
+from gridsieve.services.compute.prepare import prepare
 
 prepare()
 

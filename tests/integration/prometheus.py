@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from framesieve.common.process import free_port
+from gridsieve.common.process import free_port
 from tests.rules import FOLDER
 
 _WITHIN_S = 30.0

@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from framesieve.client.client import FramesieveClient
+from gridsieve.client.client import GridsieveClient
 from tests.integration.fleet import Fleet, Service, until
 from tests.integration.load import Asked, endless, held_by, short_clip
 
 _WAITS_BEFORE_PRUNING = """
 import signal
 from threading import Event
-from framesieve.common.serving.server import run
-from framesieve.services.encoder.items import item as items
-from framesieve.services.encoder.__main__ import main
+from gridsieve.common.serving.server import run
+from gridsieve.services.encoder.items import item as items
+from gridsieve.services.encoder.__main__ import main
 keep_tokens, released = items.keep_tokens, Event()
 def held(*args):
     print("waits before pruning", flush=True)
@@ -50,7 +50,7 @@ class Pruning:
 
 
 @asynccontextmanager
-async def held_in_pruning(fleet: Fleet, client: FramesieveClient, folder: Path, seed: int) -> AsyncIterator[Pruning]:
+async def held_in_pruning(fleet: Fleet, client: GridsieveClient, folder: Path, seed: int) -> AsyncIterator[Pruning]:
     """Starts that encoder at the address of the second one and holds the first request that reaches it."""
     first, second = fleet.encoder
     encoder = Service("encoder", first.model, folder, first.flags, second.address, program=_WAITS_BEFORE_PRUNING)

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.client.answer import Answer
-from framesieve.client.encoding import Encoded
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Part, user_turn
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.common.contract.wire import PlanReceiver
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from gridsieve.client.answer import Answer
+from gridsieve.client.encoding import Encoded
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Part, user_turn
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.common.contract.wire import PlanReceiver
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 from tests import nemotron
 from tests.families import FamilyUnderTest
 from tests.vision import patches_of

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.common import channels
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
+from gridsieve.common import channels
 from tests import media
 from tests.integration.fleet import Service, started
 
@@ -22,9 +22,9 @@ RATE, ANOTHER_RATE = 0.5, 0.75
 UNKNOWN_POLICY = {"unknown": {}}
 ROTATING = f"""
 import runpy
-from framesieve.common import channels
+from gridsieve.common import channels
 channels._BY_MEDIA = {UNKNOWN_POLICY}
-runpy.run_module("framesieve.services.generation", run_name="__main__")
+runpy.run_module("gridsieve.services.generation", run_name="__main__")
 """
 
 
@@ -44,9 +44,9 @@ async def hits(address: str, encoders: Sequence[Service], first_seed: int) -> tu
     order = random.Random(0)
 
     def lookups(outcome: str) -> float:
-        return sum(each.metric("framesieve_encoder_cache_lookups_total", outcome=outcome) for each in encoders)
+        return sum(each.metric("gridsieve_encoder_cache_lookups_total", outcome=outcome) for each in encoders)
 
-    async with FramesieveClient(address) as client:
+    async with GridsieveClient(address) as client:
 
         async def ask(clip: Video, question: str, rate: float) -> bool:
             """Whether most of its prompt was cached."""

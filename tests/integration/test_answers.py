@@ -12,10 +12,10 @@ import PIL.Image
 import pytest
 from typer.testing import CliRunner
 
-from framesieve.__main__ import app
-from framesieve.client.answer import Answer
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Frames, Image, Message, Text, Video
+from gridsieve.__main__ import app
+from gridsieve.client.answer import Answer
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Frames, Image, Message, Text, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
@@ -25,13 +25,13 @@ QUESTION = "What moves?"
 PRUNED: Any = {"pruning_rate": 0.5, "pruning_method": "evs"}
 
 
-async def ask(client: FramesieveClient, clip: int, **options: Any) -> Answer:
+async def ask(client: GridsieveClient, clip: int, **options: Any) -> Answer:
     """An answer about the clip of that number."""
     asked = {"max_new_tokens": 8, **PRUNED, "temperature": 0.0, "timeout_s": 30.0} | options
     return await client.ask(Video(data=media.clip(seed=clip)), QUESTION, **asked)  # type: ignore[arg-type]
 
 
-async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: FramesieveClient) -> None:
+async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: GridsieveClient) -> None:
     """A box that readers skip makes the clips 1.5 and 3 MiB large: pieces of at most 1 MiB follow the prompt."""
     clips = [media.clip(seed=61), media.clip(seed=62)]
     padding = [struct.pack(">I4s", size, b"free") + bytes(size - 8) for size in (3 * 2**19, 3 * 2**20)]
@@ -51,7 +51,7 @@ async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: 
 
 
 async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     """In one message and, 1.6 MiB large, in pieces between the services. The second question encodes nothing."""
     options: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5}
@@ -88,14 +88,14 @@ async def work_done(stack: Stack) -> dict[str, float]:
     """Decoded frames, items that the encoder was asked for, and look-ups in its cache."""
     await idle(stack)
     return {
-        "frames": metric(stack, "preprocessing", "framesieve_preprocessing_frames_total"),
-        "items": metric(stack, "encoder", "framesieve_encoder_items_total"),
-        "lookups": metric(stack, "encoder", "framesieve_encoder_cache_lookups_total"),
+        "frames": metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total"),
+        "items": metric(stack, "encoder", "gridsieve_encoder_items_total"),
+        "lookups": metric(stack, "encoder", "gridsieve_encoder_cache_lookups_total"),
     }
 
 
 async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     """At another rate it takes embeddings from the encoder's cache, at the same rate nothing is sent."""
     first = await ask(client, 41)
@@ -115,7 +115,7 @@ async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
 
 
 async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     first = await ask(client, 42)
     before = await work_done(stack)

@@ -1,4 +1,4 @@
-"""`framesieve bench` against real services, by gRPC and by HTTP."""
+"""`gridsieve bench` against real services, by gRPC and by HTTP."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from framesieve.__main__ import app
-from framesieve.common.process import free_port
+from gridsieve.__main__ import app
+from gridsieve.common.process import free_port
 from tests import media
 from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway
@@ -104,7 +104,7 @@ def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(door
 
 @pytest.mark.deep
 def test_bench_can_start_the_services_itself() -> None:
-    command = [sys.executable, "-m", "framesieve", "bench", "--start", "--requests", "4", "--warmup", "0"]
+    command = [sys.executable, "-m", "gridsieve", "bench", "--start", "--requests", "4", "--warmup", "0"]
     report = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150, check=True).stdout
     assert "three services started for this run, with random weights" in report
     assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from framesieve import FramesieveClient, InvalidRequest, Video
+from gridsieve import GridsieveClient, InvalidRequest, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
@@ -37,12 +37,12 @@ def http(door: Gateway) -> Iterator[httpx.Client]:
 async def work_done(stack: Stack) -> tuple[int, int]:
     """How many frames were decoded, and how many slices ran through the tower."""
     await idle(stack)
-    frames = metric(stack, "preprocessing", "framesieve_preprocessing_frames_total")
-    return int(frames), int(metric(stack, "encoder", "framesieve_encoder_batch_slices_sum"))
+    frames = metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total")
+    return int(frames), int(metric(stack, "encoder", "gridsieve_encoder_batch_slices_sum"))
 
 
 async def test_requests_of_another_salt_find_nothing_and_are_answered_alike(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     clip, answers = Video(data=media.clip(FRAMES, fps=2, seed=71)), []
     for salt in (None, "alice", "bob"):
@@ -62,13 +62,13 @@ async def test_requests_of_another_salt_find_nothing_and_are_answered_alike(
         assert other.logprobs == pytest.approx(answers[0].logprobs, abs=1e-4)
 
 
-async def test_a_prompt_of_text_is_found_by_its_salt_alone(client: FramesieveClient) -> None:
+async def test_a_prompt_of_text_is_found_by_its_salt_alone(client: GridsieveClient) -> None:
     for salt in (None, "alice", "bob"):
         first, again = [await client.ask(None, "Why? " * 64, cache_salt=salt, **OPTIONS) for _ in range(2)]
         assert (first.usage.cached_prompt_tokens, again.usage.cached_prompt_tokens > 0) == (0, True)
 
 
-async def test_concurrent_requests_of_different_salts_share_no_encoding(stack: Stack, client: FramesieveClient) -> None:
+async def test_concurrent_requests_of_different_salts_share_no_encoding(stack: Stack, client: GridsieveClient) -> None:
     frames, slices = await work_done(stack)
     clip = Video(data=media.clip(FRAMES, fps=2, seed=72))
     await asyncio.gather(*(client.ask(clip, "?", cache_salt=salt, **OPTIONS) for salt in ("alice", "bob")))
@@ -93,7 +93,7 @@ async def test_every_http_endpoint_takes_a_salt(stack: Stack, http: httpx.Client
         assert await asyncio.to_thread(cached, path, body, salt) == 0
         done = await work_done(stack)
         assert done == (before[0] + FRAMES, before[1] + SLICES)
-        kept = await asyncio.to_thread(http.post, "/v1/framesieve/kept", json=chat | {"cache_salt": salt})
+        kept = await asyncio.to_thread(http.post, "/v1/gridsieve/kept", json=chat | {"cache_salt": salt})
         assert kept.status_code == 200
         for other, its_body in doors:
             assert await asyncio.to_thread(cached, other, its_body, salt) > 0
@@ -101,7 +101,7 @@ async def test_every_http_endpoint_takes_a_salt(stack: Stack, http: httpx.Client
 
 
 async def test_a_salt_that_is_too_long_or_not_printable_is_refused(
-    client: FramesieveClient, http: httpx.Client
+    client: GridsieveClient, http: httpx.Client
 ) -> None:
     for salt in (TOO_LONG, UNPRINTABLE):
         with pytest.raises(InvalidRequest, match="at most 256 printable characters") as error:

@@ -11,11 +11,11 @@ import pytest
 from benchmarks.drafts import DRAFTING
 from demo.example import CLIP as DEMO_CLIP
 from demo.example import QUESTIONS
-from framesieve import FramesieveClient, Video
-from framesieve.cli.launcher import LocalStack
-from framesieve.client.answer import Answer
-from framesieve.client.prompt import Options
-from framesieve.common.checkpoint import Checkpoint
+from gridsieve import GridsieveClient, Video
+from gridsieve.cli.launcher import LocalStack
+from gridsieve.client.answer import Answer
+from gridsieve.client.prompt import Options
+from gridsieve.common.checkpoint import Checkpoint
 from tests import media
 from tests.drafts import SPECFORGE, write_head
 from tests.integration.conftest import another_generation
@@ -35,16 +35,16 @@ def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Se
         yield service
 
 
-async def test_wrong_drafts_change_no_answer_and_stop(client: FramesieveClient, drafting: Service) -> None:
+async def test_wrong_drafts_change_no_answer_and_stop(client: GridsieveClient, drafting: Service) -> None:
     sampled = Options(temperature=1.0, seed=3, max_new_tokens=30, n=2)
     document = Options(json_schema=SCHEMA, temperature=1.0, seed=1, max_new_tokens=100)
     long = Options(temperature=0, max_new_tokens=200, ignore_eos=True)
 
-    def all_of(asked: FramesieveClient) -> list[Awaitable[Answer]]:
+    def all_of(asked: GridsieveClient) -> list[Awaitable[Answer]]:
         film = Video(data=CLIP)
         return [asked.ask(film, "What moves?", **each) for each in (sampled, document)] + [asked.ask(None, "?", **long)]
 
-    async with FramesieveClient(drafting.address) as other:
+    async with GridsieveClient(drafting.address) as other:
         expected = [tokens_of(await each) for each in all_of(client)]
         answers = await asyncio.gather(*all_of(other))
         alone = await other.ask(None, "?", **long)
@@ -52,14 +52,14 @@ async def test_wrong_drafts_change_no_answer_and_stop(client: FramesieveClient, 
     assert tokens_of(alone) == expected[-1]
     usages = [each.usage for each in (*answers, alone)]
     for name in ("draft_tokens", "accepted_draft_tokens"):
-        assert drafting.metric(f"framesieve_generation_{name}_total") == sum(getattr(each, name) for each in usages)
+        assert drafting.metric(f"gridsieve_generation_{name}_total") == sum(getattr(each, name) for each in usages)
     assert 0 < alone.usage.draft_tokens < 200  # three a step, had it not stopped
 
 
 async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer() -> None:
     usages = []
     flags = {"encoder": OFF, "generation": [*DRAFTING["generation"], *OFF]}
-    async with LocalStack(flags=flags) as demo, FramesieveClient(demo.address) as asked:
+    async with LocalStack(flags=flags) as demo, GridsieveClient(demo.address) as asked:
         for rate in (0.0, 0.75):
             answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate, pruning_method="evs")
             assert answer.text == QUESTIONS[-1].answer

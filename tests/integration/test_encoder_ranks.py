@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.process import ExitStatus
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Image
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.process import ExitStatus
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, until
@@ -42,9 +42,9 @@ async def test_two_ranks_of_the_encoder_encode_as_one_and_end_when_one_is_killed
             np.testing.assert_allclose(one.values, other.values, atol=rounding, rtol=0, strict=True)
         assert cpu_ticks(rank) > before
 
-        batches = encoder.metric("framesieve_encoder_batch_slices_count")
+        batches = encoder.metric("gridsieve_encoder_batch_slices_count")
         encoding = asyncio.create_task(encode(encoder.address, long_clip(902)))
-        await until(lambda: encoder.metric("framesieve_encoder_batch_slices_count") > batches + 2)
+        await until(lambda: encoder.metric("gridsieve_encoder_batch_slices_count") > batches + 2)
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(Unavailable, match=ENDED) as failed:
             await within(SOON_S, encoding)

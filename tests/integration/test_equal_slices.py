@@ -15,12 +15,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from framesieve.client.encoding import Encoded, encode
-from framesieve.client.prompt import Frames, Pruning, Video
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.tower.patches import KeptFrames
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.client.encoding import Encoded, encode
+from gridsieve.client.prompt import Frames, Pruning, Video
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower.patches import KeptFrames
+from gridsieve.services.encoder.tower.tower import Tower
 from tests.awake import SOON_S
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_count, exact_scores
 from tests.integration.fleet import Fleet, at_rest
@@ -85,9 +85,9 @@ class Counting:
         return made, (ran, repeated, cached)
 
     def _counts(self) -> list[float]:
-        reused = "framesieve_encoder_reused_slices_total"
+        reused = "gridsieve_encoder_reused_slices_total"
         return [
-            self._encoder.metric("framesieve_encoder_batch_slices_sum"),
+            self._encoder.metric("gridsieve_encoder_batch_slices_sum"),
             self._encoder.metric(reused, source="repeated"),
             self._encoder.metric(reused, source="cached"),
         ]

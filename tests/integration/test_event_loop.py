@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.v1.generation_pb2 import LiveFrame, RawFrame
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
+from gridsieve.v1.generation_pb2 import LiveFrame, RawFrame
 from tests import media
 from tests.integration.fleet import Fleet
 from tests.integration.test_live import watching
@@ -21,7 +21,7 @@ ROUNDS = 2
 FILE_BYTES = 48 * 2**20  # which takes 30 ms to hash
 
 
-async def test_large_media_do_not_hold_up_the_event_loops(fleet: Fleet, fleet_client: FramesieveClient) -> None:
+async def test_large_media_do_not_hold_up_the_event_loops(fleet: Fleet, fleet_client: GridsieveClient) -> None:
     services, client, slow = fleet.first, fleet_client, []
     for number in range(3000, 3000 + ROUNDS):
         before = [len(each.log()) for each in services]

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image, Message, Part, Pruning, Text, Video
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Modality
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Image, Message, Part, Pruning, Text, Video
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Modality
 from tests import cosmos3_edge, media
 from tests.drafts import write_mtp
 from tests.encoder.kept import FLOAT32_ERROR, check_kept, exact_scores
@@ -65,8 +65,8 @@ def served(
 
 
 @pytest.fixture
-async def client(served: Served) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(served.addresses["generation"]) as connected:
+async def client(served: Served) -> AsyncIterator[GridsieveClient]:
+    async with GridsieveClient(served.addresses["generation"]) as connected:
         yield connected
 
 
@@ -78,7 +78,7 @@ PICTURE, TALL = media.picture(112, 84), media.picture(64, 128, seed=1)
 MIXED = (Video(data=BRIEF, fps=8), Image(data=TALL), Text("and"), Video(data=BRIEF_WIDE, fps=6), Image(data=PICTURE))
 
 
-async def test_at_rate_0_the_answer_is_that_of_transformers_generate(served: Served, client: FramesieveClient) -> None:
+async def test_at_rate_0_the_answer_is_that_of_transformers_generate(served: Served, client: GridsieveClient) -> None:
     family, reference = FAMILIES[served.family], load_reference(served.family, served.folder)
     preprocessing, folder = served.addresses["preprocessing"], served.folder
     for parts in (MIXED[:2], MIXED):
@@ -98,7 +98,7 @@ async def test_llava_answers_questions_about_images_as_transformers_generate(
     folder, reference = checkpoints(kind), load_reference(kind, checkpoints(kind))
     with running(folder) as stack:
         addresses = stack.addresses
-        async with FramesieveClient(addresses["generation"]) as client:
+        async with GridsieveClient(addresses["generation"]) as client:
             for parts in (IMAGES[:1], IMAGES):
                 inputs = await model_inputs(
                     addresses["preprocessing"], parts, QUESTION, FAMILIES[kind], folder, reference.config
@@ -129,7 +129,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
     folder, reference = checkpoints(name), load_reference(name, checkpoints(name))
     with running(folder) as stack:
         addresses = stack.addresses
-        async with FramesieveClient(addresses["generation"]) as client:
+        async with GridsieveClient(addresses["generation"]) as client:
             for parts in TILED_MIXES:
                 inputs = await model_inputs(
                     addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
@@ -173,7 +173,7 @@ async def test_concurrent_requests_with_and_without_adapters_answer_as_peft_and_
     family, preprocessing = FAMILIES["qwen2_5_vl"], stack.addresses["preprocessing"]
     inputs = await model_inputs(preprocessing, parts, QUESTION, family, tiny_checkpoint, reference.config)
     models = {None: reference} | {folder.name: model for folder, model in adapted.items()}
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         names = [*models, *models]  # each twice: the second hits the prefix cache of its own adapter
         answers = await asyncio.gather(*(client.ask(parts, QUESTION, adapter=name, **GREEDY) for name in names))
     firsts = [check_answer(answer, models[name], inputs) for name, answer in zip(names, answers, strict=True)]
@@ -186,7 +186,7 @@ async def test_an_adapter_of_the_tower_that_the_encoder_lacks_is_refused_with_it
 ) -> None:
     (folder,) = (each for each in adapted if each.name == SEEING)
     with another_generation(stack, tiny_checkpoint, tmp_path, "--adapters", f"blind={folder}") as generation:
-        async with FramesieveClient(generation.address) as client:
+        async with GridsieveClient(generation.address) as client:
             with pytest.raises(InvalidRequest, match=f"must be one of {SEEING}, got 'blind'") as refused:
                 await client.ask(MIXED[:1], QUESTION, adapter="blind")
             assert refused.value.field == "adapter"
@@ -212,7 +212,7 @@ MIXES: dict[str, tuple[tuple[Message, ...], tuple[Part, ...]]] = {
 async def test_every_mix_of_media_keeps_the_tokens_of_its_rate(stack: Stack, mix: str) -> None:
     history, parts = MIXES[mix]
     options: Any = {"history": history, "pruning_rate": 0.75, "max_new_tokens": 3, "timeout_s": 60}
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         answer = await client.ask(list(parts), "What is this?", **options)
     asked = [part for turn in history for part in turn.parts] + list(parts)
     modalities = {Image: Modality.IMAGE, Video: Modality.VIDEO}
@@ -229,7 +229,7 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
 ) -> None:
     prunings = (None, Pruning(0.5, "random"), Pruning(0.95, "evs"), Pruning(0.95, "vidcom2"), Pruning(0.95, "none"))
     videos = [Video(data=SHORT, pruning=pruning) for pruning in prunings]
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         answer = await client.ask(videos, QUESTION, pruning_rate=0.25, max_new_tokens=1, timeout_s=60)
     grid = answer.usage.media[0].grid
     twentieth = grid.tokens // 20
@@ -240,7 +240,7 @@ async def test_each_video_is_pruned_by_its_own_method_and_rate_or_else_by_those_
 
 
 async def test_embeddings_as_input_are_answered_like_the_media_they_come_from(
-    served: Served, client: FramesieveClient
+    served: Served, client: GridsieveClient
 ) -> None:
     pixels = (Video(data=WIDE), Image(data=PICTURE))
     clip, picture = await encode(served.addresses["encoder"], list(pixels))

@@ -30,9 +30,9 @@ import openai
 import PIL.Image
 import pytest
 
-from framesieve import Frames, FramesieveClient, Image, Message, Pruning, Text, Video, encode
-from framesieve.client.prompt import Options
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected
+from gridsieve import Frames, GridsieveClient, Image, Message, Pruning, Text, Video, encode
+from gridsieve.client.prompt import Options
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden, MediaRejected
 from tests import media
 from tests.integration.conftest import OTHER_NAME, SEEING, SERVED_NAME, UPLOAD_MAX_BYTES
 from tests.integration.fleet import Stack, exported, metric_in, until
@@ -45,7 +45,7 @@ PICTURE = media.picture(60, 90)
 CLIP_URL, OTHER_URL = data_url("video/mp4", CLIP), data_url("video/mp4", OTHER)
 FRAMES = tuple(media.picture(112, 112, seed) for seed in range(4))
 PICTURE_URL = data_url("image/png", PICTURE)
-RUNNING = "framesieve_requests_running"
+RUNNING = "gridsieve_requests_running"
 MAX_INLINE_BYTES = 64 * 2**20
 LARGER = "upload larger files to /v1/files, or give an https URL or a file: path below --media-root"
 GREEDY = Options(temperature=0, max_new_tokens=8, logprobs=True)
@@ -127,7 +127,7 @@ async def test_every_part_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     parts, messages = SAME[name]
     body = question(*parts, logprobs=True)
     got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         wanted = await client.answer(messages, GREEDY)
     assert_same(got, wanted)
 
@@ -139,7 +139,7 @@ async def test_embeddings_are_answered_as_the_media_that_they_come_from(stack: S
     body = question(*parts, "What?", logprobs=True, mm_processor_kwargs={"fps": 1.0})
     got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
     messages = [user(Video(data=CLIP, pruning=Pruning(0.5, "evs")), Image(data=PICTURE), Text("What?"))]
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         wanted = await client.answer(messages, GREEDY)
     assert_same(got, wanted)
 
@@ -154,13 +154,13 @@ def assert_same(got: Any, wanted: Any) -> None:
     usage = got["usage"]
     assert usage["prompt_tokens"] == wanted.usage.prompt_tokens
     assert usage["completion_tokens"] == wanted.usage.completion_tokens
-    assert usage["framesieve"]["prompt_tokens_full"] == wanted.usage.prompt_tokens_full
-    assert [item["kept_tokens"] for item in usage["framesieve"]["media"]] == [
+    assert usage["gridsieve"]["prompt_tokens_full"] == wanted.usage.prompt_tokens_full
+    assert [item["kept_tokens"] for item in usage["gridsieve"]["media"]] == [
         item.num_kept for item in wanted.usage.media
     ]
-    stages = usage["framesieve"]["stages_s"]
+    stages = usage["gridsieve"]["stages_s"]
     assert len(stages) == 10
-    assert sum(stages.values()) == pytest.approx(usage["framesieve"]["time_to_first_token_s"], abs=1e-6)
+    assert sum(stages.values()) == pytest.approx(usage["gridsieve"]["time_to_first_token_s"], abs=1e-6)
 
 
 async def test_earlier_turns_a_system_message_and_a_url_are_answered_as_by_grpc(
@@ -174,7 +174,7 @@ async def test_earlier_turns_a_system_message_and_a_url_are_answered_as_by_grpc(
         {"role": "user", "content": "Which colour?"},
     ]
     body = {"messages": turns, "temperature": 0, "max_completion_tokens": 8, "logprobs": True, "pruning": {"rate": 0.5}}
-    async with serving(ok(CLIP), port=fetch_port), FramesieveClient(stack.address) as client:
+    async with serving(ok(CLIP), port=fetch_port), GridsieveClient(stack.address) as client:
         got = await asyncio.to_thread(lambda: http.post("/v1/chat/completions", json=body).raise_for_status().json())
         messages = [
             Message("system", (Text("Be brief."),)),
@@ -239,7 +239,7 @@ def test_chunks_of_a_stream_are_lines_of_ascii_and_have_no_usage_but_the_last(ht
 
 
 async def test_a_model_is_a_name_of_the_checkpoint_or_an_adapter(stack: Stack, http: httpx.Client) -> None:
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         for name, told, adapter in (
             (SERVED_NAME, SERVED_NAME, None),
             (OTHER_NAME, SERVED_NAME, None),
@@ -303,11 +303,11 @@ async def test_a_medium_is_the_same_from_every_source(
     ]
     kept = http.post("/v1/files", files={"file": ("photo.jpg", data, "image/jpeg")}).raise_for_status().json()
     files = [{"file_data": inline}, {"file_data": body, "filename": name}, {"file_id": kept["id"]}]
-    async with serving(ok(data), port=fetch_port), FramesieveClient(stack.address) as client:
+    async with serving(ok(data), port=fetch_port), GridsieveClient(stack.address) as client:
 
         def found(*parts: Any) -> set[str]:
             answer = http.post("/v1/chat/completions", json=question(*parts, "?", max_tokens=1))
-            items = answer.raise_for_status().json()["usage"]["framesieve"]["media"]
+            items = answer.raise_for_status().json()["usage"]["gridsieve"]["media"]
             return {f"{item['modality']} {item['grid']}" for item in items}
 
         images = await asyncio.to_thread(found, *map(image, urls))
@@ -466,7 +466,7 @@ def test_uploads_are_bounded_together_while_they_arrive(stack: Stack, tmp_path: 
 
 
 async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(
-    client: FramesieveClient, http: httpx.Client, upload_root: Path
+    client: GridsieveClient, http: httpx.Client, upload_root: Path
 ) -> None:
     kept = http.post("/v1/files", files={"file": ("clip.mp4", OTHER)}).json()
     owner, digest = hashlib.sha256(b"").hexdigest(), hashlib.sha256(OTHER).hexdigest()
@@ -476,7 +476,7 @@ async def test_an_upload_is_reached_by_its_id_or_by_both_digests_and_by_no_path(
     for given, status in ((lies.as_uri(), 403), (url, 400)):
         assert http.post("/v1/chat/completions", json=question(video(given), "?")).status_code == status
     assert (await client.ask(Video(url=url), "?", max_new_tokens=1)).usage.media
-    wrong: list[tuple[Video, type[FramesieveError], str]] = [
+    wrong: list[tuple[Video, type[GridsieveError], str]] = [
         (Video(server_path=str(lies)), MediaForbidden, "outside --media-root"),
         (Video(url=f"upload:{owner}/{'0' * 64}"), MediaRejected, "cannot be read below --upload-root: No such file"),
         (Video(url=f"{url}.json"), InvalidRequest, "must be upload:, 64 hexadecimal digits"),
@@ -503,7 +503,7 @@ async def test_a_client_that_leaves_cancels_its_question_within_a_second(stack: 
 
 
 def test_kept_tokens_are_refused_without_an_encoder(http: httpx.Client) -> None:
-    refused = http.post("/v1/framesieve/kept", json=question(video(CLIP_URL)))
+    refused = http.post("/v1/gridsieve/kept", json=question(video(CLIP_URL)))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, None)
     assert refused.json()["error"]["message"].endswith("without --encoder")
 
@@ -542,8 +542,8 @@ def test_metrics_and_health_are_told(door: Gateway, http: httpx.Client) -> None:
     http.post("/v1/chat/completions", json=question("Why?", n=17))
     assert http.get("/health").json() == {"status": "serving"}
     text = http.get("/metrics").text
-    assert metric_in(text, "framesieve_requests_total", method="ChatCompletions", code="INVALID_ARGUMENT") > 0
-    assert metric_in(text, "framesieve_refusals_total", method="ChatCompletions", reason="INVALID_REQUEST") > 0
+    assert metric_in(text, "gridsieve_requests_total", method="ChatCompletions", code="INVALID_ARGUMENT") > 0
+    assert metric_in(text, "gridsieve_refusals_total", method="ChatCompletions", reason="INVALID_REQUEST") > 0
     assert metric_in(text, RUNNING, method="ChatCompletions") == 0
     assert_documented("gateway", text)
     ended = [json.loads(line) for line in door.log.read_text().splitlines() if '"request ended"' in line]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from framesieve.common.process import ExitStatus
+from gridsieve.common.process import ExitStatus
 from tests.integration.fleet import Stack, metric_in, until
 from tests.integration.gateway import gateway, question
 
@@ -33,7 +33,7 @@ async def test_a_drain_tells_the_clients_that_it_cuts_off(stack: Stack, tmp_path
             async with client.stream("POST", path, json={**body, "stream": True}) as streamed:
                 lines = streamed.aiter_lines()
                 await anext(lines)
-                running = "framesieve_requests_running"
+                running = "gridsieve_requests_running"
                 await until(lambda: metric_in(httpx.get(f"{leaving.url}/metrics").text, running) == 3)
                 leaving.process.send_signal(signal.SIGTERM)
                 told = [line async for line in lines if line]

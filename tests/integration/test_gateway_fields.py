@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from framesieve.client.prompt import Embeds
-from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import Grid
-from framesieve.services.gateway.chat.names import FieldNames
-from framesieve.services.gateway.http.errors import in_words
+from gridsieve.client.prompt import Embeds
+from gridsieve.common.contract.errors import PromptTooLong
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.http.errors import in_words
 from tests import media
 from tests.integration.gateway import brought, data_url, question, video
 

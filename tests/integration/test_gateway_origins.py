@@ -11,8 +11,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 from websockets.typing import Origin
 
-from framesieve.services.gateway.http.errors import ForbiddenOrigin
-from framesieve.services.gateway.http.origins import Origins
+from gridsieve.services.gateway.http.errors import ForbiddenOrigin
+from gridsieve.services.gateway.http.origins import Origins
 from tests.integration.fleet import Stack
 from tests.integration.gateway import Gateway, gateway, question
 
@@ -80,7 +80,7 @@ async def test_a_refused_websocket_has_a_body_and_is_no_error_of_the_log(door: G
         ("127.0.0.1:8000", [], ["localhost:80", "127.0.0.2"], ["10.0.0.7", "gpu-1", "localhost.evil.example", "["]),
         ("localhost:8000", ["https://api.example:443"], ["api.example", "API.EXAMPLE.:9"], ["x.api.example"]),
         ("[::1]:8000", [], ["[::1]", "a.localhost."], ["[::2]:8000"]),
-        ("0.0.0.0:8000", [], ["10.0.0.7:8000", "[fe80::1]", "gateway.framesieve:8000", ""], []),
+        ("0.0.0.0:8000", [], ["10.0.0.7:8000", "[fe80::1]", "gateway.gridsieve:8000", ""], []),
         ("gpu-1:8000", ["http://a:1", "null"], ["gpu-1", "a:2", "10.0.0.7", "localhost"], ["evil.example", "["]),
         ("unix:/door", ["http://a"], ["a", "localhost"], ["evil.example"]),
         ("127.0.0.1:8000", ["*"], ["evil.example"], []),

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.process import ExitStatus
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.process import ExitStatus
 from tests import media
 from tests.integration.conftest import upstream_of
 from tests.integration.fleet import Service, Stack, until
@@ -26,9 +26,9 @@ from tests.processes import runs
 IMPATIENT = """
 from datetime import timedelta
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from framesieve.common.serving.server import run
-from framesieve.services.generation.__main__ import main
-from framesieve.services.compute.rank_failure import RankFailure
+from gridsieve.common.serving.server import run
+from gridsieve.services.generation.__main__ import main
+from gridsieve.services.compute.rank_failure import RankFailure
 watch = RankFailure.watch
 RankFailure.watch = lambda self, on_failure: (watch(self, on_failure), _set_pg_timeout(timedelta(seconds=6)))
 run(main)
@@ -65,7 +65,7 @@ def rank_1(service: Service) -> int:
 
 async def fails_a_running_request(service: Service, number: signal.Signals) -> None:
     """Sends the signal to rank 1 while a request runs."""
-    async with FramesieveClient(service.address) as client:
+    async with GridsieveClient(service.address) as client:
         asked = endless(client)
         await until(lambda: asked.tokens)
         os.kill(rank_1(service), number)
@@ -84,7 +84,7 @@ async def test_two_ranks_of_generation_answer_as_one_and_end_when_one_is_killed(
     options: list[dict[str, Any]] = [{"pruning_rate": rate, "adapter": adapter} for rate, adapter in variants]
 
     async def answers(address: str) -> list[tuple[int, ...]]:
-        async with FramesieveClient(address) as client:
+        async with GridsieveClient(address) as client:
             asked = [
                 client.ask(Video(data=clip), "What moves?", max_new_tokens=12, ignore_eos=True, **each)
                 for clip in clips

@@ -24,18 +24,18 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from typer.testing import CliRunner
 
 from demo.example import CLIP, QUESTIONS
-from framesieve.__main__ import app
-from framesieve.cli.inspection import inspect_media
-from framesieve.cli.launcher import SERVICES, Endpoint, LocalStack
-from framesieve.client.answer import Accepted
-from framesieve.client.client import FramesieveClient
-from framesieve.client.credentials import Access, credentials_of
-from framesieve.client.encoding import encode
-from framesieve.client.live_events import LiveFinished
-from framesieve.client.prompt import Pruning, Video
-from framesieve.common.channels import open_channel
-from framesieve.common.contract import errors
-from framesieve.common.process import free_port
+from gridsieve.__main__ import app
+from gridsieve.cli.inspection import inspect_media
+from gridsieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from gridsieve.client.answer import Accepted
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.credentials import Access, credentials_of
+from gridsieve.client.encoding import encode
+from gridsieve.client.live_events import LiveFinished
+from gridsieve.client.prompt import Pruning, Video
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract import errors
+from gridsieve.common.process import free_port
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import exported, metric_in, until
@@ -66,8 +66,8 @@ class Guarded:
         own = {"tls_ca": ca, "tls_cert": cert, "tls_key": key, "token": self.tokens.get(name, MALLORY)}
         return Access(**{**own, **other})
 
-    def client(self, name: str, **other: Any) -> FramesieveClient:
-        return FramesieveClient(self.stack.address, **self.access(name, **other))
+    def client(self, name: str, **other: Any) -> GridsieveClient:
+        return GridsieveClient(self.stack.address, **self.access(name, **other))
 
 
 def made_secrets(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -102,9 +102,9 @@ def environment_of(secrets: Path) -> dict[str, str]:
     """What a process needs to connect to the services."""
     own = secrets / "alice"
     return {
-        "FRAMESIEVE_UPSTREAM_TLS_CA": f"{own}/ca.pem",
-        "FRAMESIEVE_TLS_CERT": f"{own}/cert.pem",
-        "FRAMESIEVE_TLS_KEY": f"{own}/key.pem",
+        "GRIDSIEVE_UPSTREAM_TLS_CA": f"{own}/ca.pem",
+        "GRIDSIEVE_TLS_CERT": f"{own}/cert.pem",
+        "GRIDSIEVE_TLS_KEY": f"{own}/key.pem",
     }
 
 
@@ -126,7 +126,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 @pytest.fixture
-async def alice(guarded: Guarded) -> AsyncIterator[FramesieveClient]:
+async def alice(guarded: Guarded) -> AsyncIterator[GridsieveClient]:
     async with guarded.client("alice") as connected:
         yield connected
 
@@ -158,8 +158,8 @@ async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Gu
     def used(text: str, name: str) -> list[float]:
         """Prompt tokens, tokens of answers, seconds."""
         count = partial(metric_in, text, client=name)
-        tokens = [count("framesieve_client_tokens_total", kind=kind) for kind in ("prompt", "completion")]
-        return [*tokens, count("framesieve_client_seconds_total")]
+        tokens = [count("gridsieve_client_tokens_total", kind=kind) for kind in ("prompt", "completion")]
+        return [*tokens, count("gridsieve_client_seconds_total")]
 
     def grown(text: str, before: str, name: str) -> list[float]:
         return [now - then for now, then in zip(used(text, name), used(before, name), strict=True)]
@@ -169,7 +169,7 @@ async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Gu
         trusting = ssl.create_default_context(cafile=own / "ca.pem")
         with door.http(verify=trusting, headers={"authorization": f"Bearer {carol}"}) as client:
             fresh = client.get("/metrics").text
-            assert 'framesieve_client_tokens_total{client="carol",kind="prompt"} 0.0' in fresh
+            assert 'gridsieve_client_tokens_total{client="carol",kind="prompt"} 0.0' in fresh
             for_strangers = client.get("/metrics", headers={"authorization": f"Bearer {MALLORY}"}).text
             assert families(fresh).keys() - families(for_strangers).keys() == documented("callers").keys()
             asked = http_question("Why?", max_tokens=4)
@@ -186,7 +186,7 @@ async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Gu
             with client.stream("POST", "/v1/chat/completions", json=endless) as left:
                 next(left.iter_lines())
             await idle(guarded.stack)
-            await until(lambda: not metric_in(client.get("/metrics").text, "framesieve_requests_running"))
+            await until(lambda: not metric_in(client.get("/metrics").text, "gridsieve_requests_running"))
             prompt, completion, _ = grown(client.get("/metrics").text, text, "carol")
             charged = grown(exported(metrics_port), at_generation, "alice")
             assert (prompt, 0 < completion <= charged[1] < 900) == (charged[0], True)
@@ -203,11 +203,11 @@ async def test_tokens_and_seconds_are_counted_by_the_names_of_tokens(guarded: Gu
     of_question = answer.usage.prompt_tokens - answer.usage.cached_prompt_tokens
     assert (prompt, completion) == (last.usage.media_tokens + of_question, answer.usage.completion_tokens)
     assert seconds > 0
-    by_caller = {name: family for name, family in families(text).items() if name.startswith("framesieve_client_")}
+    by_caller = {name: family for name, family in families(text).items() if name.startswith("gridsieve_client_")}
     assert {name: seen(family, {"client"}) for name, family in by_caller.items()} == documented("callers")
 
 
-async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(alice: FramesieveClient) -> None:
+async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(alice: GridsieveClient) -> None:
     for question, rate in product(QUESTIONS, (0.0, 0.75)):
         answer = await alice.ask(Video(server_path=CLIP.name), question.text, pruning_rate=rate)
         assert answer.text == question.answer
@@ -218,12 +218,12 @@ async def test_the_questions_of_the_demo_are_answered_correctly_over_mutual_tls(
 
 
 async def test_services_that_do_not_know_that_they_share_a_host_send_frames_and_embeddings_in_messages(
-    guarded: Guarded, alice: FramesieveClient
+    guarded: Guarded, alice: GridsieveClient
 ) -> None:
 
     def moved_bytes(service: str, method: str) -> tuple[float, int]:
         """In all, and how much of it was handed over."""
-        sent = metric(guarded.stack, service, "framesieve_message_bytes_total", method=method, direction="sent")
+        sent = metric(guarded.stack, service, "gridsieve_message_bytes_total", method=method, direction="sent")
         return sent, sum(map(int, re.findall(r'"handed_over_bytes": (\d+)', guarded.stack.log(service))))
 
     calls = {"preprocessing": "Preprocess", "encoder": "Encode"}
@@ -264,7 +264,7 @@ async def test_a_token_of_generation_is_no_token_of_the_services_behind_it(guard
     assert seen.kept.size < seen.plan.grid.tokens
 
 
-async def test_a_client_at_its_quota_is_refused_and_another_is_not(guarded: Guarded, alice: FramesieveClient) -> None:
+async def test_a_client_at_its_quota_is_refused_and_another_is_not(guarded: Guarded, alice: GridsieveClient) -> None:
     with pytest.raises(errors.InvalidRequest, match=f"--max-bytes-per-client is {MAX_BYTES}$"):
         await alice.ask(Video(data=bytes(MAX_BYTES)), "And this?", timeout_s=20)
     held = [alice.stream(Video(CLIP), "Describe it.", max_new_tokens=900, ignore_eos=True) for _ in range(2)]
@@ -291,7 +291,7 @@ def test_commands_take_credentials_from_flags_or_the_environment(guarded: Guarde
     own, address, behind = guarded.secrets / "alice", guarded.stack.address, guarded.stack.addresses
 
     def run(arguments: list[str], token: str | None = None) -> tuple[int, str]:
-        environment = {**environment_of(guarded.secrets), "FRAMESIEVE_TOKEN": token} if token else {}
+        environment = {**environment_of(guarded.secrets), "GRIDSIEVE_TOKEN": token} if token else {}
         done = CliRunner().invoke(app, arguments, env=environment)
         return done.exit_code, done.output
 
@@ -307,7 +307,7 @@ def test_commands_take_credentials_from_flags_or_the_environment(guarded: Guarde
     assert run([*inspect, "-o", str(tmp_path / "kept.png")], guarded.tokens["inspector"])[0] == 0
 
 
-async def test_logs_name_clients_and_contain_no_token(guarded: Guarded, alice: FramesieveClient) -> None:
+async def test_logs_name_clients_and_contain_no_token(guarded: Guarded, alice: GridsieveClient) -> None:
     with pytest.raises(errors.InvalidRequest):
         await alice.ask(None, "?", temperature=-1)
     async with guarded.client("mallory") as mallory:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Image, Video
-from framesieve.common.contract import errors
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Image, Video
+from gridsieve.common.contract import errors
 from tests import media
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +61,11 @@ BAD: dict[str, Callable[[], Video | Image]] = {
 
 
 async def test_a_refusal_names_the_part_and_nothing_of_the_inside(
-    client: FramesieveClient, bad_root: Path, tiny_checkpoint: Path
+    client: GridsieveClient, bad_root: Path, tiny_checkpoint: Path
 ) -> None:
     """It may repeat a path as it was given, not where it lies on the server."""
     for name, make in BAD.items():
-        with pytest.raises(errors.FramesieveError) as refused:
+        with pytest.raises(errors.GridsieveError) as refused:
             await client.ask(make(), "What moves?", timeout_s=60)
         text = str(refused.value)
         assert text.startswith("prompt.messages[0].parts[0]"), (name, text)
@@ -85,7 +85,7 @@ COUNTS = {
 }
 
 
-async def test_two_billion_frames_in_a_header_cost_nothing(client: FramesieveClient) -> None:
+async def test_two_billion_frames_in_a_header_cost_nothing(client: GridsieveClient) -> None:
     """The file is refused, or answered about the frames that are there."""
     for name, (box, offset) in COUNTS.items():
         data = bytearray(media.clip(8))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.client.client import FramesieveClient
-from framesieve.common.contract.errors import FramesieveError, Unavailable
+from gridsieve.client.client import GridsieveClient
+from gridsieve.common.contract.errors import GridsieveError, Unavailable
 from tests import media
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, Service, at_rest, until
@@ -43,7 +43,7 @@ async def fails_soon(name: str, *asked: Asked) -> None:
     ],
 )
 async def test_only_requests_that_need_a_killed_service_fail_and_name_it(
-    fleet: Fleet, fleet_client: FramesieveClient, index: int, name: str, lost: tuple[str, ...]
+    fleet: Fleet, fleet_client: GridsieveClient, index: int, name: str, lost: tuple[str, ...]
 ) -> None:
     client, victim = fleet_client, fleet.first[index]
     workers = children(fleet.preprocessing[0].pid)
@@ -100,23 +100,23 @@ async def test_no_request_fails_when_a_replica_is_killed_under_load(fleet: Fleet
     numbers = count()
 
     async def ask_until_both_are_killed() -> None:
-        async with FramesieveClient(fleet.generation.address) as client:
+        async with GridsieveClient(fleet.generation.address) as client:
             while not both_killed:
                 number = next(numbers)
                 clips = [short_clip(2000 + 2 * number), short_clip(2001 + 2 * number)]
                 try:
                     await client.ask(clips, "What moves?", pruning_rate=0.5, max_new_tokens=3, timeout_s=60)
                     outcomes["answered"] += 1
-                except FramesieveError as error:
+                except GridsieveError as error:
                     outcomes[repr(error)] += 1
 
     def has_answered(replica: Service) -> bool:
-        return replica.metric("framesieve_requests_total", code="OK") > 0
+        return replica.metric("gridsieve_requests_total", code="OK") > 0
 
     clients = [asyncio.create_task(ask_until_both_are_killed()) for _ in range(4)]
     for replicas, holds in ((fleet.encoder, "encoder_queue_slices"), (fleet.preprocessing, "requests_running")):
         await until(lambda replicas=replicas: all(map(has_answered, replicas)))  # type: ignore[misc]
-        await until(lambda last=replicas[1], holds=holds: f"framesieve_{holds}" in last.in_use())  # type: ignore[misc]
+        await until(lambda last=replicas[1], holds=holds: f"gridsieve_{holds}" in last.in_use())  # type: ignore[misc]
         replicas[1].kill()
         before = outcomes.total()
         await until(lambda before=before: outcomes.total() >= before + len(clients))  # type: ignore[misc]
@@ -137,7 +137,7 @@ async def test_no_request_fails_when_a_replica_is_killed_under_load(fleet: Fleet
     ],
 )
 async def test_a_service_is_killed_while_an_item_is_pruned(
-    fleet: Fleet, fleet_client: FramesieveClient, tmp_path: Path, killed: str, blamed: str | None
+    fleet: Fleet, fleet_client: GridsieveClient, tmp_path: Path, killed: str, blamed: str | None
 ) -> None:
     async with held_in_pruning(fleet, fleet_client, tmp_path, seed=20 + len(killed)) as held:
         victims = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from framesieve.bench.metrics import read_metrics
+from gridsieve.bench.metrics import read_metrics
 from tests.deploy.kustomization import build
 from tests.integration.fleet import Stack
 
@@ -59,7 +59,7 @@ async def test_every_series_of_an_autoscaler_is_served_by_a_rule_and_exported_by
         rule = served_by(rules, metric["name"])
         assert 'namespace!="",pod!=""' in rule["seriesQuery"]
         queries = f"{rule['seriesQuery']} {rule['metricsQuery']}"
-        queried = re.findall(r"framesieve_\w+", queries) if "name" in rule else [metric["name"]]
+        queried = re.findall(r"gridsieve_\w+", queries) if "name" in rule else [metric["name"]]
         assert [name for name in queried if name not in samples] == []
         assert metric.get("selector", {}).get("matchLabels", {}).items() <= samples[queried[0]]
         assert set(re.findall(r'(stage)="(\w+)"', queries)) <= samples[queried[0]]

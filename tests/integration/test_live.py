@@ -18,14 +18,14 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Frames, Message, Pruning, Text, Video
-from framesieve.common.channels import open_channel
-from framesieve.common.contract.wire import int32_array
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1 import generation_pb2, prompt_pb2
-from framesieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Frames, Message, Pruning, Text, Video
+from gridsieve.common.channels import open_channel
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1 import generation_pb2, prompt_pb2
+from gridsieve.v1.generation_pb2 import LiveAsk, LiveFrame, LiveOpen, LiveRequest, LiveResponse, Sampling
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.choice import shown_tokens
 from tests.integration.fleet import Stack, running, stopped_workers, until
@@ -140,7 +140,7 @@ async def test_answers_are_those_of_one_question_about_all_that_was_seen(served:
     opening = [prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text="Be brief.")])]
     word, one_word = said(served)
     times_s = [0.5 * number for number in range(12)]
-    async with FramesieveClient(served.address) as client, watching(served.address, messages=opening) as live:
+    async with GridsieveClient(served.address) as client, watching(served.address, messages=opening) as live:
         await live.show(PICTURES[:8], [30 + time_s for time_s in times_s[:8]])
         tokens, logprobs = await live.ask(QUESTION, transient=True)
         seen = video(0, 8, times_s[:8])
@@ -165,7 +165,7 @@ async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served:
     pictures = [*PICTURES[:1] * 4, *PICTURES[1:2] * 6, *[PICTURES[1] + bytes(1)] * 6]
     times_s = tuple(0.5 * number for number in range(16))
     changed = prompt_pb2.Pruning(method="pixel_change", threshold=0.1)
-    async with FramesieveClient(served.address) as client, watching(served.address, pruning=changed) as live:
+    async with GridsieveClient(served.address) as client, watching(served.address, pruning=changed) as live:
         await live.show(pictures, times_s)
         tokens, logprobs = await live.ask(QUESTION, transient=True)
         [whole, *kept] = [each.slice.kept.shape[0] for each in live.seen if each.HasField("slice")]
@@ -219,7 +219,7 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
     """As of a camera that is opened again. The slice in which the size changes is refused."""
     wide = [media.picture(56, 112, seed) for seed in range(4)]
     times_s = [0.5 * number for number in range(10)]
-    async with FramesieveClient(served.address) as client, watching(served.address) as live:
+    async with GridsieveClient(served.address) as client, watching(served.address) as live:
         await live.show(PICTURES[:4], times_s[:4])
         for picture, time_s in zip((PICTURES[4], wide[0]), times_s[4:6], strict=True):
             await live.send(frame=LiveFrame(picture=picture, time_s=time_s))
@@ -251,7 +251,7 @@ async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> No
 
 async def test_a_long_question_before_the_first_frame_goes_when_it_leaves_no_room(served: Served) -> None:
     times_s = [0.5 * number for number in range(4)]
-    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=64) as live:
+    async with GridsieveClient(served.address) as client, watching(served.address, window_tokens=64) as live:
         await live.ask("What moves? " * 8, said(served)[1])
         await live.show(PICTURES[:4], times_s)
         assert [each.WhichOneof("response") for each in live.seen][-4:] == ["evicted", "restarted", "slice", "slice"]
@@ -324,7 +324,7 @@ async def test_a_caller_that_vanishes_frees_its_blocks_within_a_second(served: S
         long = Sampling(max_new_tokens=100, temperature=0, ignore_eos=True)
         await live.send(ask=LiveAsk(parts=[prompt_pb2.Part(text=QUESTION)], sampling=long))
         await live.until("delta")
-        held = await asyncio.to_thread(generation.metric, "framesieve_generation_kv_blocks_used")
+        held = await asyncio.to_thread(generation.metric, "gridsieve_generation_kv_blocks_used")
         assert held == (512 + 128) / 16
     began = time.monotonic()
     while await asyncio.to_thread(generation.in_use):
@@ -354,7 +354,7 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
     trained = config["text_config"]["max_position_embeddings"]
     step_s = trained * 3 // 80
     times_s = [step_s * number for number in range(16)]  # two positions a second, two frames a slice
-    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=80) as live:
+    async with GridsieveClient(served.address) as client, watching(served.address, window_tokens=80) as live:
         await live.show(PICTURES[:16], times_s)
         [repeated] = [each.restarted.segments for each in live.seen if each.HasField("restarted")]
         assert 1 <= repeated <= 3
@@ -369,7 +369,7 @@ async def test_beyond_the_trained_positions_a_session_begins_again_from_its_wind
 async def test_with_a_recurrent_state_a_session_begins_again_from_half_its_window(served: Served) -> None:
     """What stays has a question with its answer; in a second session slices become too old."""
     times_s = [0.5 * number for number in range(16)]
-    async with FramesieveClient(served.address) as client, watching(served.address, window_tokens=208) as live:
+    async with GridsieveClient(served.address) as client, watching(served.address, window_tokens=208) as live:
         await live.show(PICTURES[:12], times_s[:12])
         await live.ask(QUESTION, said(served)[1])
         await live.show(PICTURES[12:16], times_s[12:])

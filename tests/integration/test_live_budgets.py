@@ -15,12 +15,12 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from PIL import Image
 
-from framesieve.client.client import FramesieveClient
-from framesieve.common.channels import open_channel
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import SNAPSHOTS_ANSWERS, LiveFrame, LiveOpen, LiveRequest, RawFrame
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.client.client import GridsieveClient
+from gridsieve.common.channels import open_channel
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2 import SNAPSHOTS_ANSWERS, LiveFrame, LiveOpen, LiveRequest, RawFrame
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.fleet import Service, Stack, running, started
 from tests.integration.test_live import GREEDY, PICTURES, QUESTION, Watching, video, watching
 
@@ -32,9 +32,9 @@ PICTURE_BYTES = 10 * (FRAME_BYTES + 20)
 # Generation in which sessions are idle sooner.
 HASTY = f"""
 import runpy
-from framesieve.services.generation.rpc.live import sessions
+from gridsieve.services.generation.rpc.live import sessions
 sessions.IDLE_S = {IDLE_S}
-runpy.run_module("framesieve.services.generation", run_name="__main__", alter_sys=True)
+runpy.run_module("gridsieve.services.generation", run_name="__main__", alter_sys=True)
 """
 SMALL: Any = {"window_tokens": 256, "answer_tokens": 64}
 
@@ -62,7 +62,7 @@ async def show_pixels(live: Watching, first: int, end: int) -> None:
 
 async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(stack: Stack) -> None:
     """The slice after that is taken whole, because nothing is there to compare it with."""
-    async with FramesieveClient(stack.address) as client, AsyncExitStack() as others:
+    async with GridsieveClient(stack.address) as client, AsyncExitStack() as others:
         idle = await others.enter_async_context(watching(stack.address, snapshots=SNAPSHOTS_ANSWERS, **SMALL))
         await show_pixels(idle, 0, 4)
         await asyncio.sleep(IDLE_S)

@@ -1,4 +1,4 @@
-"""Live sessions by the Python client and by `framesieve live`, through three real processes with the demo model."""
+"""Live sessions by the Python client and by `gridsieve live`, through three real processes with the demo model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from demo.example import CLIP, QUESTIONS
-from framesieve import (
+from gridsieve import (
     Delta,
     DropReason,
     Finished,
     FinishReason,
-    FramesieveClient,
+    GridsieveClient,
     InvalidRequest,
     LiveDropped,
     LiveEvent,
@@ -31,13 +31,13 @@ from framesieve import (
     StreamState,
     Trigger,
 )
-from framesieve.__main__ import app
-from framesieve.cli.footage import pictures
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.process import free_port
-from framesieve.sync import FramesieveClient as SynchronousClient
+from gridsieve.__main__ import app
+from gridsieve.cli.footage import pictures
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.process import free_port
+from gridsieve.sync import GridsieveClient as SynchronousClient
 from tests import media
-from tests.framesieve.terminal import CTRL_C, in_terminal
+from tests.gridsieve.terminal import CTRL_C, in_terminal
 from tests.integration.fleet import Stack, running
 from tests.preprocessing.media_server import head, serving
 
@@ -88,7 +88,7 @@ async def all_of(events: AsyncIterator[LiveEvent]) -> list[LiveEvent]:
 async def test_questions_are_answered_beside_the_frames_and_events_tell_everything(address: str) -> None:
     triggers = [Trigger(MOVES.text, every_s=6, sampling=GREEDY), Trigger("?", on_change=1)]
     opened: Any = {"system": "Be brief.", "triggers": triggers, "request_id": "mine", "window_tokens": 2048}
-    async with FramesieveClient(address) as client, client.live(**opened) as session:
+    async with GridsieveClient(address) as client, client.live(**opened) as session:
         assert (session.request_id, session.reserved_tokens) == ("mine", 2048 + 1024)
         everything = asyncio.create_task(all_of(session.events()))
         seen = await show(session, 0, 32)
@@ -121,7 +121,7 @@ async def test_questions_are_answered_beside_the_frames_and_events_tell_everythi
 
 
 async def test_a_cancelled_answer_ends_and_the_session_goes_on(address: str) -> None:
-    async with FramesieveClient(address) as client, client.live() as session:
+    async with GridsieveClient(address) as client, client.live() as session:
         await show(session, 0, 2)
         waiting = asyncio.create_task(session.answer("?"))
         parts = []
@@ -136,7 +136,7 @@ async def test_a_cancelled_answer_ends_and_the_session_goes_on(address: str) -> 
 
 async def test_pixels_and_pieces_of_encoded_video_are_shown_too(address: str) -> None:
     film = media.stream("mpegts")
-    async with FramesieveClient(address) as client:
+    async with GridsieveClient(address) as client:
         async with client.live() as session:
             events = session.events()
             for time_s, pixels in media.shown(film)[:2]:
@@ -156,7 +156,7 @@ async def test_pixels_and_pieces_of_encoded_video_are_shown_too(address: str) ->
 
 async def test_frames_that_several_tasks_show_without_a_time_are_in_order(address: str, tmp_path: Path) -> None:
     (tmp_path / "frame.jpg").write_bytes(frames()[0][1])
-    async with FramesieveClient(address) as client, client.live() as session:
+    async with GridsieveClient(address) as client, client.live() as session:
         everything = asyncio.create_task(all_of(session.events()))
         await asyncio.gather(session.show(tmp_path / "frame.jpg"), session.show(frames()[0][1]))
         await session.close()
@@ -164,7 +164,7 @@ async def test_frames_that_several_tasks_show_without_a_time_are_in_order(addres
 
 
 async def test_errors_name_field_value_and_limit_and_a_refused_question_does_not_end_the_session(address: str) -> None:
-    async with FramesieveClient(address) as client:
+    async with GridsieveClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
             async with client.live(fps=100):
                 pass
@@ -202,7 +202,7 @@ def test_the_synchronous_client_has_the_same_calls(address: str) -> None:
         assert [event.question for event in events if isinstance(event, LiveFinished)] == [MOVES.text] * 2
 
 
-# --- framesieve live -------------------------------------------------------------------------------------------
+# --- gridsieve live -------------------------------------------------------------------------------------------
 
 
 def live(*arguments: str) -> Result:
@@ -230,7 +230,7 @@ async def test_a_source_is_watched_by_its_url(address: str) -> None:
         writer.write(head(200) + media.stream("mpegts"))
 
     async def watched() -> dict[str, Any]:
-        command = [sys.executable, "-m", "framesieve", "live", f"http://localhost:{PORT}/", "?", "--every-s", "60"]
+        command = [sys.executable, "-m", "gridsieve", "live", f"http://localhost:{PORT}/", "?", "--every-s", "60"]
         process = await asyncio.create_subprocess_exec(*command, "--json", "--server", address, stdout=PIPE)
         told: dict[str, Any] = json.loads((await process.communicate())[0])
         return told

@@ -17,9 +17,9 @@ import grpc
 import pytest
 from PIL import Image
 
-from framesieve.common.process import free_port
-from framesieve.v1 import generation_pb2, prompt_pb2
-from framesieve.v1.generation_pb2 import (
+from gridsieve.common.process import free_port
+from gridsieve.v1 import generation_pb2, prompt_pb2
+from gridsieve.v1.generation_pb2 import (
     SNAPSHOTS_ANSWERS,
     SNAPSHOTS_SLICES,
     STREAM_STATE_ENDED,
@@ -243,7 +243,7 @@ async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_
         async with camera(mounts={"/live": pipeline}, port=PORT):
             for _ in range(2):
                 await until_state(live, STREAM_STATE_PLAYING)
-                assert generation.metric("framesieve_generation_source_up", source="door") == 1
+                assert generation.metric("gridsieve_generation_source_up", source="door") == 1
                 assert (await until_state(live, STREAM_STATE_LOST)).reason == "the source came to its end"
         assert (await live.ask(QUESTION))[0]
         text = exported(generation.metrics_port)
@@ -264,7 +264,7 @@ async def test_a_source_that_reopens_is_waited_for_played_to_its_end_and_played_
         ("tokens_total", {"pruning": "after"}, usage.media_tokens),
         ("lag_seconds_count", {}, len(slices)),
     ):
-        assert metric_in(text, f"framesieve_generation_source_{name}", source="door", **labels) == value, name
+        assert metric_in(text, f"gridsieve_generation_source_{name}", source="door", **labels) == value, name
     ours = {name: family for name, family in families(text).items() if "_source_" in name}
     assert {name: seen(family, {"source"}) for name, family in ours.items()} == documented("sources")
     await until(lambda: "door" not in exported(generation.metrics_port))

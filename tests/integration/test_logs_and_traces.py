@@ -12,11 +12,11 @@ import grpc
 import httpx
 import pytest
 
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Options, Video, user_turn
-from framesieve.common.channels import REQUEST_ID_KEY, open_channel
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Options, Video, user_turn
+from gridsieve.common.channels import REQUEST_ID_KEY, open_channel
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.integration.collector import Collector, Span
 from tests.integration.fleet import Stack, until
@@ -79,7 +79,7 @@ async def spans_of(collector: Collector, request_id: str, stages: dict[str, list
     arrived = collector.of_request(request_id)
     found = {service: [span for span in arrived if span.service == service] for service in METHODS}
     for service, spans in found.items():
-        request = f"framesieve.v1.{service.capitalize()}Service/{METHODS[service]}"
+        request = f"gridsieve.v1.{service.capitalize()}Service/{METHODS[service]}"
         assert sorted(span.name for span in spans) == sorted([*stages[service], request])
         spans.sort(key=lambda span: span.name != request)
     return found
@@ -119,14 +119,14 @@ async def test_a_question_is_one_line_in_each_log_and_one_trace(
         parent_id, above = request.span_id, request
     prune = next(span for span in spans["encoder"] if span.name == "prune").attributes
     expected = {"method": "evs", "rate": 0.5, "media_tokens_full": 64, "media_tokens": 32}
-    assert {name: prune[f"framesieve.{name}"] for name in expected} == expected
+    assert {name: prune[f"gridsieve.{name}"] for name in expected} == expected
     # Stages of generation are contiguous and as long as the answer says.
     request, *own = spans["generation"]
     assert [span.name for span in own] == STAGES["generation"]
     assert all(one.end_ns == other.start_ns for one, other in pairwise(own))
     for span in own:
         assert (span.end_ns - span.start_ns) * 1e-9 == pytest.approx(getattr(timings, f"{span.name}_s"), abs=1e-6)
-    assert request.attributes["framesieve.completion_tokens"] == usage.completion_tokens
+    assert request.attributes["gridsieve.completion_tokens"] == usage.completion_tokens
 
 
 async def test_the_gateway_is_a_span_above_generation(

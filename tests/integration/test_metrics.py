@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from framesieve.cli.launcher import SERVICES
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Video
+from gridsieve.cli.launcher import SERVICES
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Video
 from tests import media
 from tests.integration.conftest import SERVED_NAME, idle, metric
 from tests.integration.fleet import Stack, exported
@@ -26,7 +26,7 @@ Labels = Mapping[str, frozenset[str]]
 def families(text: str) -> dict[str, Metric]:
     """Metrics of the product by the name that queries use: counters end with _total."""
     found = text_string_to_metric_families(text)
-    ours = (family for family in found if family.name.startswith("framesieve_"))
+    ours = (family for family in found if family.name.startswith("gridsieve_"))
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in ours}
 
 
@@ -39,7 +39,7 @@ def test_promtool_finds_no_fault(stack: Stack, promtool: str, service: str) -> N
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_service_names_the_model_as_it_is_served(stack: Stack, service: str) -> None:
-    assert metric(stack, service, "framesieve_model_info", model=SERVED_NAME) == 1
+    assert metric(stack, service, "gridsieve_model_info", model=SERVED_NAME) == 1
 
 
 # --- documentation ----------------------------------------------------------------------------------------------
@@ -90,16 +90,16 @@ def assert_documented(service: str, text: str) -> None:
 
 
 async def test_a_question_is_counted_by_each_service_in_its_stages_and_bytes(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     def counted() -> dict[tuple[str, str], float]:
         """Runs of each stage by service; bytes by direction and method."""
         found: dict[tuple[str, str], float] = {}
         for service in SERVICES:
             own = families(exported(stack.metrics_ports[service]))
-            stages = [each for each in own["framesieve_stage_busy_seconds"].samples if each.name.endswith("_count")]
+            stages = [each for each in own["gridsieve_stage_busy_seconds"].samples if each.name.endswith("_count")]
             found |= {(service, each.labels["stage"]): each.value for each in stages}
-            crossed = own["framesieve_message_bytes_total"].samples
+            crossed = own["gridsieve_message_bytes_total"].samples
             found |= {(each.labels["direction"], each.labels["method"]): each.value for each in crossed}
         return found
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import encode
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, PromptPlan
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Frames, Image, Part, Text, Video, user_turn
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid, PromptPlan
 from tests import media, minicpm
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack, running
@@ -49,7 +49,7 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
     more = {"2.5": {}, "4.5": VIDEOS | GROUPED}.get(version, VIDEOS | SLICED)
     mixes = IMAGES | more
     with running(tmp_path) as stack:
-        async with FramesieveClient(stack.addresses["generation"]) as client:
+        async with GridsieveClient(stack.addresses["generation"]) as client:
             for parts in mixes.values():
                 options: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
                 answer = await client.ask(list(parts), QUESTION, **options)
@@ -70,7 +70,7 @@ async def test_answers_are_those_of_the_parts_of_transformers(version: str, tmp_
                 await check_cached_groups(stack)
 
 
-async def check_embeddings(stack: Stack, client: FramesieveClient, *pictures: bytes) -> None:
+async def check_embeddings(stack: Stack, client: GridsieveClient, *pictures: bytes) -> None:
     """Images, with slices and without, are answered alike by their pixels and by their embeddings."""
     pixels = [Image(data=each) for each in pictures]
     encoded = await encode(stack.addresses["encoder"], pixels)
@@ -95,11 +95,11 @@ async def check_cached_groups(stack: Stack) -> None:
     later = [*times[:4], times[4] + 0.2, *times[5:]]  # the middle of three
     found, decoded = [], []
     for each in (times, times, later):
-        before = metric(stack, "preprocessing", "framesieve_preprocessing_frames_total")
+        before = metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total")
         (made,) = await encode(stack.addresses["encoder"], Video(frames=Frames(shown, tuple(each))))
         assert made.plan.frames.group_frames == 3
         await idle(stack)
-        decoded.append(metric(stack, "preprocessing", "framesieve_preprocessing_frames_total") - before)
+        decoded.append(metric(stack, "preprocessing", "gridsieve_preprocessing_frames_total") - before)
         found.append(made.values)
     assert decoded == [372, 0, 372]
     assert np.array_equal(found[0], found[1])

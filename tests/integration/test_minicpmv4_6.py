@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import encode
-from framesieve.client.prompt import Image, Part, Pruning, Text, Video
-from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.common.contract.retention import EVS, PIXEL_CHANGE
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
+from gridsieve.client.prompt import Image, Part, Pruning, Text, Video
+from gridsieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.common.contract.retention import EVS, PIXEL_CHANGE
 from tests import media
 from tests import minicpmv4_6 as oracle
 from tests.families import FAMILIES, QWEN3_5
@@ -40,7 +40,7 @@ async def test_embeddings_and_answers_are_those_of_transformers(model_type: str,
     model = oracle.write(tmp_path, 1, QWEN3_5["text"], model_type)
     options: Any = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "logprobs": True, "timeout_s": 60}
     with running(tmp_path) as stack:
-        async with FramesieveClient(stack.addresses["generation"]) as client:
+        async with GridsieveClient(stack.addresses["generation"]) as client:
             for parts in MIXES:
                 plan, sent = await plan_and_frames(stack.addresses["preprocessing"], parts)
                 shown = [part for part in parts if not isinstance(part, Text)]

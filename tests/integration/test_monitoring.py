@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from deploy.grafana import dashboard
-from framesieve import sync
-from framesieve.cli.launcher import SERVICES
-from framesieve.client.client import FramesieveClient
-from framesieve.client.live_events import LiveSlice
-from framesieve.client.prompt import Image, Video
-from framesieve.common.contract import errors
+from gridsieve import sync
+from gridsieve.cli.launcher import SERVICES
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.live_events import LiveSlice
+from gridsieve.client.prompt import Image, Video
+from gridsieve.common.contract import errors
 from tests import media
 from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack, started
@@ -68,7 +68,7 @@ def live(
     try:
         with (
             another_generation(stack, tiny_checkpoint, tmp_path_factory.mktemp("live"), *flags) as service,
-            sync.FramesieveClient(service.address) as client,
+            sync.GridsieveClient(service.address) as client,
             client.live(source=f"http://localhost:{fetch_port}/", source_name="door", answer_tokens=128) as session,
         ):
             next(each for each in session.events() if isinstance(each, LiveSlice))
@@ -101,7 +101,7 @@ def watching(
 async def ask_everything(address: str) -> None:
     clip = Video(data=media.clip(seed=951))  # unknown to the caches
     by_evs: Any = {"pruning_method": "evs"}
-    async with FramesieveClient(address) as client:
+    async with GridsieveClient(address) as client:
         await asyncio.gather(
             client.ask(clip, "What moves?", max_new_tokens=24, pruning_rate=0.5, **by_evs),
             client.ask(Image(data=media.picture(112, 84)), "What is this?", max_new_tokens=24),
@@ -134,7 +134,7 @@ def test_the_stages_stack_up_to_the_mean_time_to_first_token(watching: Prometheu
     height = " + ".join(f"({filled_in(target['expr'])})" for target in panel["targets"])
     totals, replaced = re.subn(r"\brate\((\w+(?:{[^}]*})?)\[2m\]\)", r"\1", height)
     assert replaced == 2 * len(panel["targets"])
-    first_token = "framesieve_generation_time_to_first_token_seconds"
+    first_token = "gridsieve_generation_time_to_first_token_seconds"
     ratio = f"({totals}) / (sum({first_token}_sum) / sum({first_token}_count))"
     assert not left({"ratio": ratio}, watching.query)
     assert float(watching.query(ratio)[0]["value"][1]) == pytest.approx(1, abs=1e-3)
@@ -162,8 +162,8 @@ def test_only_a_replica_that_is_gone_raises_an_alert(watching: Prometheus, repli
     assert watching.query('ALERTS{alertstate="firing"}') == []
     replica.kill()
     instance = f"127.0.0.1:{replica.metrics_port}"
-    raised = f'ALERTS{{alertname="FramesieveReplicaDown", job="preprocessing", instance="{instance}"}}'
+    raised = f'ALERTS{{alertname="GridsieveReplicaDown", job="preprocessing", instance="{instance}"}}'
     assert not left({"gone": raised}, watching.query)
     # On a busy machine a scrape may come too late; the next one ends that alert.
-    others = 'ALERTS{alertname="FramesieveServiceDown"}'
+    others = 'ALERTS{alertname="GridsieveServiceDown"}'
     assert not left({"raised": others}, lambda expression: not watching.query(expression))

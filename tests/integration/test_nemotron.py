@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
 
-from framesieve.client.answer import Answer
-from framesieve.client.client import FramesieveClient
-from framesieve.client.encoding import encode
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
+from gridsieve.client.answer import Answer
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.encoding import encode
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Image, Part, Pruning, Text, Video, user_turn
 from tests import media, nemotron, nemotron_nano
 from tests.families import load_reference
 from tests.integration.fleet import Stack, running
@@ -63,7 +63,7 @@ async def inputs_of(stack: Stack, parts: Sequence[Part], slice_frames: int = nem
 @pytest.mark.parametrize("mix", MIXES)
 async def test_at_rate_0_the_answer_is_that_of_transformers_generate(stack: Stack, reference: Any, mix: str) -> None:
     reference.video_pruning_rate = 0.0
-    async with FramesieveClient(stack.addresses["generation"]) as client:
+    async with GridsieveClient(stack.addresses["generation"]) as client:
         answer = await client.ask(list(MIXES[mix]), QUESTION, pruning_rate=0, **GREEDY)
     check_answer(answer, reference, await inputs_of(stack, MIXES[mix]))
 
@@ -87,7 +87,7 @@ async def test_pruned_answers_are_those_of_transformers_own_pruned_forward(
 ) -> None:
     """The rate of the checkpoint's config needs no naming."""
     video = Video(data=ODD, fps=8)
-    async with FramesieveClient(stack.addresses["generation"]) as client:
+    async with GridsieveClient(stack.addresses["generation"]) as client:
         named: Any = {} if rate == TRAINED_RATE else {"pruning_rate": rate}
         answer = await client.ask(video, QUESTION, **named, **GREEDY)
     await check_pruned(stack, reference, video, answer, rate)
@@ -110,7 +110,7 @@ async def test_nano_vl_answers_as_the_omni_with_its_weights(tmp_path: Path) -> N
     nemotron_nano.write(tmp_path, 8, text={"time_step_min": 1e-6}, config={"video_pruning_rate": TRAINED_RATE})
     reference, video = load_reference("nemotron_nano_vl", tmp_path), Video(data=ODD, fps=8)
     with running(tmp_path) as stack:
-        async with FramesieveClient(stack.addresses["generation"]) as client:
+        async with GridsieveClient(stack.addresses["generation"]) as client:
             for parts in ((video,), MIXES["two images"]):
                 reference.video_pruning_rate = 0.0
                 answer = await client.ask(list(parts), QUESTION, pruning_rate=0, **GREEDY)

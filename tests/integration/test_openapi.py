@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 from starlette.routing import Route, WebSocketRoute
 
-from framesieve.services.gateway.app import routes
-from framesieve.services.gateway.page import PAGE_ROUTES
+from gridsieve.services.gateway.app import routes
+from gridsieve.services.gateway.page import PAGE_ROUTES
 from tests.integration.gateway import question, video
 from tests.integration.test_gateway_tools import SENT
 from tests.integration.test_responses import SAME

@@ -21,10 +21,10 @@ from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_pl
 
 from demo.checkpoint import TINY, write_checkpoint
 from demo.example import CLIP
-from framesieve import FramesieveClient, Pruning, Video
-from framesieve.client.answer import Usage
-from framesieve.client.encoding import Encoded, encode
-from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
+from gridsieve import GridsieveClient, Pruning, Video
+from gridsieve.client.answer import Usage
+from gridsieve.client.encoding import Encoded, encode
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS, NONE, PIXEL_CHANGE
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import Stack, running
@@ -217,7 +217,7 @@ def by_grpc(stack: Stack, rate: float, threshold: float | None = None) -> tuple[
     async def asked() -> tuple[Encoded, Usage]:
         pruning = Pruning(rate, PIXEL_CHANGE, threshold=threshold)
         (encoded,) = await encode(stack.addresses["encoder"], CLIP, pruning)
-        async with FramesieveClient(stack.address) as client:
+        async with GridsieveClient(stack.address) as client:
             answer = await client.ask(Video(CLIP, pruning=pruning), "What moves?", max_new_tokens=1)
         return encoded, answer.usage
 
@@ -404,14 +404,14 @@ def test_a_question_is_copied_for_a_shell_and_for_python(
         page.locator("#copied").evaluate("(told) => { told.textContent = ''; }")
     shell, python = texts
     answer = json.loads(run(tmp_path, "sh", "-c", shell))
-    tokens, full = answer["usage"]["prompt_tokens"], answer["usage"]["framesieve"]["prompt_tokens_full"]
+    tokens, full = answer["usage"]["prompt_tokens"], answer["usage"]["gridsieve"]["prompt_tokens_full"]
     assert (str(full), str(tokens)) == (told["Prompt tokens"], told["After pruning"])
     assert tokens < full
     assert run(tmp_path, sys.executable, "-c", python).strip()
 
 
 def run(folder: Path, *command: str) -> str:
-    environment = os.environ | {"FRAMESIEVE_TOKEN": "secret0123456789"}
+    environment = os.environ | {"GRIDSIEVE_TOKEN": "secret0123456789"}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

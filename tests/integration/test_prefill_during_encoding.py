@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
-from framesieve.common.channels import open_channel
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.common.contract.wire import plan_messages
-from framesieve.v1 import encoder_pb2_grpc
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
-from framesieve.v1.generation_pb2 import GenerateRequest, Sampling
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.common.channels import open_channel
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
+from gridsieve.common.contract.wire import plan_messages
+from gridsieve.v1 import encoder_pb2_grpc
+from gridsieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from gridsieve.v1.generation_pb2 import GenerateRequest, Sampling
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.common.loopback import serving
 from tests.generation.generation_peers import Preprocessing, part_messages, prompt_message, prompt_plan
 from tests.integration.fleet import Service
 
 # Generation that takes its encoder to be on another host: on one CPU, items come whole.
 _ON_ANOTHER_HOST = """
-from framesieve.common.serving.server import run
-from framesieve.services.generation import __main__ as service
+from gridsieve.common.serving.server import run
+from gridsieve.services.generation import __main__ as service
 service.is_local = lambda address: False
 run(service.main)
 """

@@ -35,20 +35,20 @@ from uvicorn.server import ServerState
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.limits import MAX_PICTURE_BYTES
-from framesieve.common.process import ExitStatus
-from framesieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtocol
-from framesieve.services.gateway.realtime.request import REFUSED, parse
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import Sampling
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.limits import MAX_PICTURE_BYTES
+from gridsieve.common.process import ExitStatus
+from gridsieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtocol
+from gridsieve.services.gateway.realtime.request import REFUSED, parse
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.generation_pb2 import Sampling
 from tests.integration.fleet import TIMED, Stack, running, until
 from tests.integration.gateway import Gateway, data_url, gateway
 from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
 
 FRAMES = [data_url("image/png", picture) for picture in PICTURES]
 OWN = {"pruning": {"method": "none"}, "max_pixels": MAX_PIXELS, "window_tokens": 512, "answer_tokens": 128}
-WATCHING = {"type": "realtime", "temperature": 0, "max_output_tokens": 6, "framesieve": OWN}
+WATCHING = {"type": "realtime", "temperature": 0, "max_output_tokens": 6, "gridsieve": OWN}
 ANSWER_MS = 60_000
 DONE = "conversation.item.done"
 TOKEN = "a/secret+of0123456789=="
@@ -80,7 +80,7 @@ class Talk:
             data = await asyncio.wait_for(self.by.recv_bytes(), 60)
             event = json.loads(data)
             assert self.by.parse_event(data).type == event["type"]  # it takes ours, too
-            if not event["type"].startswith("framesieve."):
+            if not event["type"].startswith("gridsieve."):
                 CHECKED.validate_python(event)
             self.seen.append(event)
             if event["type"] == kind:
@@ -91,7 +91,7 @@ class Talk:
         for place in range(first, end):
             await self.send(image(place, time_s=place / 2) | part)
             if place % 2:
-                await self.until("framesieve.slice")
+                await self.until("gridsieve.slice")
 
     async def send(self, *parts: dict[str, Any]) -> None:
         await self.by.conversation.item.create(item={"type": "message", "role": "user", "content": list(parts)})
@@ -153,8 +153,8 @@ async def test_it_answers_as_by_grpc(door: Gateway, stack: Stack) -> None:
     assert third["usage"]["input_tokens"] == usage.prompt_tokens
     assert third["usage"]["input_token_details"]["cached_tokens"] == usage.cached_prompt_tokens
     assert third["usage"]["output_tokens"] == usage.completion_tokens
-    assert third["usage"]["framesieve"]["session"]["used_frames"] == 8
-    told = [each for each in talk.seen if each["type"] == "framesieve.slice"]
+    assert third["usage"]["gridsieve"]["session"]["used_frames"] == 8
+    told = [each for each in talk.seen if each["type"] == "gridsieve.slice"]
     assert len(told) == len(slices) == 4
     assert [(each["first_time_s"], each["last_time_s"]) for each in told] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
     assert all(each["kept"] == list(range(each["grid"]["h"] * each["grid"]["w"])) for each in told)
@@ -229,7 +229,7 @@ def asked(**response: Any) -> dict[str, Any]:
 
 
 OF_TURNS = "session.audio.input.turn_detection"
-OF_TRIGGER = "session.framesieve.triggers[0]"
+OF_TRIGGER = "session.gridsieve.triggers[0]"
 WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "input_audio_buffer.append", "audio"),
     ({"type": "conversation.item.delete", "item_id": "1"}, "conversation.item.delete", "stays until it is evicted"),
@@ -238,10 +238,10 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
     (updated(audio={"output": {"voice": "alloy"}}), "session.audio.output.voice", "must not be set"),
     (updated(audio={"input": {"turn_detection": {"type": "server_vad"}}}), OF_TURNS, "must not be set"),
     (updated(voice="alloy"), "session.voice", "not a field"),
-    (updated(framesieve={"window": 1}), "session.framesieve.window", "not a field"),
-    (updated(framesieve={"window_tokens": 4}), "session.framesieve.window_tokens", "at least 16"),
-    (updated(framesieve={"pruning": {"method": "evs", "rate": 0.5}}), "session.framesieve.pruning", "evs_causal"),
-    (updated(framesieve={"triggers": [{"response": {}}]}), f"{OF_TRIGGER}.response.instructions", "set"),
+    (updated(gridsieve={"window": 1}), "session.gridsieve.window", "not a field"),
+    (updated(gridsieve={"window_tokens": 4}), "session.gridsieve.window_tokens", "at least 16"),
+    (updated(gridsieve={"pruning": {"method": "evs", "rate": 0.5}}), "session.gridsieve.pruning", "evs_causal"),
+    (updated(gridsieve={"triggers": [{"response": {}}]}), f"{OF_TRIGGER}.response.instructions", "set"),
     (updated(max_output_tokens=0), "session.max_output_tokens", "1"),
     (updated(temperature=101), "session.temperature", "100"),
     (updated(model="other"), "session.model", "must stay"),
@@ -273,7 +273,7 @@ async def test_an_error_is_about_one_event_and_the_session_goes_on(door: Gateway
         for event, param in (
             (made(image(2, time_s=0.1)), "item.content[0].time_s"),
             (updated(instructions="Be brief."), "session.instructions"),
-            (updated(framesieve={"fps": 1}), "session.framesieve"),
+            (updated(gridsieve={"fps": 1}), "session.gridsieve"),
         ):
             await talk.by.send_raw(json.dumps(event))
             assert (await talk.until("error"))["error"]["param"] == param
@@ -290,10 +290,10 @@ async def test_an_error_is_about_one_event_and_the_session_goes_on(door: Gateway
             error = (await talk.until("error"))["error"]
             assert (error["event_id"], error["param"]) == (f"at {wrong}", f"item.content[1].{field}")
             assert error["message"].startswith(error["param"])
-            dropped = await talk.until("framesieve.dropped")
+            dropped = await talk.until("gridsieve.dropped")
             assert (dropped["frames"], dropped["reason"]) == (len(frames), "refused")
         await talk.by.session.update(session={"type": "realtime", "max_output_tokens": 2})
-        assert (await talk.until("session.updated"))["session"]["framesieve"]["window_tokens"] == 512
+        assert (await talk.until("session.updated"))["session"]["gridsieve"]["window_tokens"] == 512
         response = await talk.answer(instructions=QUESTION)
         assert 1 <= response["usage"]["output_tokens"] <= 2
 
@@ -372,9 +372,9 @@ async def test_every_field_of_openais_schema_is_taken_at_its_neutral_value(door:
 
 async def test_a_trigger_asks_by_itself(door: Gateway) -> None:
     response = {"instructions": QUESTION, "conversation": "none", "max_output_tokens": 16, "metadata": {"who": "me"}}
-    response["framesieve"] = {"structured_outputs": {"json": {"enum": ["yes", "no"]}}}
+    response["gridsieve"] = {"structured_outputs": {"json": {"enum": ["yes", "no"]}}}
     own = OWN | {"triggers": [{"every_s": 1, "response": response}]}
-    async with talking(door, WATCHING | {"framesieve": own}) as talk:
+    async with talking(door, WATCHING | {"gridsieve": own}) as talk:
         await talk.show(0, 4)
         done = (await talk.until("response.done"))["response"]
         await talk.by.session.update(session={"type": "realtime", "temperature": 1})

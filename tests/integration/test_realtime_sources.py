@@ -14,7 +14,7 @@ import httpx
 import pytest
 from playwright.async_api import async_playwright, expect
 
-from framesieve.common.process import free_port
+from gridsieve.common.process import free_port
 from tests import media
 from tests.integration.fleet import Stack, metric_in, running, until
 from tests.integration.gateway import Gateway, gateway
@@ -24,7 +24,7 @@ from tests.preprocessing.media_server import head, serving
 PORT = free_port()
 URL = f"http://localhost:{PORT}/camera"
 STREAM = media.stream("mpegts")
-WATCHED = WATCHING | {"framesieve": OWN | {"source": URL, "source_name": "door", "snapshots": "slices"}}
+WATCHED = WATCHING | {"gridsieve": OWN | {"source": URL, "source_name": "door", "snapshots": "slices"}}
 # Of a drawn frame: without its picture, what is dimmed is dark, and the rest empty.
 BRIGHTEST = """(canvas) => Math.max(...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
   .filter((_, place) => place % 4 < 3))"""
@@ -67,40 +67,40 @@ async def filming() -> AsyncIterator[asyncio.Event]:
 async def test_a_session_watches_the_source_that_its_update_names(door: Gateway) -> None:
     """No frame comes from the client; its questions are about the source, whose end it is told."""
     async with filming() as enough, talking(door, WATCHED) as talk:
-        piece = await talk.until("framesieve.slice")
+        piece = await talk.until("gridsieve.slice")
         assert piece["kept"] == list(range(piece["grid"]["h"] * piece["grid"]["w"]))
         assert piece["snapshot"].startswith("data:image/jpeg;base64,")
         assert piece["wall_clock"] == "service"
         for event, param in (
             (made(image(0)), "item.content[0]"),
-            (updated(framesieve={"source": f"{URL}/other"}), "session.framesieve"),
+            (updated(gridsieve={"source": f"{URL}/other"}), "session.gridsieve"),
         ):
             await talk.by.send_raw(json.dumps(event | {"event_id": param}))
             error = (await talk.until("error"))["error"]
             assert (error["event_id"], error["param"]) == (param, param)
         answer = await talk.answer(instructions=QUESTION)
-        assert answer["usage"]["framesieve"]["session"]["used_frames"] >= 2
-        assert answer["framesieve"].keys() == {"wall_time_s", "wall_clock", "snapshot"}
+        assert answer["usage"]["gridsieve"]["session"]["used_frames"] >= 2
+        assert answer["gridsieve"].keys() == {"wall_time_s", "wall_clock", "snapshot"}
         enough.set()
-        while (await talk.until("framesieve.stream"))["state"] != "ended":
+        while (await talk.until("gridsieve.stream"))["state"] != "ended":
             pass
         assert (await talk.answer(instructions=QUESTION))["status"] != "failed"
 
 
 async def test_a_source_that_cannot_be_watched_ends_the_session_by_its_name(door: Gateway) -> None:
     """Who may be watched is preprocessing's to say."""
-    body = WATCHED | {"framesieve": OWN | {"source": f"rtsp://127.0.0.1:{PORT}/x"}}
+    body = WATCHED | {"gridsieve": OWN | {"source": f"rtsp://127.0.0.1:{PORT}/x"}}
     async with talking(door, body) as talk:
         error = (await talk.until("error"))["error"]
-        assert (error["type"], error["param"]) == ("permission_error", "session.framesieve.source")
+        assert (error["type"], error["param"]) == ("permission_error", "session.gridsieve.source")
     async with httpx.AsyncClient(base_url=door.url, timeout=60) as http:
         events = [event async for event in watched(http, body)]
         assert [event["type"] for event in events] == ["session.created", "error"]
-        assert (events[1]["error"]["type"], events[1]["error"]["param"]) == ("permission_error", "framesieve.source")
+        assert (events[1]["error"]["type"], events[1]["error"]["param"]) == ("permission_error", "gridsieve.source")
 
 
 async def watched(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    async with http.stream("POST", "/v1/framesieve/live", json=body) as answer:
+    async with http.stream("POST", "/v1/gridsieve/live", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         name = ""
         async for line in answer.aiter_lines():
@@ -115,12 +115,12 @@ async def watched(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterato
 async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_source_ends(
     door: Gateway, stack: Stack
 ) -> None:
-    body = WATCHED | {"framesieve": WATCHED["framesieve"] | {"triggers": [TRIGGER]}}  # type: ignore[operator]
+    body = WATCHED | {"gridsieve": WATCHED["gridsieve"] | {"triggers": [TRIGGER]}}  # type: ignore[operator]
     async with filming() as enough, httpx.AsyncClient(base_url=door.url, timeout=60) as http:
         async for event in watched(http, body):
             if event["type"] == "response.done":
                 break
-        await until(lambda: metric_in(http_metrics(door), "framesieve_requests_running", method="Live") == 0)
+        await until(lambda: metric_in(http_metrics(door), "gridsieve_requests_running", method="Live") == 0)
         await until(lambda: not stack.services["generation"].in_use())
         seen = []
         async for event in watched(http, body):
@@ -130,9 +130,9 @@ async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_
     kinds = [event["type"] for event in seen]
     assert kinds[0] == "session.created"
     assert kinds.count("response.created") == kinds.count("response.done") > 0
-    assert kinds.index("framesieve.slice") < kinds.index("response.created")
+    assert kinds.index("gridsieve.slice") < kinds.index("response.created")
     assert seen[kinds.index("response.done")]["response"]["output"][0]["content"][0]["text"]
-    assert [event["state"] for event in seen if event["type"] == "framesieve.stream"][-1] == "ended"
+    assert [event["state"] for event in seen if event["type"] == "gridsieve.stream"][-1] == "ended"
     assert "error" not in kinds
 
 
@@ -144,12 +144,12 @@ def http_metrics(door: Gateway) -> str:
 def test_over_http_wrong_fields_are_refused_by_name(door: Gateway) -> None:
     with door.http() as http:
         for fields, status, param in (
-            ({"framesieve": {}}, 400, "framesieve.source"),
+            ({"gridsieve": {}}, 400, "gridsieve.source"),
             ({"model": "other"}, 404, "model"),
-            ({"framesieve": {"source": URL, "window_tokens": 4}}, 400, "framesieve.window_tokens"),
-            ({"framesieve": {"source": URL, "triggers": [{"response": {}}]}}, 400, "framesieve.triggers[0].response"),
+            ({"gridsieve": {"source": URL, "window_tokens": 4}}, 400, "gridsieve.window_tokens"),
+            ({"gridsieve": {"source": URL, "triggers": [{"response": {}}]}}, 400, "gridsieve.triggers[0].response"),
         ):
-            refused = http.post("/v1/framesieve/live", json={"framesieve": {"source": URL}} | fields)
+            refused = http.post("/v1/gridsieve/live", json={"gridsieve": {"source": URL}} | fields)
             assert refused.status_code == status
             assert refused.json()["error"]["param"].startswith(param)
 

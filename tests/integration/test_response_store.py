@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from framesieve.client.answer import Timings, Usage
-from framesieve.services.gateway.http.body import BodyLimit
-from framesieve.services.gateway.http.errors import TooLarge
-from framesieve.services.gateway.responses.earlier import continued
-from framesieve.services.gateway.responses.request import parse
-from framesieve.services.gateway.responses.response import ResponseWriter
-from framesieve.services.gateway.responses.store import RESPONSE_BYTES, STORED_S, ResponseStore, Stored
-from tests.framesieve.instant_loop import run
+from gridsieve.client.answer import Timings, Usage
+from gridsieve.services.gateway.http.body import BodyLimit
+from gridsieve.services.gateway.http.errors import TooLarge
+from gridsieve.services.gateway.responses.earlier import continued
+from gridsieve.services.gateway.responses.request import parse
+from gridsieve.services.gateway.responses.response import ResponseWriter
+from gridsieve.services.gateway.responses.store import RESPONSE_BYTES, STORED_S, ResponseStore, Stored
+from tests.gridsieve.instant_loop import run
 
 
 def test_what_a_request_brings_from_the_store_is_bounded() -> None:

@@ -17,9 +17,9 @@ from google.protobuf.json_format import MessageToDict
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from framesieve import FramesieveClient, Image, Message, Pruning, Text, Video
-from framesieve.client.prompt import Options
-from framesieve.v1 import generation_pb2, generation_pb2_grpc
+from gridsieve import GridsieveClient, Image, Message, Pruning, Text, Video
+from gridsieve.client.prompt import Options
+from gridsieve.v1 import generation_pb2, generation_pb2_grpc
 from tests import media
 from tests.integration.conftest import SERVED_NAME
 from tests.integration.fleet import Stack, metric_in
@@ -128,7 +128,7 @@ async def test_every_item_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     body, messages = SAME[name]
     answer = await asyncio.to_thread(http.post, "/v1/responses", json=ASKED | WITH_LOGPROBS | body)
     got = answer.raise_for_status().json()
-    async with FramesieveClient(stack.address) as client:
+    async with GridsieveClient(stack.address) as client:
         wanted = await client.answer(messages, Options(temperature=0, max_new_tokens=8, logprobs=True))
     Response.model_validate(got)
     (item,) = got["output"]
@@ -145,8 +145,8 @@ async def test_every_item_is_answered_as_by_grpc(stack: Stack, http: httpx.Clien
     usage, counted = got["usage"], wanted.usage
     assert (usage["input_tokens"], usage["output_tokens"]) == (counted.prompt_tokens, counted.completion_tokens)
     assert usage["total_tokens"] == counted.prompt_tokens + counted.completion_tokens
-    assert usage["framesieve"]["prompt_tokens_full"] == counted.prompt_tokens_full
-    assert [each["kept_tokens"] for each in usage["framesieve"]["media"]] == [each.num_kept for each in counted.media]
+    assert usage["gridsieve"]["prompt_tokens_full"] == counted.prompt_tokens_full
+    assert [each["kept_tokens"] for each in usage["gridsieve"]["media"]] == [each.num_kept for each in counted.media]
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
@@ -561,7 +561,7 @@ def test_a_failure_is_the_last_event(calling: Gateway) -> None:
         assert "generation" in failed["error"]["message"]
         assert failed["store"] is False
         text = http.get("/metrics").text
-    assert metric_in(text, "framesieve_requests_total", method="Responses", code="UNAVAILABLE") == 1
+    assert metric_in(text, "gridsieve_requests_total", method="Responses", code="UNAVAILABLE") == 1
 
 
 CLOCK = {"type": "function", "name": "clock"}

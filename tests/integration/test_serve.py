@@ -1,4 +1,4 @@
-"""`framesieve serve` with real services: a repository under its name, the examples, and its end by SIGKILL."""
+"""`gridsieve serve` with real services: a repository under its name, the examples, and its end by SIGKILL."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 
 from benchmarks.clips import another_file
 from demo.example import CLIP, QUESTIONS
-from framesieve.cli.launcher import listens
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.process import free_port
+from gridsieve.cli.launcher import listens
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.process import free_port
 from tests.integration.fleet import ROOT, until
 from tests.processes import children, runs
 
@@ -44,7 +44,7 @@ class Serving:
     def run(self, script: str, *arguments: str | Path) -> str:
         """Runs a script of examples/; returns what it prints."""
         _, encoder, generation, _ = self.addresses
-        addresses = {"FRAMESIEVE_SERVER": generation, "FRAMESIEVE_ENCODER": encoder, "OPENAI_BASE_URL": self.url}
+        addresses = {"GRIDSIEVE_SERVER": generation, "GRIDSIEVE_ENCODER": encoder, "OPENAI_BASE_URL": self.url}
         asked = [sys.executable, ROOT / "examples" / script, *arguments]
         environment = {**os.environ, **addresses, "PYTHONPATH": str(ROOT)}
         return subprocess.run(asked, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -61,7 +61,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("66285546d2b8")
     flags = ("--preprocessing-listen", "--encoder-listen", "--listen", "--http-listen")
-    command = [sys.executable, "-m", "framesieve", "serve", "--model", REPOSITORY, "--metrics-port", "0"]
+    command = [sys.executable, "-m", "gridsieve", "serve", "--model", REPOSITORY, "--metrics-port", "0"]
     command += [f"{flag}={address}" for flag, address in zip(flags, addresses, strict=True)]
     command += ["--encoder-compile=off", "--generation-compile=off"]
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "KMP_SETTINGS": "1"}
@@ -77,7 +77,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def test_a_repository_is_served_under_its_name_at_the_address_that_is_printed(serving: Serving) -> None:
-    (said,) = [line for line in serving.printed if "framesieve listens at" in line]
+    (said,) = [line for line in serving.printed if "gridsieve listens at" in line]
     assert f"http://{serving.addresses[-1]} " in said
     assert "not pruned unless a request asks for it" in serving.printed[-1]
     assert [each["id"] for each in httpx.get(f"{serving.url}/models").json()["data"]] == [REPOSITORY]
@@ -90,7 +90,7 @@ def test_a_film_above_the_inline_limit_is_uploaded_and_asked_about(serving: Serv
     film = another_file(CLIP.read_bytes(), 64 * 2**20 + 1)
     with httpx.Client(base_url=f"http://{serving.addresses[-1]}", timeout=60) as http:
         told = http.get("/version").json()
-        assert (told["version"], told["max_inline_bytes"]) == (version("framesieve"), 64 * 2**20)
+        assert (told["version"], told["max_inline_bytes"]) == (version("gridsieve"), 64 * 2**20)
         assert told["uploads"] == {"file_bytes": 2**30, "all_bytes": 2**34, "expires_s": 24 * 3600}
         file_id = http.post("/v1/files", files={"file": ("film.mp4", film)}).json()["id"]
         content = [{"type": "file", "file": {"file_id": file_id}}, {"type": "text", "text": QUESTION.text}]

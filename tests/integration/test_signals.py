@@ -21,13 +21,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import user_turn
-from framesieve.common.channels import upstream_errors
-from framesieve.common.contract import errors
-from framesieve.common.process import ExitStatus
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import user_turn
+from gridsieve.common.channels import upstream_errors
+from gridsieve.common.contract import errors
+from gridsieve.common.process import ExitStatus
+from gridsieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests.awake import SOON_S, within
 from tests.integration.conftest import DRAIN_S, SHORT_DRAIN_S
 from tests.integration.fleet import Fleet, Service, at_rest, stopped_workers, until
@@ -80,7 +80,7 @@ async def held_calls(service: Service, channel: grpc.aio.Channel, number: int) -
     calls = [preprocessing_pb2_grpc.PreprocessingServiceStub(channel).Preprocess() for _ in range(number)]
     for call in calls:
         await call.write(preprocessing_pb2.PreprocessRequest(prompt=prompt))
-    await until(lambda: service.metric("framesieve_preprocessing_jobs", pool="read") == number)
+    await until(lambda: service.metric("gridsieve_preprocessing_jobs", pool="read") == number)
     return calls
 
 
@@ -147,11 +147,11 @@ async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_
     first, second = getattr(fleet, name)
     await asyncio.to_thread(fleet.start, first, second)
     readers = [each for each in fleet.preprocessing if each.running]
-    held_by_first, held_by_second = (partial(each.metric, "framesieve_requests_running") for each in (first, second))
-    async with FramesieveClient(fleet.generation.address) as client:
+    held_by_first, held_by_second = (partial(each.metric, "gridsieve_requests_running") for each in (first, second))
+    async with GridsieveClient(fleet.generation.address) as client:
         for seed in count(3100):  # channels look for replicas every second
             await client.ask(short_clip(seed), "What moves?", max_new_tokens=1, timeout_s=30)
-            if await asyncio.to_thread(second.metric, "framesieve_requests_total", code="OK"):
+            if await asyncio.to_thread(second.metric, "gridsieve_requests_total", code="OK"):
                 break
         with stopped_workers(*readers):
             held = [asked_about(client, short_clip(seed)) for seed in range(3000, 3004)]
@@ -185,7 +185,7 @@ async def test_new_requests_avoid_a_draining_replica_and_fail_once_the_last_one_
 
 
 async def test_a_draining_generation_finishes_what_it_can_and_fails_the_rest(
-    fleet: Fleet, fleet_client: FramesieveClient
+    fleet: Fleet, fleet_client: GridsieveClient
 ) -> None:
     async with one_in_each_stage(fleet, fleet_client, seed=30) as load:
         load.resume()

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Options, Video, user_turn
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Options, Video, user_turn
 from tests import media
 from tests.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, NO_WINDOW, PREFACE, SETTINGS, frame, headers
 from tests.integration.conftest import idle, metric
@@ -20,7 +20,7 @@ from tests.integration.fleet import Stack, until
 
 CALLERS = 8
 STREAMS = range(1, 2 * CALLERS, 2)
-GENERATE = "/framesieve.v1.GenerationService/Generate"
+GENERATE = "/gridsieve.v1.GenerationService/Generate"
 
 
 def question() -> bytes:
@@ -46,22 +46,22 @@ async def calling(stack: Stack, settings: bytes = b"") -> AsyncIterator[asyncio.
 
 
 def running(stack: Stack) -> float:
-    return metric(stack, "generation", "framesieve_requests_running", method="Generate")
+    return metric(stack, "generation", "gridsieve_requests_running", method="Generate")
 
 
-async def another_is_answered(stack: Stack, client: FramesieveClient) -> None:
+async def another_is_answered(stack: Stack, client: GridsieveClient) -> None:
     answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=4, timeout_s=30)
     assert answer.usage.completion_tokens
     await until(lambda: running(stack) == CALLERS)
 
 
 async def test_callers_that_send_slowly_delay_no_other_and_leave_nothing_behind(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     """Half of them complete their prompt, the others disconnect."""
 
     def outcomes() -> list[float]:
-        counts = partial(metric, stack, "generation", "framesieve_requests_total", method="Generate")
+        counts = partial(metric, stack, "generation", "gridsieve_requests_total", method="Generate")
         return [counts(code="OK"), counts(code="CANCELLED")]
 
     asked = question()
@@ -80,7 +80,7 @@ async def test_callers_that_send_slowly_delay_no_other_and_leave_nothing_behind(
 
 
 async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     """Their flow-control window is 0 bytes."""
     async with calling(stack, NO_WINDOW) as writer:
@@ -89,7 +89,7 @@ async def test_callers_that_read_nothing_delay_no_other_and_leave_nothing_behind
         await another_is_answered(stack, client)
         # Their answers are generated all the same and then hold neither a place nor a block.
         for held in ("kv_blocks_used", "engine_requests", "media_buffer_used_bytes"):
-            gauge = partial(metric, stack, "generation", f"framesieve_generation_{held}")
+            gauge = partial(metric, stack, "generation", f"gridsieve_generation_{held}")
             await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
         assert running(stack) == CALLERS
     await until(lambda: running(stack) == 0)

@@ -12,10 +12,10 @@ import jsonschema
 import openai
 import pytest
 
-from framesieve import FramesieveClient, Video
-from framesieve.client.answer import Answer, FinishReason
-from framesieve.client.prompt import Options
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve import GridsieveClient, Video
+from gridsieve.client.answer import Answer, FinishReason
+from gridsieve.client.prompt import Options
+from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack
@@ -54,7 +54,7 @@ def drafting(stack: Stack, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Se
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-async def test_every_completion_satisfies_its_schema(client: FramesieveClient, name: str) -> None:
+async def test_every_completion_satisfies_its_schema(client: GridsieveClient, name: str) -> None:
     schema = SCHEMAS[name]
     options = Options(json_schema=schema, n=2, seed=1, temperature=1.0, max_new_tokens=400)
     answer = await client.ask(Video(data=CLIP), "What moves?", **options)
@@ -63,7 +63,7 @@ async def test_every_completion_satisfies_its_schema(client: FramesieveClient, n
         jsonschema.validate(json.loads(choice.text), schema)
 
 
-async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: FramesieveClient) -> None:
+async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: GridsieveClient) -> None:
     answer = await client.ask(None, "Why?", json_object=True, **SAMPLED)
     if answer.reason is FinishReason.STOP:
         assert isinstance(json.loads(answer.text), dict)
@@ -73,18 +73,18 @@ async def test_an_object_is_json_and_one_that_is_cut_off_its_beginning(client: F
 
 
 async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
-    client: FramesieveClient, drafting: Service
+    client: GridsieveClient, drafting: Service
 ) -> None:
-    def all_of(asked: FramesieveClient) -> list[Awaitable[Answer]]:
+    def all_of(asked: GridsieveClient) -> list[Awaitable[Answer]]:
         documents = [asked.ask(Video(data=CLIP), name, json_schema=schema, **SAMPLED) for name, schema in ASKED]
         return [*documents, asked.ask(None, "What is what is what", max_new_tokens=60, temperature=0)]
 
-    async with FramesieveClient(drafting.address) as other:
+    async with GridsieveClient(drafting.address) as other:
         alone = [(await each).token_ids for each in all_of(client)]
         assert [each.token_ids for each in await asyncio.gather(*all_of(client))] == alone
         assert [each.token_ids for each in await asyncio.gather(*all_of(other))] == alone
     for name in ("preemptions", "accepted_draft_tokens"):
-        assert drafting.metric(f"framesieve_generation_{name}_total") > 0
+        assert drafting.metric(f"gridsieve_generation_{name}_total") > 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_neighbours_drafts_and_preemption_do_not_change_a_document(
     ids=lambda value: str(value)[:40],
 )
 async def test_a_schema_that_cannot_be_held_is_refused_with_its_place(
-    client: FramesieveClient, options: Options, why: str
+    client: GridsieveClient, options: Options, why: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=why):
         await client.ask(None, "Why?", **options)

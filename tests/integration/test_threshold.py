@@ -20,9 +20,9 @@ import PIL.Image
 import pytest
 from typer.testing import CliRunner
 
-from framesieve import FramesieveClient, Grid, Image, Pruning, Video, encode
-from framesieve.__main__ import app
-from framesieve.common.contract.retention import AUTO_THRESHOLD, METHODS
+from gridsieve import GridsieveClient, Grid, Image, Pruning, Video, encode
+from gridsieve.__main__ import app
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media
 from tests.integration.conftest import another_generation
 from tests.integration.fleet import Service, Stack, exported, metric_in
@@ -83,7 +83,7 @@ def by_python_of_a_video(asked: Automatic, data: bytes, pruning: Mapping[str, fl
 
 
 async def counted(asked: Automatic, part: Video, options: Any) -> Counts:
-    async with FramesieveClient(asked.address) as client:
+    async with GridsieveClient(asked.address) as client:
         usage = (await client.ask(part, "What moves?", **options, max_new_tokens=1)).usage
     (item,) = usage.media
     assert usage.prompt_tokens_full - usage.prompt_tokens == item.grid.tokens - item.num_kept
@@ -115,7 +115,7 @@ def by_http(path: str) -> Callable[[Automatic, bytes, Mapping[str, float], Path]
 def told(asked: Automatic, path: str, body: Mapping[str, Any]) -> list[Counts]:
     """Of each item, as an answer by HTTP tells it."""
     answer = httpx.post(f"{asked.url}{path}", json=body, timeout=60, trust_env=False).raise_for_status().json()
-    items = answer["media"] if "media" in answer else answer["usage"]["framesieve"]["media"]
+    items = answer["media"] if "media" in answer else answer["usage"]["gridsieve"]["media"]
     grids = [Grid(**item["grid"]) for item in items]
     counts = [len(item["kept"]) if "kept" in item else item["kept_tokens"] for item in items]
     return [
@@ -130,7 +130,7 @@ DOORS = {
     "the command": by_command,
     "chat completions": by_http("/v1/chat/completions"),
     "responses": by_http("/v1/responses"),
-    "the kept tokens": by_http("/v1/framesieve/kept"),
+    "the kept tokens": by_http("/v1/gridsieve/kept"),
 }
 
 
@@ -173,7 +173,7 @@ def test_what_a_request_does_not_say_is_as_the_service_was_told(automatic: Autom
     options: Any = {"pruning_rate": of_request.rate, "pruning_method": of_request.method, "max_new_tokens": 1}
 
     async def items() -> Any:
-        async with FramesieveClient(automatic.address) as client:
+        async with GridsieveClient(automatic.address) as client:
             return (await client.ask(parts, "What moves?", **options)).usage.media
 
     found = asyncio.run(items())
@@ -183,7 +183,7 @@ def test_what_a_request_does_not_say_is_as_the_service_was_told(automatic: Autom
     assert len({count(grid) for _, _, count in SAID.values()}) == 5  # the cases can be told apart
     url = data_url("image/png", STILL)
     body = question(video(url, pruning=asdict(of_video)), image(data_url("image/png", PICTURE)), "?", max_tokens=1)
-    for path in ("/v1/chat/completions", "/v1/framesieve/kept"):
+    for path in ("/v1/chat/completions", "/v1/gridsieve/kept"):
         assert [count for _, count, _ in told(automatic, path, body | {"pruning": asdict(of_request)})] == wanted
 
 
@@ -194,13 +194,13 @@ def test_a_rate_without_a_method_is_by_pixels_and_that_of_embeddings_by_evs(stac
     def counted(method: str) -> float:
         labels = {"method": method, "pruning": "before"}
         return metric_in(
-            exported(automatic.generation.metrics_port), "framesieve_generation_media_tokens_total", **labels
+            exported(automatic.generation.metrics_port), "gridsieve_generation_media_tokens_total", **labels
         )
 
     async def asked(part: Video) -> tuple[int, float, float]:
         """How many tokens are kept, and how many were counted under both methods."""
         before = [counted(method) for method in ("pixel_change", "evs")]
-        async with FramesieveClient(automatic.address) as client:
+        async with GridsieveClient(automatic.address) as client:
             (item,) = (await client.ask(part, "What moves?", pruning_rate=0.5, max_new_tokens=1)).usage.media
         by_pixels, by_evs = [
             counted(method) - each for method, each in zip(("pixel_change", "evs"), before, strict=True)
@@ -218,7 +218,7 @@ def test_a_rate_without_a_method_is_by_pixels_and_that_of_embeddings_by_evs(stac
     (by_evs,) = asyncio.run(encode(encoder, embeds, Pruning(0.5)))
     assert by_evs.pruning.method == "evs"
     body = question(brought("video_embeds", whole.as_embeds()), pruning={"rate": 0.5})
-    answer = httpx.post(f"{automatic.url}/v1/framesieve/kept", json=body, trust_env=False).raise_for_status().json()
+    answer = httpx.post(f"{automatic.url}/v1/gridsieve/kept", json=body, trust_env=False).raise_for_status().json()
     assert answer["media"][0]["kept"] == by_evs.kept.tolist()
 
 
@@ -231,7 +231,7 @@ def test_of_a_busy_clip_a_request_that_says_nothing_keeps_what_the_services_rate
 
 def test_the_services_threshold_and_where_each_method_acts_are_told_with_its_models(automatic: Automatic) -> None:
     async def models() -> Any:
-        async with FramesieveClient(automatic.address) as client:
+        async with GridsieveClient(automatic.address) as client:
             return await client.models()
 
     (model,) = asyncio.run(models())

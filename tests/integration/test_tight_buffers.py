@@ -13,15 +13,15 @@ import grpc
 import pytest
 
 from demo.checkpoint import TINY
-from framesieve.client.answer import Delta, Finished
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options, Video
-from framesieve.common.channels import upstream_errors
-from framesieve.common.contract import errors
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.common.serving.probe import is_serving
-from framesieve.v1.generation_pb2 import GenerateRequest
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.client.answer import Delta, Finished
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Options, Video
+from gridsieve.common.channels import upstream_errors
+from gridsieve.common.contract import errors
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.common.serving.probe import is_serving
+from gridsieve.v1.generation_pb2 import GenerateRequest
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests import media
 from tests.integration.conftest import metric
 from tests.integration.fleet import Stack, running, until
@@ -49,25 +49,25 @@ def tight(tiny_checkpoint: Path) -> Iterator[Stack]:
 
 
 @pytest.fixture
-async def client(tight: Stack) -> AsyncIterator[FramesieveClient]:
+async def client(tight: Stack) -> AsyncIterator[GridsieveClient]:
     """At the end the services must hold nothing."""
-    async with FramesieveClient(tight.address) as connected:
+    async with GridsieveClient(tight.address) as connected:
         yield connected
     for service, name in (
         *(("generation", "kv_blocks_used"), ("generation", "media_buffer_used_bytes")),
         ("encoder", "buffer_used_bytes"),
     ):
-        gauge = partial(metric, tight, service, f"framesieve_{service}_{name}")
+        gauge = partial(metric, tight, service, f"gridsieve_{service}_{name}")
         await until(lambda gauge=gauge: gauge() == 0)  # type: ignore[misc]
 
 
-async def test_requests_of_several_videos_each_do_not_deadlock(client: FramesieveClient) -> None:
+async def test_requests_of_several_videos_each_do_not_deadlock(client: GridsieveClient) -> None:
     clips = [[Video(data=media.clip(seed=6 * request + video)) for video in range(VIDEOS)] for request in range(6)]
     answers = await asyncio.gather(*(client.ask(each, "What moves?", max_new_tokens=2, timeout_s=90) for each in clips))
     assert [len(answer.usage.media) for answer in answers] == [VIDEOS] * 6
 
 
-async def test_more_requests_than_places_are_answered_or_refused(client: FramesieveClient) -> None:
+async def test_more_requests_than_places_are_answered_or_refused(client: GridsieveClient) -> None:
     """Of up to three videos each. A refusal says when to retry; no request hangs."""
     clips = [media.clip(8, seed=seed) for seed in range(5)]
 
@@ -98,7 +98,7 @@ async def refuses_new_requests(stack: Stack) -> None:
 
 async def test_an_answer_completes_while_all_services_drain(tight: Stack) -> None:
     """The last test of the stack."""
-    async with FramesieveClient(tight.address) as client:
+    async with GridsieveClient(tight.address) as client:
         clip = Video(data=media.clip())
         stream = client.stream(clip, "What moves?", max_new_tokens=200, stop=["\x00"], timeout_s=60)
         async for event in stream:

@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from framesieve import FramesieveClient, Message, Text, Tool, ToolCall, Video
-from framesieve.client.answer import Answer, FinishReason
-from framesieve.client.prompt import Options
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve import GridsieveClient, Message, Text, Tool, ToolCall, Video
+from gridsieve.client.answer import Answer, FinishReason
+from gridsieve.client.prompt import Options
+from gridsieve.common.contract.errors import InvalidRequest
 from tests import media
 from tests.integration.fleet import Stack
 from tests.scripted import LOOK, SCRIPT
@@ -34,8 +34,8 @@ QUESTION = "Is it raining in Kyoto?"
 
 
 @pytest.fixture
-async def client(scripted: Stack) -> AsyncIterator[FramesieveClient]:
-    async with FramesieveClient(scripted.address) as connected:
+async def client(scripted: Stack) -> AsyncIterator[GridsieveClient]:
+    async with GridsieveClient(scripted.address) as connected:
         yield connected
 
 
@@ -43,7 +43,7 @@ def read(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-async def test_calls_are_read_from_an_answer_with_text_before_them(client: FramesieveClient) -> None:
+async def test_calls_are_read_from_an_answer_with_text_before_them(client: GridsieveClient) -> None:
     answer = await client.ask(Video(data=media.clip(4)), QUESTION, tools=[WEATHER, CLOCK], n=2)
     for choice in answer.choices:
         assert (choice.text, read(choice.tool_calls), choice.reason) == (LOOK, CALLS, FinishReason.TOOL_CALLS)
@@ -51,7 +51,7 @@ async def test_calls_are_read_from_an_answer_with_text_before_them(client: Frame
     assert len({call.id for choice in answer.choices for call in choice.tool_calls}) == 4
 
 
-async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(client: FramesieveClient) -> None:
+async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(client: GridsieveClient) -> None:
     bare = await client.ask(None, QUESTION)
     none = await client.ask(None, QUESTION, tools=[WEATHER], tool_choice="none")
     shown = await client.ask(None, QUESTION, tools=[WEATHER])
@@ -60,19 +60,19 @@ async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(cl
     assert none.usage.prompt_tokens == bare.usage.prompt_tokens < shown.usage.prompt_tokens
 
 
-async def test_without_parallel_calls_there_is_one(client: FramesieveClient) -> None:
+async def test_without_parallel_calls_there_is_one(client: GridsieveClient) -> None:
     answer = await client.ask(None, QUESTION, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
     assert (answer.text, read(answer.tool_calls)) == (LOOK, CALLS[:1])
 
 
-async def test_an_answer_that_is_cut_off_has_the_beginning_of_its_call(client: FramesieveClient) -> None:
+async def test_an_answer_that_is_cut_off_has_the_beginning_of_its_call(client: GridsieveClient) -> None:
     answer = await client.ask(None, QUESTION, tools=[WEATHER], max_new_tokens=4)
     assert answer.reason is FinishReason.LENGTH
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [("weather", '{"city": "K')]
 
 
 @pytest.mark.parametrize("choice", ["required", LAMP], ids=["required", "named"])
-async def test_a_required_call_satisfies_its_schema_whatever_the_model(client: FramesieveClient, choice: Any) -> None:
+async def test_a_required_call_satisfies_its_schema_whatever_the_model(client: GridsieveClient, choice: Any) -> None:
     other = Tool("bell", None, {"type": "object", "properties": {"twice": {"type": "boolean"}}})
     options = Options(tools=[other, LAMP], tool_choice=choice, temperature=1.0, seed=1, n=2)
     answer = await client.ask(None, QUESTION, **options, parallel_tool_calls=False, max_new_tokens=200)
@@ -83,7 +83,7 @@ async def test_a_required_call_satisfies_its_schema_whatever_the_model(client: F
         jsonschema.validate(arguments, schemas[name])
 
 
-async def test_a_strict_tool_is_called_freely_and_as_its_schema_says(client: FramesieveClient) -> None:
+async def test_a_strict_tool_is_called_freely_and_as_its_schema_says(client: GridsieveClient) -> None:
     """The script's city is not in the schema."""
     oslo = Tool("weather", None, {"type": "object", "properties": {"city": {"const": "Oslo"}}, "required": ["city"]})
     answer = await client.ask(
@@ -113,7 +113,7 @@ USER = Message("user", (Text(QUESTION),))
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 async def test_what_cannot_be_done_is_refused_by_name(
-    client: FramesieveClient, messages: list[Message], options: Options, why: str
+    client: GridsieveClient, messages: list[Message], options: Options, why: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=why):
         await client.answer(messages, options)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.client.answer import Answer
-from framesieve.client.client import FramesieveClient
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Video, user_turn
-from framesieve.common.channels import open_channel, upstream_errors
-from framesieve.common.contract import errors
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
+from gridsieve.client.answer import Answer
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Video, user_turn
+from gridsieve.common.channels import open_channel, upstream_errors
+from gridsieve.common.contract import errors
+from gridsieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc
 from tests import media
 from tests.integration.conftest import FETCH_MAX_BYTES
 from tests.integration.fleet import Service, Stack, started, until
@@ -24,7 +24,7 @@ from tests.preprocessing.media_server import Server, fetched_files, head, ok, re
 CLIP = media.clip(16, fps=4)
 
 
-async def ask(client: FramesieveClient, video: Video) -> Answer:
+async def ask(client: GridsieveClient, video: Video) -> Answer:
     return await client.ask(video, "What moves?", pruning_rate=0.5, max_new_tokens=8, temperature=0, timeout_s=30)
 
 
@@ -75,11 +75,11 @@ async def test_no_name_of_this_machine_may_be_fetched_from_by_default(
 )
 async def test_a_url_that_cannot_be_used_is_refused_by_its_field_and_the_next_one_is_answered(
     stack: Stack,
-    client: FramesieveClient,
+    client: GridsieveClient,
     fetch_port: int,
     host: str,
     answer: bytes,
-    error: type[errors.FramesieveError],
+    error: type[errors.GridsieveError],
     why: str,
 ) -> None:
     answer = answer.replace(b"{port}", str(fetch_port).encode())

@@ -1,4 +1,4 @@
-"""`framesieve watch` as a process: real cameras, three real services, a webhook and a broker."""
+"""`gridsieve watch` as a process: real cameras, three real services, a webhook and a broker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from PIL import Image
 from standardwebhooks import Webhook
 
-from framesieve.common.process import free_port
+from gridsieve.common.process import free_port
 from tests.cameras import Camera, camera
 from tests.certificates import Authority
 from tests.integration.fleet import ROOT, Stack, running, until
@@ -66,7 +66,7 @@ class Watch:
     def __init__(self, stack: Stack, folder: Path, *flags: str, **variables: str) -> None:
         self.file = folder / "cameras.toml"
         self._out, self._err = folder / "out", folder / "err"
-        command = [sys.executable, "-m", "framesieve", "watch", str(self.file), "--server", stack.address, *flags]
+        command = [sys.executable, "-m", "gridsieve", "watch", str(self.file), "--server", stack.address, *flags]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             environment = os.environ | variables
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=ROOT)
@@ -215,9 +215,9 @@ async def test_answers_reach_a_webhook_that_fails_first_and_a_broker(
         Webhook(SECRET).verify(body, headers)
         assert headers["content-type"] == "application/cloudevents+json"
     plays, *answers = sent[1:]
-    assert plays.get_type() == "framesieve.camera.playing"
+    assert plays.get_type() == "gridsieve.camera.playing"
     for event in answers:
-        assert (event.get_type(), event.get_subject()) == ("framesieve.answer", "yard")
+        assert (event.get_type(), event.get_subject()) == ("gridsieve.answer", "yard")
         data = event.get_data()
         assert (data["question"], data["finish_reason"]) == ("What moves?", "stop")
         assert isinstance(data["answer"]["moves"], bool)
@@ -244,13 +244,13 @@ async def test_cameras_and_generation_are_waited_for(watch: Callable[..., Watch]
     await running_watch.says("yard: lost: generation cannot be reached")
     await asyncio.to_thread(generation.start)
     await asyncio.to_thread(generation.ready)
-    lost = await running_watch.tells("framesieve.camera.lost", "yard", after=1)
+    lost = await running_watch.tells("gridsieve.camera.lost", "yard", after=1)
     assert lost["data"]["reason"].startswith("the camera ")  # generation is there, the camera is not
     async with filming(YARD):
-        await running_watch.tells("framesieve.camera.playing", "yard")
-        await running_watch.tells("framesieve.answer", "yard")
+        await running_watch.tells("gridsieve.camera.playing", "yard")
+        await running_watch.tells("gridsieve.answer", "yard")
         before = len(running_watch.events)
-    await running_watch.tells("framesieve.camera.lost", "yard", before)
+    await running_watch.tells("gridsieve.camera.lost", "yard", before)
     running_watch.process.send_signal(signal.SIGINT)
     assert await asyncio.to_thread(running_watch.process.wait, 20) == 0
     assert running_watch.said.count("yard: plays") == 1

@@ -10,9 +10,9 @@ import zlib
 
 import pytest
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Image, Video
-from framesieve.common.contract import errors
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Image, Video
+from gridsieve.common.contract import errors
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import HELD, Stack, until
@@ -22,24 +22,24 @@ MIB = 2**20
 
 
 def restarts(stack: Stack, reason: str) -> float:
-    return metric(stack, "preprocessing", "framesieve_preprocessing_worker_restarts_total", reason=reason)
+    return metric(stack, "preprocessing", "gridsieve_preprocessing_worker_restarts_total", reason=reason)
 
 
-async def next_is_served(stack: Stack, client: FramesieveClient) -> None:
+async def next_is_served(stack: Stack, client: GridsieveClient) -> None:
     answer = await client.ask(Video(data=media.clip()), "What moves?", max_new_tokens=2, timeout_s=60)
     assert answer.usage.completion_tokens >= 1
     await idle(stack)
     for name in HELD["preprocessing"]:
-        assert metric(stack, "preprocessing", f"framesieve_preprocessing_{name}") == 0
+        assert metric(stack, "preprocessing", f"gridsieve_preprocessing_{name}") == 0
 
 
-async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: Stack, client: FramesieveClient) -> None:
+async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: Stack, client: GridsieveClient) -> None:
     pid, before = stack.services["preprocessing"].pid, restarts(stack, "crashed")
     workers = children(pid)
     for each in workers:
         os.kill(each, signal.SIGSTOP)
     asking = asyncio.create_task(client.ask(Video(data=media.clip(seed=970)), "What moves?", timeout_s=60))
-    await until(lambda: metric(stack, "preprocessing", "framesieve_preprocessing_jobs", pool="read") == 1)
+    await until(lambda: metric(stack, "preprocessing", "gridsieve_preprocessing_jobs", pool="read") == 1)
     for each in workers:
         os.kill(each, signal.SIGKILL)
     with pytest.raises(errors.MediaRejected, match=r"video cannot be decoded: its decoder crashed \(signal 9\)"):
@@ -49,7 +49,7 @@ async def test_a_killed_worker_fails_one_request_and_is_replaced(stack: Stack, c
 
 
 async def test_a_decompression_bomb_stops_at_the_memory_limit_of_its_worker(
-    stack: Stack, client: FramesieveClient
+    stack: Stack, client: GridsieveClient
 ) -> None:
     before, bomb = restarts(stack, "memory"), black_png(8000, 8000)
     assert len(bomb) < MIB

@@ -12,9 +12,9 @@ import av
 import numpy as np
 import pytest
 
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order, number_of
 
 OPEN_GOPS = {"g": "10", "bf": "3", "x264-params": "open-gop=1:b-adapt=0:scenecut=0"}

@@ -17,11 +17,11 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.pictures import read_picture
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.pictures import read_picture
 from tests.preprocessing.preprocessing_media import clip
 
 ROWS, COLUMNS = 64, 128

@@ -11,9 +11,9 @@ import av
 import numpy as np
 import pytest
 
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
 from tests.media.h264_fields import access_units
 from tests.preprocessing.preprocessing_media import number_of, picture_of
 

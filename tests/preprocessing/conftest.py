@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from framesieve.services.preprocessing.video.slices import Slice
-from framesieve.services.preprocessing.workers import worker_pool
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import VideoSlices
-from framesieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.video.slices import Slice
+from gridsieve.services.preprocessing.workers import worker_pool
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import VideoSlices
+from gridsieve.services.preprocessing.workers.process import Fault
 from tests.preprocessing.media_server import fetched_files
 from tests.preprocessing.service import Queues, Service, running_queues
 from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, open_descriptors, open_memories, until

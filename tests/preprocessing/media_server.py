@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
-from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.worker_jobs import open_paths
 
 BODY = bytes(range(256)) * 1024

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Generator
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.workers import worker
-from framesieve.services.preprocessing.workers.bridge import Bridge
-from framesieve.services.preprocessing.workers.protocol import Kind, Message, send
-from framesieve.services.preprocessing.workers.worker import Piece, Task
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.workers import worker
+from gridsieve.services.preprocessing.workers.bridge import Bridge
+from gridsieve.services.preprocessing.workers.protocol import Kind, Message, send
+from gridsieve.services.preprocessing.workers.worker import Piece, Task
 
 
 def _hang(task: Task, own: socket.socket) -> None:

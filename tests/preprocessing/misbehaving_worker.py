@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from framesieve.common.sealed_memory import sealed
-from framesieve.services.preprocessing.workers import worker
-from framesieve.services.preprocessing.workers.worker import Piece, Task
+from gridsieve.common.sealed_memory import sealed
+from gridsieve.services.preprocessing.workers import worker
+from gridsieve.services.preprocessing.workers.worker import Piece, Task
 
 MIB = 2**20
 MALFORMED = {
@@ -101,7 +101,7 @@ def confined(task: Task) -> Generator[Piece, None, None]:
         {
             "proc": _outcome(lambda: Path("/proc/self/status").read_text()),
             "password": _outcome(lambda: Path("/etc/passwd").read_text()),
-            "write": _outcome(lambda: Path("/tmp/framesieve-worker").write_text("")),
+            "write": _outcome(lambda: Path("/tmp/gridsieve-worker").write_text("")),
             "connect": _outcome(lambda: socket.create_connection(("127.0.0.1", task.facts.integer("port", 1, 65535)))),
             "signal": _outcome(lambda: os.kill(os.getppid(), 0)),
             "descriptors": [each for each in range(1024) if _is_open(each)],

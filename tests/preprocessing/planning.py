@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.services.preprocessing.conversation import Conversation, MediaRequest
-from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
-from framesieve.services.preprocessing.prompt.turns import Turn
-from framesieve.services.preprocessing.video.pictures import PictureFrames
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.services.preprocessing.conversation import Conversation, MediaRequest
+from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
+from gridsieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.services.preprocessing.video.pictures import PictureFrames
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
 Part: TypeAlias = str | MediaRequest
 

@@ -16,24 +16,24 @@ import grpc
 import numpy as np
 import pytest
 
-from framesieve.common.channels import error_from_status
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.common.contract.tensors import TensorBuffer
-from framesieve.common.contract.wire import PlanReceiver, Take, add_chunk, buffer_for
-from framesieve.common.serving.interceptors import RequestInterceptor
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
-from framesieve.services.preprocessing.fetch.policy import FetchPolicy
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, watch
-from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from framesieve.services.preprocessing.rpc.servicer import PreprocessingServicer
-from framesieve.services.preprocessing.workers.job_queue import JobQueue, started
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.process import Fault
-from framesieve.services.preprocessing.workers.streams import StreamWorkers
-from framesieve.v1 import preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.common.channels import error_from_status
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.common.contract.tensors import TensorBuffer
+from gridsieve.common.contract.wire import PlanReceiver, Take, add_chunk, buffer_for
+from gridsieve.common.serving.interceptors import RequestInterceptor
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.fetch.policy import FetchPolicy
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.rpc.metrics import FETCHED_BYTES, watch
+from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from gridsieve.services.preprocessing.rpc.servicer import PreprocessingServicer
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue, started
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.streams import StreamWorkers
+from gridsieve.v1 import preprocessing_pb2_grpc, prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.preprocessing.media_server import Server, fetcher_of
 
 INFLIGHT_SLICES = 4

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
-from framesieve.services.preprocessing.sources.digests import digests
-from framesieve.services.preprocessing.sources.source import path_source
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.sources.digests import digests
+from gridsieve.services.preprocessing.sources.source import path_source
 from tests.preprocessing.media_server import BODY, Resolver, Server, head, ok, policy, redirect, serving, url_of
 
 HOUR_AGO_S = 3600

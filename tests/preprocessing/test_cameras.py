@@ -27,12 +27,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framesieve.common.contract.errors import MediaRejected, StartupError
-from framesieve.services.preprocessing.fetch import login as logins
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
-from framesieve.services.preprocessing.video.stream import played_frames
-from framesieve.services.preprocessing.workers import streams
-from framesieve.services.preprocessing.workers.process import Fault
+from gridsieve.common.contract.errors import MediaRejected, StartupError
+from gridsieve.services.preprocessing.fetch import login as logins
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher, Observed
+from gridsieve.services.preprocessing.video.stream import played_frames
+from gridsieve.services.preprocessing.workers import streams
+from gridsieve.services.preprocessing.workers.process import Fault
 from tests.cameras import camera, played
 from tests.certificates import Authority, self_signed
 from tests.preprocessing.media_server import Resolver, forever, head, policy, redirect, serving

@@ -15,9 +15,9 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.workers import worker_pool
-from framesieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.workers import worker_pool
+from gridsieve.services.preprocessing.workers.process import Fault
 from tests.awake import SOON_S, awake
 from tests.preprocessing.media_server import fetched_files, forever, head, url_of
 from tests.preprocessing.media_server import serving as web_server
@@ -32,7 +32,7 @@ CLIP = prompt_of(video(clip(30)))
 
 
 def requests_running() -> float:
-    return REGISTRY.get_sample_value("framesieve_requests_running", {"method": "Preprocess"}) or 0.0
+    return REGISTRY.get_sample_value("gridsieve_requests_running", {"method": "Preprocess"}) or 0.0
 
 
 async def test_cancelling_while_a_file_is_hashed_frees_its_thread_within_a_second(service: Service) -> None:

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from framesieve.common import response_queue
-from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.wire import int32_array
-from framesieve.services.preprocessing.workers import segments
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.common import response_queue
+from gridsieve.common.contract.plan import MediaPlan
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.services.preprocessing.workers import segments
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.choice import chosen_tokens
 from tests.preprocessing.preprocessing_media import B_FRAMES, clip, without_packets
 from tests.preprocessing.service import Service, asked, frames_of, plan_of, prompt_of, refused, sent, video

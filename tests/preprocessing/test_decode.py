@@ -20,12 +20,12 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import MediaDamaged, MediaRejected
-from framesieve.services.preprocessing.sources.source import Source, bytes_source
-from framesieve.services.preprocessing.video import decode, packets
-from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
-from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from framesieve.services.preprocessing.video.slices import PlannedVideo
+from gridsieve.common.contract.errors import MediaDamaged, MediaRejected
+from gridsieve.services.preprocessing.sources.source import Source, bytes_source
+from gridsieve.services.preprocessing.video import decode, packets
+from gridsieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
+from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
+from gridsieve.services.preprocessing.video.slices import PlannedVideo
 from tests.preprocessing.preprocessing_media import (
     B_FRAMES,
     clip,

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
-from framesieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, PromptPlan
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.rpc.messages import MAX_EMBEDS_SLICES, conversation_of
+from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
+from gridsieve.v1 import prompt_pb2, tensor_pb2
 from tests.preprocessing.preprocessing_media import clip
 
 WEEK = MAX_LENGTH_S

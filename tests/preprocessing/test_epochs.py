@@ -11,9 +11,9 @@ from pathlib import Path
 import av
 import pytest
 
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.decode import decode_frames
-from framesieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.decode import decode_frames
+from gridsieve.services.preprocessing.video.packets import read_packets
 from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, shifted
 
 RATE = 25

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import MediaRejected, StartupError
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.video.resize import PixelBudget
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import MediaRejected, StartupError
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.video.resize import PixelBudget
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.families import FAMILIES
 from tests.preprocessing.preprocessing_media import (
     transformers_indices,

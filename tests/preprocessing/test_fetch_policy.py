@@ -6,10 +6,10 @@ from ipaddress import ip_address
 
 import pytest
 
-from framesieve.common.contract.errors import MediaForbidden
-from framesieve.services.preprocessing.fetch.addresses import is_public
-from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
-from framesieve.services.preprocessing.fetch.urls import parse_host, parse_url
+from gridsieve.common.contract.errors import MediaForbidden
+from gridsieve.services.preprocessing.fetch.addresses import is_public
+from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from gridsieve.services.preprocessing.fetch.urls import parse_host, parse_url
 
 
 def policy(*domains: str) -> FetchPolicy:

@@ -17,10 +17,10 @@ from dataclasses import replace
 import pytest
 import trustme
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
-from framesieve.services.preprocessing.fetch.addresses import SystemResolver
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher
-from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden, MediaRejected, Overloaded
+from gridsieve.services.preprocessing.fetch.addresses import SystemResolver
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
+from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
 from tests.preprocessing.media_server import (
     BODY,
     Behaviour,
@@ -119,7 +119,7 @@ async def test_internal_names_give_the_same_error_and_unknown_ones_are_not_forbi
     with pytest.raises(MediaRejected, match=r"video\.url names a host that cannot be resolved: 'unknown.test'"):
         await Fetcher(FetchPolicy(), resolver).fetch("video", "http://unknown.test/")
     for host in ("inside.test", "mixed.test", "empty.test"):
-        with pytest.raises(FramesieveError) as refused:
+        with pytest.raises(GridsieveError) as refused:
             await Fetcher(FetchPolicy(), resolver).fetch("video", f"http://{host}/")
         told.add((type(refused.value), str(refused.value).replace(host, "HOST").partition(";")[0]))
     assert told == {(MediaForbidden, "video.url has no address that may be reached: 'HOST'")}

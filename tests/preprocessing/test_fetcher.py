@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from framesieve.common.contract.errors import MediaRejected, Overloaded
-from framesieve.services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES
+from gridsieve.common.contract.errors import MediaRejected, Overloaded
+from gridsieve.services.preprocessing.fetch.fetcher import MAX_CONCURRENT_FETCHES
 from tests.preprocessing.media_server import (
     BODY,
     Resolver,

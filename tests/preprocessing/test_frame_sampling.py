@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.preprocessing.video.sampling import (
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.preprocessing.video.sampling import (
     FrameBounds,
     FrameRate,
     FrameSampling,

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.families.glm46v import Glm46V
-from framesieve.services.preprocessing.video.resize import PixelBudget
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.families.glm46v import Glm46V
+from gridsieve.services.preprocessing.video.resize import PixelBudget
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from tests.preprocessing.preprocessing_media import (
     transformers_image_size,
     transformers_indices,

@@ -9,11 +9,11 @@ from time import monotonic_ns
 
 import pytest
 
-from framesieve.common.contract.errors import MediaRejected, StartupError, Unavailable
-from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from framesieve.services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
-from framesieve.services.preprocessing.workers.media_reader import MediaReader, indexes
-from framesieve.services.preprocessing.workers.process import Fault
+from gridsieve.common.contract.errors import MediaRejected, StartupError, Unavailable
+from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from gridsieve.services.preprocessing.workers.job_queue import InFlightBudget, JobQueue, Share, started
+from gridsieve.services.preprocessing.workers.media_reader import MediaReader, indexes
+from gridsieve.services.preprocessing.workers.process import Fault
 from tests.preprocessing.worker_jobs import (
     ENTRY,
     LIMITS,

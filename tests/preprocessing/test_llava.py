@@ -23,11 +23,11 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
-from framesieve.services.preprocessing.conversation import MediaRequest
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import Planner
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
+from gridsieve.services.preprocessing.conversation import MediaRequest
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.planner import Planner
 from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed
 from tests.media import picture

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from av.video.frame import VideoFrame
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.video import decode
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.slices import PlannedVideo, Slice
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import IndexVideo, VideoSlices
-from framesieve.services.preprocessing.workers.limits import Limits
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.video import decode
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import IndexVideo, VideoSlices
+from gridsieve.services.preprocessing.workers.limits import Limits
 from tests.awake import awake
 from tests.preprocessing.planning import planned as planned_of
 from tests.preprocessing.planning import video

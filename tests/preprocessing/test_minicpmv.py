@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.conversation import MediaRequest
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.services.preprocessing.conversation import MediaRequest
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.prompt.embeds import Embeds
+from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample
 from tests import minicpm
 from tests.generation.checkpoints import changed
 from tests.media import clip, picture

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from transformers import MiniCPMV4_7Config
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.services.preprocessing.conversation import MediaRequest
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
-from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
+from gridsieve.services.preprocessing.conversation import MediaRequest
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
+from gridsieve.services.preprocessing.prompt.embeds import Embeds
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from tests import media
 from tests import minicpmv4_6 as oracle
 from tests.families import write_minicpmv4_6

@@ -22,14 +22,14 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.tensors import DType
-from framesieve.common.handover import Receiver
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import PlannedPrompt
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.tensors import DType
+from gridsieve.common.handover import Receiver
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.planner import PlannedPrompt
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron
 from tests.media import picture
 from tests.nemotron import MERGE, PATCH_PX, TUBELET, Video, picture_grid_of, processed

@@ -18,12 +18,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.planner import PlannedPrompt
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.planner import PlannedPrompt
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron_nano
 from tests.media import picture
 from tests.nemotron_nano import SIDE_PX

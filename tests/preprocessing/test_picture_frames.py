@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from framesieve.services.preprocessing.planner import PlannedPrompt
-from framesieve.services.preprocessing.video.slices import PlannedVideo
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.services.preprocessing.planner import PlannedPrompt
+from gridsieve.services.preprocessing.video.slices import PlannedVideo
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests import media
 from tests.preprocessing import planning
 from tests.preprocessing.preprocessing_media import clip, decoded_in_order, transformers_video_processor

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from framesieve.common.contract.errors import MediaDamaged, MediaRejected
-from framesieve.services.preprocessing.sources.source import Source, bytes_source
-from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
+from gridsieve.common.contract.errors import MediaDamaged, MediaRejected
+from gridsieve.services.preprocessing.sources.source import Source, bytes_source
+from gridsieve.services.preprocessing.video.pictures import decode_picture, read_picture
 from tests import media
 
 ORIENTATION = 0x0112

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from framesieve.common.contract.retention import Pruning, chosen_before_tower
-from framesieve.services.preprocessing.pruning.change import block_means, change
-from framesieve.services.preprocessing.pruning.choice import Choice
-from framesieve.services.preprocessing.video.resize import FrameArray
-from framesieve.services.preprocessing.video.slices import Slice
+from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
+from gridsieve.common.contract.retention import Pruning, chosen_before_tower
+from gridsieve.services.preprocessing.pruning.change import block_means, change
+from gridsieve.services.preprocessing.pruning.choice import Choice
+from gridsieve.services.preprocessing.video.resize import FrameArray
+from gridsieve.services.preprocessing.video.slices import Slice
 from tests.choice import chosen_tokens
 
 FRAMES = 2

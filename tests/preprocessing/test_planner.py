@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract import plan
-from framesieve.common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
-from framesieve.common.contract.plan import Modality
-from framesieve.services.preprocessing import planner
-from framesieve.services.preprocessing.conversation import MediaRequest
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.video import decode
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract import plan
+from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, PromptTooLong
+from gridsieve.common.contract.plan import Modality
+from gridsieve.services.preprocessing import planner
+from gridsieve.services.preprocessing.conversation import MediaRequest
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.video import decode
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from tests.families import FAMILIES
 from tests.media import picture
 from tests.preprocessing.planning import image, planned, video

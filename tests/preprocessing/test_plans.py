@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.services.preprocessing.conversation import MediaRequest
-from framesieve.services.preprocessing.planner import Planner
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.services.preprocessing.conversation import MediaRequest
+from gridsieve.services.preprocessing.planner import Planner
 from tests import media
 from tests.families import FAMILIES
 from tests.preprocessing.planning import conversation, image, video

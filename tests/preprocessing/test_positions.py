@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import MAX_POSITION, Grid, Run
-from framesieve.services.preprocessing.prompt.layout import MediaTokens, lay_out
-from framesieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
+from gridsieve.common.contract.errors import PromptTooLong
+from gridsieve.common.contract.plan import MAX_POSITION, Grid, Run
+from gridsieve.services.preprocessing.prompt.layout import MediaTokens, lay_out
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 
 # Two frames a slice: at f frames a second a slice lasts 2 / f seconds, and takes tokens_per_second · 2 / f positions.

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from framesieve.common.contract.wire import int32_array
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests.choice import shown_tokens
 from tests.preprocessing.service import asked, plan_of, prompt_of, refused, sent
 from tests.preprocessing.test_picture_frames import video_of

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from framesieve.services.preprocessing.video.resize import resize_into, shrink_to
+from gridsieve.services.preprocessing.video.resize import resize_into, shrink_to
 
 
 @given(rows=st.integers(1, 600), columns=st.integers(1, 600), tokens=st.integers(1, 5000))

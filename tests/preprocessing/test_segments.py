@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from framesieve.common.contract.errors import MediaDamaged
-from framesieve.services.preprocessing.rpc import decode_stats
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.slices import PlannedVideo, Slice
-from framesieve.services.preprocessing.workers import job_queue, segments
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import VideoSlices
-from framesieve.services.preprocessing.workers.process import Fault, WorkerProcess
-from framesieve.services.preprocessing.workers.segments import slices_of
+from gridsieve.common.contract.errors import MediaDamaged
+from gridsieve.services.preprocessing.rpc import decode_stats
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
+from gridsieve.services.preprocessing.workers import job_queue, segments
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import VideoSlices
+from gridsieve.services.preprocessing.workers.process import Fault, WorkerProcess
+from gridsieve.services.preprocessing.workers.segments import slices_of
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, without_packets
 from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, counting, read
 

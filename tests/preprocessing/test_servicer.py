@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.wire import PlanReceiver
-from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
-from framesieve.services.preprocessing.rpc.messages import frames_responses, plan_responses
-from framesieve.services.preprocessing.sources.source import bytes_source
-from framesieve.services.preprocessing.video.packets import read_packets
-from framesieve.services.preprocessing.video.slices import Slice
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.wire import PlanReceiver
+from gridsieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
+from gridsieve.services.preprocessing.rpc.messages import frames_responses, plan_responses
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.packets import read_packets
+from gridsieve.services.preprocessing.video.slices import Slice
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest
 from tests import media
 from tests.preprocessing.media_server import fetched_files, ok, url_of
 from tests.preprocessing.media_server import serving as web_server
@@ -55,7 +55,7 @@ CLIP = clip(30)
 
 
 def metric(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(f"framesieve_{name}", labels) or 0.0
+    return REGISTRY.get_sample_value(f"gridsieve_{name}", labels) or 0.0
 
 
 async def test_everything_can_be_selected_at_once_and_is_counted(stub: Any) -> None:

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.preprocessing.__main__ import check_sandbox
-from framesieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
-from framesieve.services.preprocessing.settings import PreprocessingSettings
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.streams import most_streams
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.preprocessing.__main__ import check_sandbox
+from gridsieve.services.preprocessing.fetch.policy import AllowedDomain, FetchPolicy
+from gridsieve.services.preprocessing.settings import PreprocessingSettings
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.streams import most_streams
 
 
 def domains(*texts: str) -> tuple[AllowedDomain, ...]:
@@ -45,7 +45,7 @@ def test_domains_come_in_several_flags_or_separated_by_commas(monkeypatch: pytes
     texts = ["a.test", "*.b.test,minio=10.20.0.0/16", "here=fd00::/8"]
     flags = [part for text in texts for part in ("--allow-media-domain", text)]
     assert PreprocessingSettings.load(flags).fetch_policy.domains == expected
-    monkeypatch.setenv("FRAMESIEVE_ALLOW_MEDIA_DOMAIN", ",".join(texts))
+    monkeypatch.setenv("GRIDSIEVE_ALLOW_MEDIA_DOMAIN", ",".join(texts))
     assert PreprocessingSettings.load([]).fetch_policy.domains == expected
 
 
@@ -67,7 +67,7 @@ STARTING = """
 import sys
 for name in ("torch", "torchvision", "transformers"):
     sys.modules[name] = None
-import framesieve.services.preprocessing.__main__, framesieve.services.preprocessing.workers.worker
+import gridsieve.services.preprocessing.__main__, gridsieve.services.preprocessing.workers.worker
 """
 
 

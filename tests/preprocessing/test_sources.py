@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.common.contract.errors import MediaForbidden, MediaRejected, Overloaded
-from framesieve.services.preprocessing.sources.source import path_source
+from gridsieve.common.contract.errors import MediaForbidden, MediaRejected, Overloaded
+from gridsieve.services.preprocessing.sources.source import path_source
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from framesieve.services.preprocessing.video import stream
+from gridsieve.services.preprocessing.video import stream
 from tests import media
 from tests.preprocessing.media_server import head, serving
 from tests.preprocessing.service import Service

@@ -15,23 +15,23 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from demo.checkpoint import CHAT_TEMPLATE, TINY, make_tokenizer
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Modality
-from framesieve.services.preprocessing.conversation import Conversation
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
-from framesieve.services.preprocessing.planner import Planner
-from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
-from framesieve.services.preprocessing.prompt.layout import MediaTokens
-from framesieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.prompt.tokens import ChatTokens
-from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
-from framesieve.services.preprocessing.rpc.messages import conversation_of
-from framesieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
-from framesieve.v1.prompt_pb2 import Tool as ToolMessage
-from framesieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.plan import Modality
+from gridsieve.services.preprocessing.conversation import Conversation
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
+from gridsieve.services.preprocessing.planner import Planner
+from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
+from gridsieve.services.preprocessing.prompt.layout import MediaTokens
+from gridsieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
+from gridsieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
+from gridsieve.services.preprocessing.rpc.messages import conversation_of
+from gridsieve.v1.prompt_pb2 import ROLE_ASSISTANT, ROLE_USER, Message, Part, Prompt
+from gridsieve.v1.prompt_pb2 import Tool as ToolMessage
+from gridsieve.v1.prompt_pb2 import ToolCall as ToolCallMessage
 from tests.conftest import FAMILY_PARAMS
 from tests.media import clip, picture
 from tests.preprocessing.planning import image, plan_of, video

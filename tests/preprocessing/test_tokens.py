@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError, Unavailable
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
-from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
-from framesieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
-from framesieve.services.preprocessing.prompt.tokens import ChatTokens
-from framesieve.services.preprocessing.prompt.turns import Turn
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, StartupError, Unavailable
+from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
+from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
+from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
+from gridsieve.services.preprocessing.prompt.turns import Turn
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
 ONE, THREE = GridSpan(Grid(1, 1, 1), Fraction(0)), GridSpan(Grid(1, 1, 3), Fraction(0))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framesieve.common.contract.errors import InvalidRequest, MediaForbidden
-from framesieve.services.preprocessing.fetch.urls import MAX_URL_CHARACTERS, file_path, parse_url
+from gridsieve.common.contract.errors import InvalidRequest, MediaForbidden
+from gridsieve.services.preprocessing.fetch.urls import MAX_URL_CHARACTERS, file_path, parse_url
 
 
 @pytest.mark.parametrize(

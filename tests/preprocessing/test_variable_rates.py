@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.preprocessing.planner import PlannedPrompt, Planner
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
 from tests import media, minicpm
 from tests.preprocessing.planning import pictures, planned, video
 from tests.preprocessing.preprocessing_media import clip, transformers_indices

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.families import load_family
-from framesieve.services.preprocessing.video.resize import PixelBudget
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.video.resize import PixelBudget
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.media import picture
 from tests.preprocessing.planning import image, plan_of, video
 from tests.preprocessing.preprocessing_media import (

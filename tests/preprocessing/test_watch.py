@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framesieve.services.preprocessing.workers.process import Fault
-from framesieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
+from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.v1.preprocessing_pb2 import WatchOpen, WatchRequest
 from tests import media
 from tests.preprocessing.media_server import head, ok, redirect, serving
 from tests.preprocessing.service import Service, refused

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from framesieve.common.contract.errors import MediaRejected, Overloaded, PeerContract
-from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.preprocessing.workers import worker_pool
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.process import Fault
-from framesieve.services.preprocessing.workers.protocol import receive
+from gridsieve.common.contract.errors import MediaRejected, Overloaded, PeerContract
+from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.services.preprocessing.workers import worker_pool
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.protocol import receive
 from tests.preprocessing.misbehaving_worker import MALFORMED
 from tests.preprocessing.worker_jobs import (
     ENTRY,
@@ -161,7 +161,7 @@ async def test_a_worker_that_breaks_the_contract_is_killed(queue: JobQueue, repl
 
 async def test_a_worker_sees_its_media_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     of_machine = {"OPENBLAS_VERBOSE": "0", "OMP_DYNAMIC": "FALSE", "MKL_CBWR": "COMPATIBLE"}
-    for name, value in {**of_machine, "OPENBLAS_NUM_THREADS": "2", "FRAMESIEVE_SECRET": "secret"}.items():
+    for name, value in {**of_machine, "OPENBLAS_NUM_THREADS": "2", "GRIDSIEVE_SECRET": "secret"}.items():
         monkeypatch.setenv(name, value)
     others = children()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
-from framesieve.common.contract.plan import FrameShape
-from framesieve.services.preprocessing.sources.source import Source, bytes_source
-from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
-from framesieve.services.preprocessing.video.pictures import decode_picture, read_picture
-from framesieve.services.preprocessing.video.resize import UInt8Array, View, resize_into
-from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from framesieve.services.preprocessing.workers.indexes import index_facts, index_of
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import (
+from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract
+from gridsieve.common.contract.plan import FrameShape
+from gridsieve.services.preprocessing.sources.source import Source, bytes_source
+from gridsieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, PacketIndex, read_packets
+from gridsieve.services.preprocessing.video.pictures import decode_picture, read_picture
+from gridsieve.services.preprocessing.video.resize import UInt8Array, View, resize_into
+from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.workers.indexes import index_facts, index_of
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import (
     IndexPicture,
     IndexVideo,
     Order,
     PictureSlices,
     VideoSlices,
 )
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.process import Fault
-from framesieve.services.preprocessing.workers.protocol import Facts
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.process import Fault
+from gridsieve.services.preprocessing.workers.protocol import Facts
 from tests.fuzz.mutations import mutations
 from tests.fuzz.run import run_batch
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, number_of, without_packets

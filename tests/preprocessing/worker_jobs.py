@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.preprocessing.sources.source import Source, bytes_source
-from framesieve.services.preprocessing.video.resize import UInt8Array
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import Job, Order
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.protocol import Facts
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.preprocessing.sources.source import Source, bytes_source
+from gridsieve.services.preprocessing.video.resize import UInt8Array
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import Job, Order
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.protocol import Facts
 
 T = TypeVar("T")
 
@@ -83,8 +83,8 @@ def no_descriptor_left() -> Iterator[None]:
 
 def open_memories() -> int:
     """Descriptors and mappings of sealed memory that this process has."""
-    mapped = Path("/proc/self/maps").read_text().count("memfd:framesieve")
-    return mapped + sum(path.name.startswith("memfd:framesieve") for path in open_paths())
+    mapped = Path("/proc/self/maps").read_text().count("memfd:gridsieve")
+    return mapped + sum(path.name.startswith("memfd:gridsieve") for path in open_paths())
 
 
 def open_paths(process: int | str = "self") -> list[Path]:

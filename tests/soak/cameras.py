@@ -25,10 +25,10 @@ from benchmarks.live.camera import write_film
 from benchmarks.live.rtsp import Cameras, playing
 from benchmarks.live.session import QUESTION, Session
 from benchmarks.processes import cpu_s, proportional_bytes
-from framesieve.common.channels import open_channel
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.generation_pb2 import LiveAsk, LiveClose, LiveTrigger, Sampling, StreamState
+from gridsieve.common.channels import open_channel
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.generation_pb2 import LiveAsk, LiveClose, LiveTrigger, Sampling, StreamState
 from tests.integration.fleet import Stack
 
 HEIGHT_PX, WIDTH_PX, CAMERA_FPS, BIT_RATE = 240, 320, 5, 50_000
@@ -117,7 +117,7 @@ class Report:
 @asynccontextmanager
 async def filming(count: int, minutes: int) -> AsyncIterator[Cameras]:
     """So many cameras, each with a film of its own of so many minutes."""
-    with TemporaryDirectory(prefix="framesieve-") as folder:
+    with TemporaryDirectory(prefix="gridsieve-") as folder:
         films = [Path(folder) / f"{number}.mp4" for number in range(count)]
         for number, film in enumerate(films):
             piece = film.with_suffix(".piece.mp4")

@@ -6,7 +6,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
-from framesieve.common.contract.errors import DeadlinePassed, FramesieveError, Overloaded, Unavailable
+from gridsieve.common.contract.errors import DeadlinePassed, GridsieveError, Overloaded, Unavailable
 from tests.soak.questions import Question
 
 MOST_FAULTS_TOLD = 20
@@ -38,7 +38,7 @@ class Ledger:
 
     def failed(self, question: Question, error: BaseException, *, gone: bool, impatient: bool) -> None:
         """gone: generation was killed during or just before the request; impatient: the deadline was short."""
-        self._note(question, error.reason if isinstance(error, FramesieveError) else type(error).__name__)
+        self._note(question, error.reason if isinstance(error, GridsieveError) else type(error).__name__)
         match error:
             case Overloaded():
                 expected = error.retry_after_s > 0
@@ -49,7 +49,7 @@ class Ledger:
             case _:
                 expected = question.refused_as is not None and isinstance(error, question.refused_as)
         if not expected:
-            words = str(error) if isinstance(error, FramesieveError) else "".join(traceback.format_exception(error))
+            words = str(error) if isinstance(error, GridsieveError) else "".join(traceback.format_exception(error))
             self.faults.append(f"{question.kind}: {type(error).__name__}: {words}")
 
     def _note(self, question: Question, outcome: str) -> None:

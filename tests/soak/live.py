@@ -31,11 +31,11 @@ import grpc
 
 from benchmarks.live.session import Session
 from benchmarks.processes import resident_bytes, tree
-from framesieve.cli.signals import unwind_on_signals
-from framesieve.common.channels import open_channel
-from framesieve.common.checkpoint import DEMO_MODEL
-from framesieve.common.security.credentials import NO_CREDENTIALS
-from framesieve.v1.generation_pb2 import LiveClose
+from gridsieve.cli.signals import unwind_on_signals
+from gridsieve.common.channels import open_channel
+from gridsieve.common.checkpoint import DEMO_MODEL
+from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.v1.generation_pb2 import LiveClose
 from tests.integration.fleet import Service, Stack, at_rest, running
 from tests.soak import cameras
 

@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from random import Random
 
-from framesieve.client.client import FramesieveClient
-from framesieve.client.prompt import Options
-from framesieve.common.contract.errors import Overloaded, Unavailable
+from gridsieve.client.client import GridsieveClient
+from gridsieve.client.prompt import Options
+from gridsieve.common.contract.errors import Overloaded, Unavailable
 from tests.soak.faults import Faults
 from tests.soak.ledger import Ledger
 from tests.soak.questions import Question, Questions
@@ -24,7 +24,7 @@ IMPATIENT_S = (0.05, 0.3, 1.0)
 class Load:
     """Requests to one generation service. The ledger records how they end."""
 
-    client: FramesieveClient
+    client: GridsieveClient
     questions: Questions
     ledger: Ledger
     faults: Faults

@@ -16,10 +16,10 @@ from PIL import Image as Picture
 
 from demo.drawing import encode
 from demo.scenes import random_scene
-from framesieve.bench.clips import stamped
-from framesieve.client.prompt import Image, Options, PartLike, Video
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, MediaForbidden
-from framesieve.common.contract.retention import AUTO_THRESHOLD, EVS, PIXEL_CHANGE
+from gridsieve.bench.clips import stamped
+from gridsieve.client.prompt import Image, Options, PartLike, Video
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, MediaForbidden
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, EVS, PIXEL_CHANGE
 
 CLIPS = 6
 FIRST_SEED = 12_300_000
@@ -45,7 +45,7 @@ class Question:
     media: PartLike | Sequence[PartLike] | None = field(repr=False)
     text: str
     options: Options
-    refused_as: type[FramesieveError] | None = None
+    refused_as: type[GridsieveError] | None = None
     known: str = ""
     may_pass: bool = False
 

@@ -28,9 +28,9 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from framesieve.cli.signals import unwind_on_signals
-from framesieve.client.client import FramesieveClient
-from framesieve.common.checkpoint import DEMO_MODEL
+from gridsieve.cli.signals import unwind_on_signals
+from gridsieve.client.client import GridsieveClient
+from gridsieve.common.checkpoint import DEMO_MODEL
 from tests.integration.fleet import Service, at_rest
 from tests.soak.faults import Faults, growth
 from tests.soak.ledger import MOST_FAULTS_TOLD, Ledger
@@ -67,7 +67,7 @@ async def soak(seconds: float, seed: int, clients: int, kill_every_s: float) -> 
     questions, ledger = Questions(random), Ledger()
     with _running() as services:
         faults = Faults(services, random)
-        async with FramesieveClient(services[-1].address) as client:
+        async with GridsieveClient(services[-1].address) as client:
             load = Load(client, questions, ledger, faults, random)
             for question in questions.fixed():
                 await load.ask(question)
@@ -101,7 +101,7 @@ async def _storm_then_steady(faults: Faults, seconds: float, kill_every_s: float
 @contextmanager
 def _running() -> Iterator[list[Service]]:
     """Two preprocessing services, two encoders, and generation, which comes last."""
-    with tempfile.TemporaryDirectory(prefix="framesieve-soak-") as folder, ExitStack() as running:
+    with tempfile.TemporaryDirectory(prefix="gridsieve-soak-") as folder, ExitStack() as running:
 
         def service(name: str, **upstream: str) -> Service:
             addresses = tuple(word for name, address in upstream.items() for word in (f"--{name}", address))

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import usual_method
-from framesieve.services.encoder.families import (
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import usual_method
+from gridsieve.services.encoder.families import (
     cosmos3_edge,
     glm4v,
     internvl,
@@ -25,10 +25,10 @@ from framesieve.services.encoder.families import (
     qwen,
     video_llama_3,
 )
-from framesieve.services.encoder.tower.attention import Wanted
-from framesieve.services.encoder.tower.parallel.division import Share
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.services.encoder.tower.attention import Wanted
+from gridsieve.services.encoder.tower.parallel.division import Share
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 # Of whose layers a rank can have a share.
 DIVISIBLE: Mapping[str, Callable[[Checkpoint, RunOptions], Tower]] = {

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from transformers import Cosmos3EdgeConfig
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePatchMerger, Cosmos3EdgeVisionModel
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.retention import METHODS
-from framesieve.common.cosmos3_edge import own_name
-from framesieve.services.encoder.tower.attention import Attend
-from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
-from framesieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import Tower, sizes_of
-from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
-from framesieve.services.encoder.tower.weights import find_parts
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.common.cosmos3_edge import own_name
+from gridsieve.services.encoder.tower.attention import Attend
+from gridsieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.tower import Tower, sizes_of
+from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.weights import find_parts
 
 _PARTS = ("visual.", "projector.")
 _PATCH_EMBED = "visual.embeddings.patch_embedding."

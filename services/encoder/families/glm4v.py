@@ -17,10 +17,10 @@ from transformers.models.glm4v.modeling_glm4v import (
     Glm4vVisionRotaryEmbedding,
 )
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
 
 class _Embeddings(Glm4vVisionEmbeddings):

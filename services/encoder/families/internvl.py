@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
-from framesieve.services.encoder.tower.projected import load_projected
-from framesieve.services.encoder.tower.tiles import one_after_the_other
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
+from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.services.encoder.tower.tiles import one_after_the_other
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 class _Projector(InternVLMultiModalProjector):

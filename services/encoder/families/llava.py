@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers import LlavaConfig
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.projected import load_projected
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlavaNextVideoConfig
 
-from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.tower.projected import load_projected
-from framesieve.services.encoder.tower.tiles import check_frames, check_plan, tiled
-from framesieve.services.encoder.tower.tower import Arrangement, Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.common.anyres import AnyRes
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.services.encoder.tower.tiles import check_frames, check_plan, tiled
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 _POOLS: dict[str, Callable[..., Tensor]] = {"average": F.avg_pool2d, "max": F.max_pool2d}
 

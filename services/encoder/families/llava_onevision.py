@@ -15,13 +15,13 @@ from functools import partial
 
 from transformers import LlavaOnevisionConfig
 
-from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.tower.projected import load_projected
-from framesieve.services.encoder.tower.tiles import check_frames, check_plan, interpolated, tiled
-from framesieve.services.encoder.tower.tower import Arrangement, Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.common.anyres import AnyRes
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.services.encoder.tower.tiles import check_frames, check_plan, interpolated, tiled
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, queries_of, version_of
-from framesieve.services.encoder.tower.attention import Attend, Resampling
-from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.projected import pass_ends_on, side_of
-from framesieve.services.encoder.tower.resampler import Resampler
-from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
-from framesieve.services.encoder.tower.weights import find_parts
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, queries_of, version_of
+from gridsieve.services.encoder.tower.attention import Attend, Resampling
+from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.projected import pass_ends_on, side_of
+from gridsieve.services.encoder.tower.resampler import Resampler
+from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
+from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.weights import find_parts
 
 # The version whose slices are groups of frames.
 _GROUPING = "4.5"

@@ -25,18 +25,18 @@ from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import (
     MiniCPMV4_6ViTWindowAttentionMerger,
 )
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES, merged_side
-from framesieve.services.encoder.tower.attention import Attend
-from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.projected import side_of
-from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
-from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
-from framesieve.services.encoder.tower.weights import find_parts
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES, merged_side
+from gridsieve.services.encoder.tower.attention import Attend
+from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.projected import side_of
+from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
+from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.weights import find_parts
 
 _CONFIGS = {"minicpmv4_6": MiniCPMV4_6Config, "minicpmv4_7": MiniCPMV4_7Config}
 _TOWER, _MERGER = "vision_tower.", "merger."

@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import Mistral3Config
 from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.encoder.tower.projected import load_projected
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.encoder.tower.projected import load_projected
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 
 class _Projector(Mistral3MultiModalProjector):

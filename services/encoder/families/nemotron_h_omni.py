@@ -24,20 +24,20 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
 )
 from transformers.models.radio.modeling_radio import RadioModel
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.encoder.tower.attention import Attend
-from framesieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
-from framesieve.services.encoder.tower.patches import (
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.encoder.tower.attention import Attend
+from gridsieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.patches import (
     CHANNELS,
     FoldedPatchEmbed,
     Normalisation,
     PatchShape,
     read_normalisation,
 )
-from framesieve.services.encoder.tower.tower import Tower, sizes_of
-from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
-from framesieve.services.encoder.tower.weights import Stored, find_weights
+from gridsieve.services.encoder.tower.tower import Tower, sizes_of
+from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.weights import Stored, find_weights
 
 _TOWER, _EMBEDDINGS, _LAYERS = "vision_model.", "vision_model.embeddings.", "vision_model.encoder.layer."
 # Parts of published checkpoints, and their names in transformers.

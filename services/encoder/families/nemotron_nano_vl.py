@@ -13,14 +13,14 @@ from typing import Any
 from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.radio.configuration_radio import RadioConfig
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
-from framesieve.services.encoder.families.nemotron_h_omni import load_radio
-from framesieve.services.encoder.tower.patches import CHANNELS, Normalisation
-from framesieve.services.encoder.tower.tiles import one_after_the_other
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
+from gridsieve.services.encoder.families.nemotron_h_omni import load_radio
+from gridsieve.services.encoder.tower.patches import CHANNELS, Normalisation
+from gridsieve.services.encoder.tower.tiles import one_after_the_other
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions
 
 # timm's names: width, layers and heads. An MLP is four times as wide.
 _ARCHITECTURES = {

@@ -30,10 +30,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
 
 def load_qwen2_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:

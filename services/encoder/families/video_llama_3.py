@@ -24,15 +24,15 @@ from transformers.models.video_llama_3.modeling_video_llama_3 import (
     VideoLlama3VisionRotaryEmbedding,
 )
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import MediaPlan, Modality
-from framesieve.services.encoder.tower.attention import Attend
-from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tiles import check_plan
-from framesieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
-from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
-from framesieve.services.encoder.tower.weights import find_parts
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.services.encoder.tower.attention import Attend
+from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.tiles import check_plan
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
+from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.weights import find_parts
 
 _TOWER, _PROJECTOR = "vision_model.", "projector."
 _PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."

@@ -31,12 +31,12 @@ import structlog
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.telemetry.metrics import busy
-from framesieve.services.compute.transfers import Computed
-from framesieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
-from framesieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting, token_limit
-from framesieve.services.encoder.tower.patches import Frames
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.telemetry.metrics import busy
+from gridsieve.services.compute.transfers import Computed
+from gridsieve.services.encoder.metrics import BATCH_SLICES, BATCH_TOKENS
+from gridsieve.services.encoder.tower.graph_buckets import NOTHING, PackingLimit, Size, excess, fitting, token_limit
+from gridsieve.services.encoder.tower.patches import Frames
 
 log = structlog.get_logger()
 

@@ -21,17 +21,17 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_digest
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache_entry import CacheEntry
-from framesieve.services.encoder.items.decoded_slices import SliceKey, num_encoded
-from framesieve.services.encoder.metrics import EVICTIONS, LOOKUPS
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.plan import DIGEST_BYTES, MediaPlan, tagged_digest
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache_entry import CacheEntry
+from gridsieve.services.encoder.items.decoded_slices import SliceKey, num_encoded
+from gridsieve.services.encoder.metrics import EVICTIONS, LOOKUPS
+from gridsieve.services.encoder.tower.tower import Tower
 
-_KEY_DOMAIN = b"framesieve embeddings v2"
+_KEY_DOMAIN = b"gridsieve embeddings v2"
 
 
 class EmbedsCache:

@@ -23,17 +23,17 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.compute.transfers import Computed
-from framesieve.services.encoder.items.batcher import Batcher, ForwardTimes
-from framesieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
-from framesieve.services.encoder.metrics import REUSED_SLICES
-from framesieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
-from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, whole
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.compute.transfers import Computed
+from gridsieve.services.encoder.items.batcher import Batcher, ForwardTimes
+from gridsieve.services.encoder.items.decoded_slices import DecodedSlices, FrameSlice, SliceKey, num_encoded
+from gridsieve.services.encoder.metrics import REUSED_SLICES
+from gridsieve.services.encoder.pruning.methods import SCORES_BYTES, Scores
+from gridsieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, whole
+from gridsieve.services.encoder.tower.tower import Tower
 
 # Slices of one entry that may be queued for the tower, in forwards; further slices hold the decoder back.
 _FORWARDS_AHEAD = 2

@@ -14,11 +14,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.common.contract.tensors import TensorBuffer
-from framesieve.services.encoder.tower.tower import Arrangement
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.tensors import TensorBuffer
+from gridsieve.services.encoder.tower.tower import Arrangement
 
 # All that determines the embeddings of a slice, in one tower: the digest of its frames and kept tokens, the rows and
 # columns of its grid, the numbers of the frames' times where the tower takes them, and the adapter's digest, if any.

@@ -25,28 +25,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import NONE, Pruning, causal_slice_tokens, chosen_before_tower, num_kept
-from framesieve.common.contract.tensors import DType
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.common.telemetry.metrics import busy
-from framesieve.common.telemetry.tracing import record, span
-from framesieve.services.compute.device import TORCH_DTYPES
-from framesieve.services.compute.transfers import Readback, beside
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.cache_entry import (
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from gridsieve.common.contract.retention import NONE, Pruning, causal_slice_tokens, chosen_before_tower, num_kept
+from gridsieve.common.contract.tensors import DType
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.common.telemetry.metrics import busy
+from gridsieve.common.telemetry.tracing import record, span
+from gridsieve.services.compute.device import TORCH_DTYPES
+from gridsieve.services.compute.transfers import Readback, beside
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.items.cache_entry import (
     CacheEntry,
     Delivery,
     StageTimes,
     embeds_bytes,
     encoding_bytes,
 )
-from framesieve.services.encoder.items.decoded_slices import num_encoded
-from framesieve.services.encoder.metrics import count_item
-from framesieve.services.encoder.pruning.methods import keep_part, keep_tokens, keeps_by_slice
+from gridsieve.services.encoder.items.decoded_slices import num_encoded
+from gridsieve.services.encoder.metrics import count_item
+from gridsieve.services.encoder.pruning.methods import keep_part, keep_tokens, keeps_by_slice
 
 _BLOCK_BYTES = 2**20
 # Kept tokens that a part has at least, unless it is the last one: fewer cost a step of the language model more than

@@ -1,7 +1,7 @@
 """Efficient Video Sampling: keeps the tokens that differ most from the token at the same place one slice earlier.
 
 `evs` compares the tokens of the whole video; `evs_causal` those of a slice, whose choice no later slice changes.
-Source: arXiv 2510.14624, embedding variant; the causal choice, the rounding and the rank of NaN are Framesieve's own.
+Source: arXiv 2510.14624, embedding variant; the causal choice, the rounding and the rank of NaN are Gridsieve's own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning, causal_slice_tokens, num_kept
-from framesieve.services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning, causal_slice_tokens, num_kept
+from gridsieve.services.encoder.pruning.ranking import keep_best, keep_best_of_slices, rounded, spans
 
 
 def evs_scores(embeds: Tensor, grid: Grid) -> tuple[Tensor]:

@@ -14,13 +14,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, num_kept
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.encoder.pruning.evs import evs_causal_kept, evs_causal_part, evs_kept, evs_scores
-from framesieve.services.encoder.pruning.ranking import keep_best
-from framesieve.services.encoder.pruning.vcast import vcast_kept, vcast_scores
-from framesieve.services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import EVS, EVS_CAUSAL, RANDOM, VCAST, VIDCOM2, Pruning, num_kept
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.encoder.pruning.evs import evs_causal_kept, evs_causal_part, evs_kept, evs_scores
+from gridsieve.services.encoder.pruning.ranking import keep_best
+from gridsieve.services.encoder.pruning.vcast import vcast_kept, vcast_scores
+from gridsieve.services.encoder.pruning.vidcom2 import vidcom2_kept, vidcom2_scores
 
 Scores: TypeAlias = tuple[Tensor, ...]
 

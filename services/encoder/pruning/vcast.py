@@ -6,7 +6,7 @@
 A token with a value that is not finite, or so large that its length overflows float32, is computed as zeros and dropped
 first.
 Source: arXiv 2603.27650, without merging. The exact total, what full slices leave to others, steps that are rounding
-noise, and the order of ties are Framesieve's own.
+noise, and the order of ties are Gridsieve's own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _TEMPERATURE = 0.7
 # A step between the unit means of two slices that is shorter is rounding noise, and has no direction.

@@ -6,7 +6,7 @@
 
 A token with a value that is not finite, or so large that its length overflows float32, is computed as zeros and dropped
 first.
-Source: arXiv 2505.14454; the exact total, the minimum of one token per slice and the order of ties are Framesieve's
+Source: arXiv 2505.14454; the exact total, the minimum of one token per slice and the order of ties are Gridsieve's
 own.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import Pruning, num_kept
-from framesieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import Pruning, num_kept
+from gridsieve.services.encoder.pruning.ranking import finite_spans, finite_tokens, keep_best_of_slices, slice_budgets
 
 _WIDTHS = (2**-3, 2**-2, 2**-1, 1.0, 2.0)
 _TEMPERATURE = 0.01

@@ -5,11 +5,11 @@ Beside `metrics`, which lies below the modules that are read here.
 
 from __future__ import annotations
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.telemetry.metrics import age_seconds
-from framesieve.services.encoder.items.batcher import Batcher
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.metrics import (
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.telemetry.metrics import age_seconds
+from gridsieve.services.encoder.items.batcher import Batcher
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.metrics import (
     BUFFER_BYTES,
     BUFFER_BYTES_USED,
     BUFFER_OLDEST_SECONDS,

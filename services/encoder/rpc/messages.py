@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, Pruning, method_of
-from framesieve.common.contract.tensors import MAX_AXES
-from framesieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
-from framesieve.services.compute.adapters import named_adapter
-from framesieve.services.compute.device import name_of
-from framesieve.services.encoder.tower.tower import Tower
-from framesieve.v1 import prompt_pb2, tensor_pb2
-from framesieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER, Pruning, method_of
+from gridsieve.common.contract.tensors import MAX_AXES
+from gridsieve.common.contract.wire import named_media, pruning_of, prunings_of, tensor_digest
+from gridsieve.services.compute.adapters import named_adapter
+from gridsieve.services.compute.device import name_of
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.v1 import prompt_pb2, tensor_pb2
+from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest
 
 _DTYPES = {
     tensor_pb2.DTYPE_BFLOAT16: torch.bfloat16,

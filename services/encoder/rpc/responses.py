@@ -10,15 +10,15 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.tensors import pieces
-from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
-from framesieve.common.handover import Sender
-from framesieve.common.response_queue import ResponseQueue
-from framesieve.services.encoder.items.cache_entry import StageTimes
-from framesieve.services.encoder.items.item import Embeds, Item
-from framesieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.tensors import pieces
+from gridsieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages
+from gridsieve.common.handover import Sender
+from gridsieve.common.response_queue import ResponseQueue
+from gridsieve.services.encoder.items.cache_entry import StageTimes
+from gridsieve.services.encoder.items.item import Embeds, Item
+from gridsieve.v1.encoder_pb2 import EmbedsChunk, EncodeResponse, MediaProgress, StageAges
 
 _PROGRESS_EVERY_S = 0.05
 

@@ -19,23 +19,23 @@ import grpc
 import structlog
 import torch
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import InvalidRequest, Overloaded
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.requests import check_prompt, pruning_from, received_pieces, selections
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.handover import Receiver, sender_to
-from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
-from framesieve.common.serving.interceptors import passed_on
-from framesieve.services.encoder.items.cache import EmbedsCache
-from framesieve.services.encoder.items.item import Item
-from framesieve.services.encoder.rpc.messages import BroughtEmbeds, adapter_of, checked_prunings, take_embeds
-from framesieve.services.encoder.rpc.responses import Responses
-from framesieve.services.encoder.upstream.plan_check import PlanCheck
-from framesieve.services.encoder.upstream.stream import PreprocessStream
-from framesieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.requests import check_prompt, pruning_from, received_pieces, selections
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.handover import Receiver, sender_to
+from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from gridsieve.common.serving.interceptors import passed_on
+from gridsieve.services.encoder.items.cache import EmbedsCache
+from gridsieve.services.encoder.items.item import Item
+from gridsieve.services.encoder.rpc.messages import BroughtEmbeds, adapter_of, checked_prunings, take_embeds
+from gridsieve.services.encoder.rpc.responses import Responses
+from gridsieve.services.encoder.upstream.plan_check import PlanCheck
+from gridsieve.services.encoder.upstream.stream import PreprocessStream
+from gridsieve.v1 import encoder_pb2, encoder_pb2_grpc, preprocessing_pb2_grpc, prompt_pb2
+from gridsieve.v1.encoder_pb2 import EncodeRequest, EncodeResponse
 
 SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import structlog
 import torch
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.services.compute.adapter_files import read_adapters, unsupported
-from framesieve.services.encoder.tower.tower import ModelForward, Tower
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.services.compute.adapter_files import read_adapters, unsupported
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 
 log = structlog.get_logger()
 

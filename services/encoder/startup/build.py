@@ -11,24 +11,24 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.ranks import Ranks, meeting_place
-from framesieve.services.compute.compiled import compile_layers
-from framesieve.services.compute.device import device_of
-from framesieve.services.compute.group import join, leave
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.encoder.families import load_tower
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.adapters import with_adapters
-from framesieve.services.encoder.startup.largest_forward import run_largest
-from framesieve.services.encoder.tower.graphs import with_graphs, without_graphs
-from framesieve.services.encoder.tower.packing import Side
-from framesieve.services.encoder.tower.parallel.division import Share
-from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange
-from framesieve.services.encoder.tower.parallel.tensor import TensorParallelTower
-from framesieve.services.encoder.tower.parallel.tower import DataParallelTower, ParallelTower, packing_of
-from framesieve.services.encoder.tower.tower import ModelForward, Tower
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.ranks import Ranks, meeting_place
+from gridsieve.services.compute.compiled import compile_layers
+from gridsieve.services.compute.device import device_of
+from gridsieve.services.compute.group import join, leave
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup.adapters import with_adapters
+from gridsieve.services.encoder.startup.largest_forward import run_largest
+from gridsieve.services.encoder.tower.graphs import with_graphs, without_graphs
+from gridsieve.services.encoder.tower.packing import Side
+from gridsieve.services.encoder.tower.parallel.division import Share
+from gridsieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange
+from gridsieve.services.encoder.tower.parallel.tensor import TensorParallelTower
+from gridsieve.services.encoder.tower.parallel.tower import DataParallelTower, ParallelTower, packing_of
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 
 # Below, compiling takes longer than it saves in many requests.
 COMPILED_FROM_WEIGHTS = 4_000_000
@@ -37,7 +37,7 @@ PATCHES_A_TOKEN = 4
 
 MIB = 2**20
 
-_RANK = "framesieve.services.encoder.startup.rank"
+_RANK = "gridsieve.services.encoder.startup.rank"
 
 log = structlog.get_logger()
 

@@ -12,14 +12,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.retention import BEFORE_TOWER, NONE, Pruning
-from framesieve.services.compute.transfers import Computed, Readback, beside
-from framesieve.services.encoder.pruning.methods import keep_tokens
-from framesieve.services.encoder.tower.graph_buckets import Size
-from framesieve.services.encoder.tower.graphs import TowerGraphs, squares
-from framesieve.services.encoder.tower.parallel.tower import ParallelTower
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.retention import BEFORE_TOWER, NONE, Pruning
+from gridsieve.services.compute.transfers import Computed, Readback, beside
+from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.graph_buckets import Size
+from gridsieve.services.encoder.tower.graphs import TowerGraphs, squares
+from gridsieve.services.encoder.tower.parallel.tower import ParallelTower
+from gridsieve.services.encoder.tower.tower import Tower
 
 # Of the video that is pruned: its slices, and a rate that leaves most of it.
 _SLICES, _RATE = 8, 0.1

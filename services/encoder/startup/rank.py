@@ -1,11 +1,11 @@
 """A worker rank: loads its tower, then encodes what it is sent until the service hangs up or ends.
 
-`python -m framesieve.services.encoder.startup.rank DESCRIPTOR`; only the service starts it.
+`python -m gridsieve.services.encoder.startup.rank DESCRIPTOR`; only the service starts it.
 """
 
 from __future__ import annotations
 
-from framesieve.services.compute.prepare import prepare
+from gridsieve.services.compute.prepare import prepare
 
 prepare()  # before the imports below, of which torch reads the environment once
 
@@ -16,18 +16,18 @@ from pathlib import Path
 import structlog
 import torch
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
-from framesieve.common.ranks import Orders
-from framesieve.common.telemetry.logs import configure_logging
-from framesieve.services.compute.device import device_of
-from framesieve.services.compute.group import leave
-from framesieve.services.encoder.settings import EncoderSettings
-from framesieve.services.encoder.startup.build import budget_of, join_ranks, load_rank, ranks_of, share_of
-from framesieve.services.encoder.tower.parallel.exchange import Exchange, adapter_of, unpacked, values_of
-from framesieve.services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
-from framesieve.services.encoder.tower.patches import Frames
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.ranks import Orders
+from gridsieve.common.telemetry.logs import configure_logging
+from gridsieve.services.compute.device import device_of
+from gridsieve.services.compute.group import leave
+from gridsieve.services.encoder.settings import EncoderSettings
+from gridsieve.services.encoder.startup.build import budget_of, join_ranks, load_rank, ranks_of, share_of
+from gridsieve.services.encoder.tower.parallel.exchange import Exchange, adapter_of, unpacked, values_of
+from gridsieve.services.encoder.tower.parallel.tower import DONE, NO_MEMORY, encode_share, packing_of
+from gridsieve.services.encoder.tower.patches import Frames
+from gridsieve.services.encoder.tower.tower import Tower
 
 log = structlog.get_logger()
 

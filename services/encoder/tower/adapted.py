@@ -17,8 +17,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framesieve.services.compute.adapters import Features, LowRank
-from framesieve.services.encoder.tower.packing import PackedLayout
+from gridsieve.services.compute.adapters import Features, LowRank
+from gridsieve.services.encoder.tower.packing import PackedLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.device import name_of
-from framesieve.services.compute.kernels import avoid_cudnn, check_result
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute.device import name_of
+from gridsieve.services.compute.kernels import avoid_cudnn, check_result
 
 # transformers passes the ends of sequences only to attention functions with "flash" in their names.
-VARLEN = "framesieve_flash_varlen"
+VARLEN = "gridsieve_flash_varlen"
 _HEAD_DIM_STEP, _MAX_HEAD_DIM = 8, 256
 # A kernel is tried with these sequences, followed by empty ones and by rows in no sequence, and is told this length.
 _LENGTHS, _EMPTY, _PADDING = (3, 64, 1, 150), 4, 20
@@ -176,7 +176,7 @@ def attend_by_length(
     """
     if ends_q is not ends_k:
         return _attend_across(query, key, value, ends_q, ends_k)
-    attended: Tensor = torch.ops.framesieve.attend_by_length(query, key, value, ends_q)
+    attended: Tensor = torch.ops.gridsieve.attend_by_length(query, key, value, ends_q)
     return attended
 
 
@@ -214,7 +214,7 @@ def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -
 
 
 # An operator of its own is opaque to the compiler: which calls it makes depends on the ends.
-_library = torch.library.Library("framesieve", "FRAGMENT")
+_library = torch.library.Library("gridsieve", "FRAGMENT")
 _library.define("attend_by_length(Tensor query, Tensor key, Tensor value, Tensor ends) -> Tensor")
 _library.impl("attend_by_length", _attend_by_length, "CPU")
 _library.impl("attend_by_length", _attend_by_length, "CUDA")  # that of the rows: the ends are on the host

@@ -22,10 +22,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.graphs import Capture, Captured, CudaCapture, doubling
-from framesieve.services.compute.transfers import pinned_for
-from framesieve.services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
-from framesieve.services.encoder.tower.graph_buckets import (
+from gridsieve.services.compute.graphs import Capture, Captured, CudaCapture, doubling
+from gridsieve.services.compute.transfers import pinned_for
+from gridsieve.services.encoder.metrics import EAGER_FORWARDS, GRAPH_PADDING_TOKENS, GRAPH_REPLAYS, GRAPH_TOKENS
+from gridsieve.services.encoder.tower.graph_buckets import (
     LONGEST_TILES,
     NOTHING,
     TILE_ROWS,
@@ -40,9 +40,9 @@ from framesieve.services.encoder.tower.graph_buckets import (
     packing_size,
     pays,
 )
-from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape, lay_out, pad, size_of
-from framesieve.services.encoder.tower.patches import PatchShape, side_of
-from framesieve.services.encoder.tower.tower import ModelForward, Tower
+from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape, lay_out, pad, size_of
+from gridsieve.services.encoder.tower.patches import PatchShape, side_of
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 
 # The smallest bucket: few slices are smaller, and a graph of fewer tokens is no faster.
 LEAST_TOKENS = 64

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from framesieve.services.encoder.tower.graph_buckets import Size
+from gridsieve.services.encoder.tower.graph_buckets import Size
 
 # Layouts of single slices that are cached, by size: a few hundred bytes per token each.
 _CACHED_SIZES = 32

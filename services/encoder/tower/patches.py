@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
-from framesieve.services.encoder.tower.packing import UNTIMED, Side
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
+from gridsieve.services.encoder.tower.packing import UNTIMED, Side
 
 CHANNELS = 3
 _CENTRE = 128

@@ -25,17 +25,17 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel, PixtralVisionRotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVisionModel
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.fields import Fields, refusing
-from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
-from framesieve.services.encoder.tower.attention import Attend
-from framesieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
-from framesieve.services.encoder.tower.vision_model import RunOptions, load_model
-from framesieve.services.encoder.tower.weights import find_parts
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import MediaPlan
+from gridsieve.common.fields import Fields, refusing
+from gridsieve.services.encoder.tower.adapted import Adaptable, linear_layers
+from gridsieve.services.encoder.tower.attention import Attend
+from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
+from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.weights import find_parts
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 _CLASSES: dict[str, Any] = {

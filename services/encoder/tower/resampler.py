@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framesieve.services.encoder.tower.attention import Attend
-from framesieve.services.encoder.tower.packing import PackedLayout
+from gridsieve.services.encoder.tower.attention import Attend
+from gridsieve.services.encoder.tower.packing import PackedLayout
 
 _HEAD_DIM = 128
 _EPSILON = 1e-6

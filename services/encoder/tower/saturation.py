@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed
 
 _MAX = torch.finfo(torch.float16).max
 # The largest float16 value up to √½ of it: a pair of such values is no longer than _MAX.

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framesieve.common.anyres import AnyRes, Tiles
-from framesieve.common.contract.plan import MediaPlan
-from framesieve.services.encoder.tower.patches import PatchShape
-from framesieve.services.encoder.tower.tower import Arrangement
+from gridsieve.common.anyres import AnyRes, Tiles
+from gridsieve.common.contract.plan import MediaPlan
+from gridsieve.services.encoder.tower.patches import PatchShape
+from gridsieve.services.encoder.tower.tower import Arrangement
 
 
 def one_after_the_other(patches: PatchShape, plan: MediaPlan) -> Arrangement:

@@ -18,13 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import AFTER_TOWER, EVS, WHY_NOT_BEFORE
-from framesieve.services.compute.transfers import beside, taken_over, to_device
-from framesieve.services.encoder.tower.adapted import Adaptable
-from framesieve.services.encoder.tower.graph_buckets import PackingLimit
-from framesieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
-from framesieve.services.encoder.tower.patches import Frames, PatchShape, patchify, pixels_of, side_of
+from gridsieve.common.contract.plan import MediaPlan
+from gridsieve.common.contract.retention import AFTER_TOWER, EVS, WHY_NOT_BEFORE
+from gridsieve.services.compute.transfers import beside, taken_over, to_device
+from gridsieve.services.encoder.tower.adapted import Adaptable
+from gridsieve.services.encoder.tower.graph_buckets import PackingLimit
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, Side, TowerShape, lay_out
+from gridsieve.services.encoder.tower.patches import Frames, PatchShape, patchify, pixels_of, side_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Tower:
 
     forward: patches (P, patch_values) and the sides of their slices, to (1 + embed_levels, P / merge²,
         embed_dim); level 0 is the embedding.
-    pruning_methods: those of `framesieve.common.contract.retention.METHODS` that a request may name.
+    pruning_methods: those of `gridsieve.common.contract.retention.METHODS` that a request may name.
     why_not_all: why it takes no others, for the error of a request that names one.
     usual_method: of a rate for which a request names no method.
     packing: the limit of one forward, if that is more than a number of tokens.

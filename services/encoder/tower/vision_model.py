@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import METHODS
-from framesieve.common.fields import refusing
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.encoder.tower.adapted import Adaptable, linear_layers
-from framesieve.services.encoder.tower.attention import (
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.common.fields import refusing
+from gridsieve.services.compute.packed_linear import pack_linears
+from gridsieve.services.encoder.tower.adapted import Adaptable, linear_layers
+from gridsieve.services.encoder.tower.attention import (
     VARLEN,
     Attend,
     Resampling,
@@ -31,12 +31,12 @@ from framesieve.services.encoder.tower.attention import (
     attend_by_length,
     find_attention,
 )
-from framesieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from framesieve.services.encoder.tower.parallel.division import Share, divide
-from framesieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
-from framesieve.services.encoder.tower.saturation import saturate
-from framesieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
-from framesieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
+from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.parallel.division import Share, divide
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.saturation import saturate
+from gridsieve.services.encoder.tower.tower import ModelForward, Tower, TowerSizes
+from gridsieve.services.encoder.tower.weights import Stored, choose_dtype, fill, find_weights, read_weights
 
 # Of Qwen3-VL's checkpoints, and of Qwen2.5-VL's published ones.
 PREFIXES = ("model.visual.", "visual.")

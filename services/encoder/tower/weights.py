@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint, is_computed
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.device import TORCH_DTYPES, multiplies_bfloat16, name_of
+from gridsieve.common.checkpoint import Checkpoint, is_computed
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute.device import TORCH_DTYPES, multiplies_bfloat16, name_of
 
 _KEYS_NAMED = 5  # in an error
 _STORED = ("F64", "F32", "F16", "BF16")

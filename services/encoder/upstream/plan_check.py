@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import MediaPlan, Modality, PromptPlan
-from framesieve.common.contract.received import check_plan
-from framesieve.services.encoder.tower.patches import PatchShape
-from framesieve.v1 import prompt_pb2
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import MediaPlan, Modality, PromptPlan
+from gridsieve.common.contract.received import check_plan
+from gridsieve.services.encoder.tower.patches import PatchShape
+from gridsieve.v1 import prompt_pb2
 
 
 @dataclass(frozen=True, slots=True)

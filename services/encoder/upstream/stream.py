@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from framesieve.common.channels import end_writing, read_from, write_to
-from framesieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
-from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, Modality, PromptPlan
-from framesieve.common.contract.received import received_plan
-from framesieve.common.contract.retention import Pruning, reference_bytes
-from framesieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
-from framesieve.common.handover import Receiver
-from framesieve.services.encoder.items.cache_entry import CacheEntry, Delivery
-from framesieve.services.encoder.items.decoded_slices import FrameSlice
-from framesieve.services.encoder.upstream.plan_check import PlanCheck
-from framesieve.v1 import prompt_pb2
-from framesieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
+from gridsieve.common.channels import end_writing, read_from, write_to
+from gridsieve.common.contract.errors import DeadlinePassed, Overloaded, PeerContract, Unavailable
+from gridsieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, Modality, PromptPlan
+from gridsieve.common.contract.received import received_plan
+from gridsieve.common.contract.retention import Pruning, reference_bytes
+from gridsieve.common.contract.wire import add_chunk, buffer_for, from_ago_s, int32_array, pruning_message
+from gridsieve.common.handover import Receiver
+from gridsieve.services.encoder.items.cache_entry import CacheEntry, Delivery
+from gridsieve.services.encoder.items.decoded_slices import FrameSlice
+from gridsieve.services.encoder.upstream.plan_check import PlanCheck
+from gridsieve.v1 import prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import FramesChunk, PreprocessRequest, PreprocessResponse
 
 STAGE = "preprocessing"
 

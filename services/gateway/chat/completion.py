@@ -1,6 +1,6 @@
 """Answers in OpenAI's shapes: the object of a complete answer, and the chunks of a streamed one.
 
-Source: OpenAI's API reference, "chat completion object" and "chat completion chunk object". `usage.framesieve` is ours.
+Source: OpenAI's API reference, "chat completion object" and "chat completion chunk object". `usage.gridsieve` is ours.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from framesieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
-from framesieve.client.tools import ToolCallDelta
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.services.gateway.chat.request import StreamOptions
-from framesieve.services.gateway.http.errors import body_of
-from framesieve.services.gateway.questions import ServerSent, server_sent
+from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Timings, TopLogprobs, Usage
+from gridsieve.client.tools import ToolCallDelta
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.services.gateway.chat.request import StreamOptions
+from gridsieve.services.gateway.http.errors import body_of
+from gridsieve.services.gateway.questions import ServerSent, server_sent
 
 
 class CompletionWriter:
@@ -70,7 +70,7 @@ class CompletionWriter:
             yield server_sent({**head, "choices": [], "usage": _usage(usage, timings)})
         yield {"data": "[DONE]"}
 
-    def failed(self, error: FramesieveError) -> ServerSent:
+    def failed(self, error: GridsieveError) -> ServerSent:
         return server_sent(body_of(error))
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def _call_delta(part: ToolCallDelta) -> dict[str, Any]:
 
 
 def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
-    """Token counts after pruning, which are what is computed, and under `framesieve` those before it and the times."""
+    """Token counts after pruning, which are what is computed, and under `gridsieve` those before it and the times."""
     return {
         **_counts(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-        "framesieve": measured(usage, timings),
+        "gridsieve": measured(usage, timings),
     }
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from framesieve.client.prompt import Frames, Image, Message, Part, Pruning, Text, Video
-from framesieve.client.tools import ToolCall
-from framesieve.common.contract.data_urls import DataUrl, parse_data_url
-from framesieve.common.contract.errors import InvalidRequest, within
-from framesieve.services.gateway.chat.names import FieldNames, MediaNames
-from framesieve.services.gateway.chat.request import (
+from gridsieve.client.prompt import Frames, Image, Message, Part, Pruning, Text, Video
+from gridsieve.client.tools import ToolCall
+from gridsieve.common.contract.data_urls import DataUrl, parse_data_url
+from gridsieve.common.contract.errors import InvalidRequest, within
+from gridsieve.services.gateway.chat.names import FieldNames, MediaNames
+from gridsieve.services.gateway.chat.request import (
     ChatMessage,
     ChatRequest,
     EmbedsPart,
@@ -29,8 +29,8 @@ from framesieve.services.gateway.chat.request import (
     Pruned,
     TextPart,
 )
-from framesieve.services.gateway.files import Uploads
-from framesieve.services.gateway.http.fields import Strict
+from gridsieve.services.gateway.files import Uploads
+from gridsieve.services.gateway.http.fields import Strict
 
 _FRAMES = "video/jpeg"
 """Not a video format: vLLM's name for a list of pictures."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from framesieve.services.gateway.chat.completion import CompletionWriter
-from framesieve.services.gateway.chat.content import conversation
-from framesieve.services.gateway.chat.names import FieldNames
-from framesieve.services.gateway.chat.options import options_of
-from framesieve.services.gateway.chat.request import StreamOptions, parse
-from framesieve.services.gateway.files import Uploads
-from framesieve.services.gateway.questions import Question
+from gridsieve.services.gateway.chat.completion import CompletionWriter
+from gridsieve.services.gateway.chat.content import conversation
+from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.chat.options import options_of
+from gridsieve.services.gateway.chat.request import StreamOptions, parse
+from gridsieve.services.gateway.files import Uploads
+from gridsieve.services.gateway.questions import Question
 
 
 def translated(body: bytearray, uploads: Uploads) -> Question:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from framesieve.common.contract.errors import path_of, steps_of
+from gridsieve.common.contract.errors import path_of, steps_of
 
 _OF_FRAME = {"pictures": "frame", "timestamps_s": "the time of frame"}
 _FRAME_CHOICE = {"start_s": "video_start", "end_s": "video_end", "max_slices": "max_slice_nums"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from framesieve.client.prompt import Options
-from framesieve.client.tools import Tool
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.names import FieldNames
-from framesieve.services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
+from gridsieve.client.prompt import Options
+from gridsieve.client.tools import Tool
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.gateway.chat.names import FieldNames
+from gridsieve.services.gateway.chat.request import ChatRequest, MediaOptions, NamedTool, ObjectFormat, SchemaFormat
 
 _TOKEN_DIGITS = 10
 

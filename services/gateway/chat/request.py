@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from framesieve.client.prompt import Embeds as Brought
-from framesieve.client.prompt import Pruning as Said
-from framesieve.common.contract.data_urls import DataUrl
-from framesieve.common.contract.errors import InvalidRequest, within
-from framesieve.common.contract.plan import Grid
-from framesieve.services.gateway.http.fields import Strict, parsed
+from gridsieve.client.prompt import Embeds as Brought
+from gridsieve.client.prompt import Pruning as Said
+from gridsieve.common.contract.data_urls import DataUrl
+from gridsieve.common.contract.errors import InvalidRequest, within
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.gateway.http.fields import Strict, parsed
 
 Nothing: TypeAlias = None
 EmptyList: TypeAlias = Annotated[list[Any], Field(max_length=0)]

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
-from framesieve.common.security.quotas import Charge
-from framesieve.services.gateway.http.errors import ENCODINGS, LARGER_BODIES, TooLarge, UnsupportedEncoding
-from framesieve.services.gateway.http.request_guard import ClientLeft
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.limits import REQUEST_OVERHEAD_BYTES
+from gridsieve.common.security.quotas import Charge
+from gridsieve.services.gateway.http.errors import ENCODINGS, LARGER_BODIES, TooLarge, UnsupportedEncoding
+from gridsieve.services.gateway.http.request_guard import ClientLeft
 
 _PIECE_BYTES = 2**20
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32

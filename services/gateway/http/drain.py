@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from framesieve.common.contract.errors import Unavailable
+from gridsieve.common.contract.errors import Unavailable
 
 # Time that requests which are cut off get to tell their clients.
 _TELL_S = 1.0

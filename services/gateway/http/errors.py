@@ -3,7 +3,7 @@
     {"error": {"message": "temperature must be …", "type": "invalid_request_error", "param": "temperature",
                "code": "INVALID_REQUEST"}}
 
-`code` is the machine-readable reason of `framesieve.common.contract.errors`.
+`code` is the machine-readable reason of `gridsieve.common.contract.errors`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from framesieve.client.messages import IN_PYTHON
-from framesieve.common.contract.errors import (
+from gridsieve.client.messages import IN_PYTHON
+from gridsieve.common.contract.errors import (
     DeadlinePassed,
-    FramesieveError,
+    GridsieveError,
     InvalidRequest,
     MediaForbidden,
     Overloaded,
@@ -78,7 +78,7 @@ class ForbiddenOrigin(InvalidRequest):
     reason = "FORBIDDEN_ORIGIN"
 
 
-_STATUSES: tuple[tuple[type[FramesieveError], int, str], ...] = (
+_STATUSES: tuple[tuple[type[GridsieveError], int, str], ...] = (
     (NotFound, 404, "not_found_error"),
     (WrongMethod, 405, "invalid_request_error"),
     (ForbiddenOrigin, 403, "permission_error"),
@@ -99,12 +99,12 @@ STATUS_TEXTS = {
 """What each status of an error means."""
 
 
-def status_of(error: FramesieveError) -> int:
+def status_of(error: GridsieveError) -> int:
     """The HTTP status."""
     return next((status for kind, status, _ in _STATUSES if isinstance(error, kind)), _INTERNAL[0])
 
 
-def body_of(error: FramesieveError) -> dict[str, Any]:
+def body_of(error: GridsieveError) -> dict[str, Any]:
     """The JSON body."""
     kind = next((name for kind, _, name in _STATUSES if isinstance(error, kind)), _INTERNAL[1])
     told: dict[str, Any] = {"message": str(error), "type": kind, "param": None, "code": error.reason}
@@ -115,7 +115,7 @@ def body_of(error: FramesieveError) -> dict[str, Any]:
     return {"error": told}
 
 
-def headers_of(error: FramesieveError) -> dict[str, str]:
+def headers_of(error: GridsieveError) -> dict[str, str]:
     """Retry-After in whole seconds where waiting helps, the scheme of authentication, and encodings of bodies."""
     if isinstance(error, Overloaded):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
@@ -142,6 +142,6 @@ def in_words(name_of: Callable[[str], str]) -> Iterator[None]:
     """
     try:
         yield
-    except FramesieveError as error:
+    except GridsieveError as error:
         error.rename(name_of, _REMEDIES)
         raise

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.errors import InvalidRequest
 
 _SHOWN_CHARACTERS = 80
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
-from framesieve.common.address import is_local, is_unix
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.gateway.http.errors import ForbiddenOrigin
+from gridsieve.common.address import is_local, is_unix
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.gateway.http.errors import ForbiddenOrigin
 
 
 class Origins:

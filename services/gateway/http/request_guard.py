@@ -2,7 +2,7 @@
 
 RequestGuard     for the methods of METHODS; health, metrics and the page pass unseen, from the pages that may call
   router         finds the endpoint
-    endpoint     raises FramesieveErrors until it has begun its response
+    endpoint     raises GridsieveErrors until it has begun its response
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from framesieve.client.client import Metadata
-from framesieve.common.contract.errors import Unauthenticated, Unavailable
-from framesieve.common.security.quotas import Charge, ClientQuotas
-from framesieve.common.security.tokens import AUTHORIZATION_KEY, TOKEN, Tokens
-from framesieve.common.serving.observed import Outcome, bound_request_id, observed
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.common.telemetry.metrics import MESSAGE_BYTES
-from framesieve.common.telemetry.tracing import passed_on_trace
-from framesieve.services.gateway.http.drain import Drain
-from framesieve.services.gateway.http.errors import ForbiddenOrigin, body_of, headers_of, of_router, status_of
-from framesieve.services.gateway.http.origins import Origins
+from gridsieve.client.client import Metadata
+from gridsieve.common.contract.errors import Unauthenticated, Unavailable
+from gridsieve.common.security.quotas import Charge, ClientQuotas
+from gridsieve.common.security.tokens import AUTHORIZATION_KEY, TOKEN, Tokens
+from gridsieve.common.serving.observed import Outcome, bound_request_id, observed
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.common.telemetry.metrics import MESSAGE_BYTES
+from gridsieve.common.telemetry.tracing import passed_on_trace
+from gridsieve.services.gateway.http.drain import Drain
+from gridsieve.services.gateway.http.errors import ForbiddenOrigin, body_of, headers_of, of_router, status_of
+from gridsieve.services.gateway.http.origins import Origins
 
 METHODS = {
     "/v1/chat/completions": "ChatCompletions",
@@ -39,15 +39,15 @@ METHODS = {
     "/v1/models": "ListModels",
     "/v1/realtime": "Realtime",
     "/v1/files": "Files",
-    "/v1/framesieve/kept": "Kept",
-    "/v1/framesieve/live": "Live",
+    "/v1/gridsieve/kept": "Kept",
+    "/v1/gridsieve/live": "Live",
 }
 """The methods in metrics and logs, by the path that they begin with."""
 
 _REQUEST_ID = b"x-request-id"
 _BEGINS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 _SUBPROTOCOL_KEY = "openai-insecure-api-key."
-_CALL = "framesieve"
+_CALL = "gridsieve"
 
 
 class ClientLeft(Exception):

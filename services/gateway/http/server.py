@@ -11,17 +11,17 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from framesieve.common.address import is_unix
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.limits import MAX_PICTURE_BYTES
-from framesieve.common.process import ExitStatus
-from framesieve.common.security.certificates import file_stamps, read_authorities, read_pair
-from framesieve.common.serving.server import first_signal
-from framesieve.common.telemetry.metrics import SERVING
-from framesieve.services.gateway.http.body import inline_body_bytes
-from framesieve.services.gateway.http.drain import Drain
-from framesieve.services.gateway.http.websocket import WebSocketProtocol
-from framesieve.services.gateway.settings import GatewaySettings
+from gridsieve.common.address import is_unix
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.limits import MAX_PICTURE_BYTES
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.security.certificates import file_stamps, read_authorities, read_pair
+from gridsieve.common.serving.server import first_signal
+from gridsieve.common.telemetry.metrics import SERVING
+from gridsieve.services.gateway.http.body import inline_body_bytes
+from gridsieve.services.gateway.http.drain import Drain
+from gridsieve.services.gateway.http.websocket import WebSocketProtocol
+from gridsieve.services.gateway.settings import GatewaySettings
 
 _CERTIFICATE_S = 1.0
 _KEEP_ALIVE_S = 75

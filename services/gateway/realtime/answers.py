@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Unavailable
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.gateway.realtime.events import (
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Unavailable
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.gateway.realtime.events import (
     Answer,
     Conversation,
     Names,
@@ -18,9 +18,9 @@ from framesieve.services.gateway.realtime.events import (
     error_event,
     own_event,
 )
-from framesieve.services.gateway.realtime.options import name_of, trigger_id
-from framesieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
-from framesieve.v1.generation_pb2 import (
+from gridsieve.services.gateway.realtime.options import name_of, trigger_id
+from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
+from gridsieve.v1.generation_pb2 import (
     DROP_REASON_REFUSED,
     FINISH_REASON_REFUSED,
     LiveDropped,
@@ -46,7 +46,7 @@ class Answers:
 
     def opened(self, fields: SessionFields, opened: LiveOpen) -> None:
         """What follows is told by a session that was opened so. Its triggers keep what it was opened with."""
-        triggers = zip((fields.framesieve or LiveFields()).triggers or (), opened.triggers, strict=True)
+        triggers = zip((fields.gridsieve or LiveFields()).triggers or (), opened.triggers, strict=True)
         self._triggers = {
             trigger_id(index): (given.response, message.ask.sampling.max_new_tokens or None)
             for index, (given, message) in enumerate(triggers)
@@ -97,7 +97,7 @@ class Answers:
         return error_event(self._names, error, event_id)
 
 
-def _error_of(finished: LiveFinished) -> FramesieveError | None:
+def _error_of(finished: LiveFinished) -> GridsieveError | None:
     """Why a question has no answer; None: it has one."""
     if not finished.error:
         return None

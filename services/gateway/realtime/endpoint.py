@@ -9,12 +9,12 @@ from functools import partial
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from framesieve.common.contract.errors import Unavailable
-from framesieve.services.gateway.http.request_guard import Call
-from framesieve.services.gateway.models import Models
-from framesieve.services.gateway.realtime.events import Names, ServerEvent, dumped, error_event
-from framesieve.services.gateway.realtime.live import Generation
-from framesieve.services.gateway.realtime.session import Session
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.services.gateway.http.request_guard import Call
+from gridsieve.services.gateway.models import Models
+from gridsieve.services.gateway.realtime.events import Names, ServerEvent, dumped, error_event
+from gridsieve.services.gateway.realtime.live import Generation
+from gridsieve.services.gateway.realtime.session import Session
 
 _SUBPROTOCOL = "realtime"
 _SERVICE_RESTART, _INTERNAL_ERROR = 1012, 1011

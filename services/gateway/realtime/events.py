@@ -1,4 +1,4 @@
-"""The events of a server: OpenAI's, and under `framesieve.` what it has no word for.
+"""The events of a server: OpenAI's, and under `gridsieve.` what it has no word for.
 
     response.created
         response.output_item.added  conversation.item.added  response.content_part.added
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.wire import int32_array
-from framesieve.services.gateway.http.errors import body_of
-from framesieve.services.gateway.realtime.request import ResponseFields, SessionFields, UserMessage
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import LiveFinished, LiveResponse, LiveSlice, LiveUsage
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.contract.wire import int32_array
+from gridsieve.services.gateway.http.errors import body_of
+from gridsieve.services.gateway.realtime.request import ResponseFields, SessionFields, UserMessage
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2 import LiveFinished, LiveResponse, LiveSlice, LiveUsage
 
 ServerEvent: TypeAlias = dict[str, Any]
 """A value of JSON, but for pictures, which are bytes."""
@@ -73,14 +73,14 @@ def _data_url(picture: bytes) -> str:
     return f"data:image/{_KINDS.get(picture[:4], 'jpeg')};base64,{base64.b64encode(picture).decode()}"
 
 
-def error_event(names: Names, error: FramesieveError, event_id: str | None) -> ServerEvent:
+def error_event(names: Names, error: GridsieveError, event_id: str | None) -> ServerEvent:
     """event_id: of the client's event that is wrong; None: the error is about none."""
     return names.event("error", error=body_of(error)["error"] | {"event_id": event_id})
 
 
 def session_object(session_id: str, model: str, session: SessionFields) -> dict[str, Any]:
     """The session as it is now, in OpenAI's shape."""
-    own = session.framesieve.model_dump(exclude_none=True, by_alias=True) if session.framesieve else {}
+    own = session.gridsieve.model_dump(exclude_none=True, by_alias=True) if session.gridsieve else {}
     return {
         "id": session_id,
         "object": "realtime.session",
@@ -97,7 +97,7 @@ def session_object(session_id: str, model: str, session: SessionFields) -> dict[
         "prompt": None,
         "expires_at": None,
         "include": None,
-        "framesieve": own,
+        "gridsieve": own,
     }
 
 
@@ -170,7 +170,7 @@ class Answer:
         self.text += text
         yield self._event("output_text.delta", delta=text, **self._place())
 
-    def finished(self, finished: LiveFinished, error: FramesieveError | None) -> Iterator[ServerEvent]:
+    def finished(self, finished: LiveFinished, error: GridsieveError | None) -> Iterator[ServerEvent]:
         """error: why there is no answer; None: there is one."""
         status, reason = ("failed", None) if error else _STATUSES[finished.finished.reason]
         details: dict[str, Any] = {"type": status}
@@ -189,7 +189,7 @@ class Answer:
             if self.stays:
                 yield self.names.event("conversation.item.done", item=output[0], previous_item_id=self.previous)
         response = self._object(status, details=details, output=output, usage=_usage(finished))
-        yield self.names.event("response.done", response=response | {"framesieve": _filmed(finished)})
+        yield self.names.event("response.done", response=response | {"gridsieve": _filmed(finished)})
 
     def _begin(self) -> Iterator[ServerEvent]:
         if self.begun:
@@ -234,7 +234,7 @@ class Answer:
 
 
 def _usage(finished: LiveFinished) -> dict[str, Any]:
-    """Tokens of the answer after pruning, and under `framesieve` those of the session so far and the times."""
+    """Tokens of the answer after pruning, and under `gridsieve` those of the session so far and the times."""
     usage, timings = finished.finished.usage, finished.finished.timings
     return {
         "input_tokens": usage.prompt_tokens,
@@ -242,7 +242,7 @@ def _usage(finished: LiveFinished) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_token_details": {"text_tokens": usage.completion_tokens, "audio_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "framesieve": {
+        "gridsieve": {
             "time_to_first_token_s": timings.time_to_first_token_s,
             "generate_s": timings.generate_s,
             "session": _session_usage(finished.usage),
@@ -268,7 +268,7 @@ def own_event(names: Names, response: LiveResponse) -> ServerEvent | None:
         case "slice":
             piece = response.slice
             return names.event(
-                "framesieve.slice",
+                "gridsieve.slice",
                 first_time_s=piece.first_time_s,
                 last_time_s=piece.last_time_s,
                 grid={"t": piece.grid.t, "h": piece.grid.h, "w": piece.grid.w},
@@ -279,14 +279,14 @@ def own_event(names: Names, response: LiveResponse) -> ServerEvent | None:
         case "stream":
             stream = response.stream
             reason = stream.reason.removeprefix("open.source ")
-            return names.event("framesieve.stream", state=_STATES.get(stream.state, "other"), reason=reason)
+            return names.event("gridsieve.stream", state=_STATES.get(stream.state, "other"), reason=reason)
         case "evicted":
             evicted = response.evicted
-            return names.event("framesieve.evicted", segments=evicted.segments, tokens=evicted.tokens)
+            return names.event("gridsieve.evicted", segments=evicted.segments, tokens=evicted.tokens)
         case "dropped":
             dropped = response.dropped
             reason = _DROPS.get(dropped.reason, "other")
-            return names.event("framesieve.dropped", frames=dropped.frames, reason=reason)
+            return names.event("gridsieve.dropped", frames=dropped.frames, reason=reason)
         case "restarted":
-            return names.event("framesieve.restarted", segments=response.restarted.segments)
+            return names.event("gridsieve.restarted", segments=response.restarted.segments)
     return None

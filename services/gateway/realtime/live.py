@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc.aio
 
-from framesieve.client.client import Metadata
-from framesieve.common.channels import REQUEST_ID_KEY, read_from, write_to
-from framesieve.common.contract.errors import FramesieveError, PeerContract
-from framesieve.services.gateway.http.request_guard import Call
-from framesieve.v1.generation_pb2 import LiveClose, LiveOpen, LiveRequest, LiveResponse
-from framesieve.v1.generation_pb2_grpc import GenerationServiceStub
+from gridsieve.client.client import Metadata
+from gridsieve.common.channels import REQUEST_ID_KEY, read_from, write_to
+from gridsieve.common.contract.errors import GridsieveError, PeerContract
+from gridsieve.services.gateway.http.request_guard import Call
+from gridsieve.v1.generation_pb2 import LiveClose, LiveOpen, LiveRequest, LiveResponse
+from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
 
 
 class Generation:
@@ -45,11 +45,11 @@ class Live:
     async def open(self, message: LiveOpen) -> None:
         """Opens a call, after the one before it has given its memory back: nothing may have been sent on that.
 
-        Raises the FramesieveError with which generation refuses it.
+        Raises the GridsieveError with which generation refuses it.
         """
         if self._call is not None:
             try:
-                with suppress(FramesieveError):  # it may be lost already
+                with suppress(GridsieveError):  # it may be lost already
                     await self.close()
                     async for _ in self.responses():
                         pass
@@ -74,7 +74,7 @@ class Live:
         await self.send(LiveRequest(close=LiveClose()))
 
     async def responses(self) -> AsyncIterator[LiveResponse]:
-        """Raises the FramesieveError with which the call ends."""
+        """Raises the GridsieveError with which the call ends."""
         while (response := await read_from(self._call, "generation")) is not None:
             yield response
 

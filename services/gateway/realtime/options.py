@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from framesieve.client.messages import generate_request
-from framesieve.client.prompt import Message, Options, Text
-from framesieve.common.contract.errors import InvalidRequest, path_of, steps_of, within
-from framesieve.services.gateway.chat.options import pruning_of
-from framesieve.services.gateway.chat.request import MediaOptions
-from framesieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
-from framesieve.v1 import generation_pb2
+from gridsieve.client.messages import generate_request
+from gridsieve.client.prompt import Message, Options, Text
+from gridsieve.common.contract.errors import InvalidRequest, path_of, steps_of, within
+from gridsieve.services.gateway.chat.options import pruning_of
+from gridsieve.services.gateway.chat.request import MediaOptions
+from gridsieve.services.gateway.realtime.request import LiveFields, ResponseFields, SessionFields
+from gridsieve.v1 import generation_pb2
 
 _RESPONSE_NAMES = {
     "max_new_tokens": "max_output_tokens",
-    "json_schema": "framesieve.structured_outputs",
-    "json_object": "framesieve.structured_outputs",
+    "json_schema": "gridsieve.structured_outputs",
+    "json_object": "gridsieve.structured_outputs",
 }
 
 
 def open_message(session: SessionFields, request_id: str, adapter: str | None) -> generation_pb2.LiveOpen:
     """Raises InvalidRequest in gRPC's names, see `name_of`."""
-    own = session.framesieve or LiveFields()
+    own = session.gridsieve or LiveFields()
     messages = [Message("system", (Text(session.instructions),))] if session.instructions else []
     request = generate_request(messages, pruning_of(MediaOptions(pruning=own.pruning)))
     opened = generation_pb2.LiveOpen(
@@ -61,7 +61,7 @@ def ask_message(
     """texts: the question. Raises InvalidRequest in gRPC's names."""
     temperature = session.temperature if response.temperature is None else response.temperature
     options = Options(max_new_tokens=limit_of(response, session), temperature=temperature)
-    if structure := response.framesieve and response.framesieve.structured_outputs:
+    if structure := response.gridsieve and response.gridsieve.structured_outputs:
         options["json_object"], options["json_schema"] = bool(structure.json_object), structure.json_
     request = generate_request([Message("user", tuple(map(Text, texts)))], options)
     (message,) = request.prompt.messages
@@ -84,13 +84,13 @@ def name_of(field: str, part: int | None = None) -> str:
         case "frame", name, *_ if part is not None:
             return path_of("item", "content", part, "time_s" if name == "time_s" else "image_url")
         case "open", "triggers", int(index), *rest:
-            return path_of("session", "framesieve", "triggers", index, *_of_response(rest))
+            return path_of("session", "gridsieve", "triggers", index, *_of_response(rest))
         case "open", "messages", *_:
             return "session.instructions"
         case "open", *rest:
-            return path_of("session", "framesieve", *rest)
+            return path_of("session", "gridsieve", *rest)
         case "pruning" | "window_tokens" | "answer_tokens" | "max_pixels", *_:
-            return f"session.framesieve.{field}"
+            return f"session.gridsieve.{field}"
         case steps:
             return path_of(*_of_response(steps))
 

@@ -1,4 +1,4 @@
-"""The events of a client: OpenAI's fields, and ours under `framesieve`.
+"""The events of a client: OpenAI's fields, and ours under `gridsieve`.
 
 Each field is used or refused by name. Those that have no meaning here are accepted at their neutral value only, because
 clients send them unasked. Source: OpenAI's API reference, "realtime client events".
@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, RootModel
 from pydantic_core import from_json
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.request import (
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.gateway.chat.request import (
     EmptyList,
     Int32,
     Nothing,
@@ -21,8 +21,8 @@ from framesieve.services.gateway.chat.request import (
     StructuredOutputs,
     Unused,
 )
-from framesieve.services.gateway.http.fields import Strict, parsed
-from framesieve.services.gateway.responses.request import Reasoning
+from gridsieve.services.gateway.http.fields import Strict, parsed
+from gridsieve.services.gateway.responses.request import Reasoning
 
 Count: TypeAlias = Annotated[Int32, Field(ge=0)]
 Pixels: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -90,7 +90,7 @@ class ResponseFields(Neutral):
     max_output_tokens: Int32 | Literal["inf"] | None = None
     temperature: float | None = None
     metadata: Metadata | None = None
-    framesieve: Sampling | None = None
+    gridsieve: Sampling | None = None
 
     input: Nothing = None
 
@@ -128,7 +128,7 @@ class SessionFields(Neutral):
     instructions: str | None = None
     max_output_tokens: Annotated[Int32, Field(ge=1)] | Literal["inf"] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    framesieve: LiveFields | None = None
+    gridsieve: LiveFields | None = None
 
     include: EmptyList | None = None
     tracing: Nothing = None
@@ -140,14 +140,14 @@ class SessionFields(Neutral):
     @property
     def source(self) -> str | None:
         """The URL of a camera, whose frames the session sees in place of the client's."""
-        return self.framesieve.source if self.framesieve else None
+        return self.gridsieve.source if self.gridsieve else None
 
     def updated(self, other: SessionFields) -> SessionFields:
-        """With the fields that another one has; those of `framesieve` one by one."""
+        """With the fields that another one has; those of `gridsieve` one by one."""
         changed = {name: getattr(other, name) for name in other.model_fields_set}
-        if self.framesieve and other.framesieve:
-            own = {name: getattr(other.framesieve, name) for name in other.framesieve.model_fields_set}
-            changed["framesieve"] = self.framesieve.model_copy(update=own)
+        if self.gridsieve and other.gridsieve:
+            own = {name: getattr(other.gridsieve, name) for name in other.gridsieve.model_fields_set}
+            changed["gridsieve"] = self.gridsieve.model_copy(update=own)
         return self.model_copy(update=changed)
 
 

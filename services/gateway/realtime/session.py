@@ -17,16 +17,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from framesieve.common.contract.data_urls import parse_data_url
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Unavailable, within
-from framesieve.common.security.quotas import Charge
-from framesieve.services.gateway.http.errors import in_words
-from framesieve.services.gateway.models import Named
-from framesieve.services.gateway.realtime.answers import Answers
-from framesieve.services.gateway.realtime.events import Names, ServerEvent, error_event, item_events, session_object
-from framesieve.services.gateway.realtime.live import Live
-from framesieve.services.gateway.realtime.options import ask_message, limit_of, name_of, open_message
-from framesieve.services.gateway.realtime.request import (
+from gridsieve.common.contract.data_urls import parse_data_url
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Unavailable, within
+from gridsieve.common.security.quotas import Charge
+from gridsieve.services.gateway.http.errors import in_words
+from gridsieve.services.gateway.models import Named
+from gridsieve.services.gateway.realtime.answers import Answers
+from gridsieve.services.gateway.realtime.events import Names, ServerEvent, error_event, item_events, session_object
+from gridsieve.services.gateway.realtime.live import Live
+from gridsieve.services.gateway.realtime.options import ask_message, limit_of, name_of, open_message
+from gridsieve.services.gateway.realtime.request import (
     ClientEvent,
     InputImage,
     InputText,
@@ -41,7 +41,7 @@ from framesieve.services.gateway.realtime.request import (
     event_id_of,
     parse,
 )
-from framesieve.v1.generation_pb2 import LiveCancel, LiveFrame, LiveOpen, LiveRequest
+from gridsieve.v1.generation_pb2 import LiveCancel, LiveFrame, LiveOpen, LiveRequest
 
 Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
@@ -80,7 +80,7 @@ class Session:
         self._kept_characters = 0  # of these texts
 
     async def run(self, messages: AsyncIterator[bytes]) -> None:
-        """Serves the session until the messages end. Raises the FramesieveError with which generation ends it."""
+        """Serves the session until the messages end. Raises the GridsieveError with which generation ends it."""
         try:
             await self._tell("session.created")
             async with self._group:
@@ -102,7 +102,7 @@ class Session:
         """Serves one event. An error that is about it is told, and the session goes on."""
         try:
             self._charge(len(message))
-        except FramesieveError as error:
+        except GridsieveError as error:
             await self._send(error_event(self._names, error, await asyncio.to_thread(event_id_of, message)))
             return
         try:
@@ -110,7 +110,7 @@ class Session:
             try:
                 with in_words(name_of):
                     await self._serve(event)
-            except FramesieveError as error:
+            except GridsieveError as error:
                 await self._send(error_event(self._names, error, event_id))
         finally:
             self._charge(-len(message))
@@ -134,7 +134,7 @@ class Session:
             raise InvalidRequest(text, field="session.model")
         fields = self._fields.updated(given)
         if self._watching:
-            for name, unset in (("instructions", ""), ("framesieve", LiveFields())):
+            for name, unset in (("instructions", ""), ("gridsieve", LiveFields())):
                 if (getattr(fields, name) or unset) != (getattr(self._fields, name) or unset):
                     text = "must not change after the first frame or response, or once a source is watched"
                     raise InvalidRequest(text, field=f"session.{name}")

@@ -1,4 +1,4 @@
-"""POST /v1/framesieve/live: a camera is watched and asked about, and server-sent events tell what is seen.
+"""POST /v1/gridsieve/live: a camera is watched and asked about, and server-sent events tell what is seen.
 
 The body is the session of a `session.update` with a source, and the events are those of Realtime: for applications that
 have no WebSocket, or nothing more to say.
@@ -14,19 +14,19 @@ from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.http.body import BodyLimit, read_body, unless_left
-from framesieve.services.gateway.http.errors import in_words
-from framesieve.services.gateway.http.fields import parsed
-from framesieve.services.gateway.http.request_guard import Call
-from framesieve.services.gateway.models import Models, Named
-from framesieve.services.gateway.questions import PING_S, ServerSent
-from framesieve.services.gateway.realtime import options
-from framesieve.services.gateway.realtime.answers import Answers
-from framesieve.services.gateway.realtime.events import Names, ServerEvent, dumped, error_event, session_object
-from framesieve.services.gateway.realtime.live import Generation
-from framesieve.services.gateway.realtime.request import SessionFields
-from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.gateway.http.body import BodyLimit, read_body, unless_left
+from gridsieve.services.gateway.http.errors import in_words
+from gridsieve.services.gateway.http.fields import parsed
+from gridsieve.services.gateway.http.request_guard import Call
+from gridsieve.services.gateway.models import Models, Named
+from gridsieve.services.gateway.questions import PING_S, ServerSent
+from gridsieve.services.gateway.realtime import options
+from gridsieve.services.gateway.realtime.answers import Answers
+from gridsieve.services.gateway.realtime.events import Names, ServerEvent, dumped, error_event, session_object
+from gridsieve.services.gateway.realtime.live import Generation
+from gridsieve.services.gateway.realtime.request import SessionFields
+from gridsieve.v1.generation_pb2 import STREAM_STATE_ENDED
 
 
 class Watch:
@@ -40,7 +40,7 @@ class Watch:
         body = await read_body(request, self._body_limit, call.charge)
         fields = await asyncio.to_thread(parsed, SessionFields, body)
         if not fields.source:
-            raise InvalidRequest(field="framesieve.source", limit="the URL of a camera")
+            raise InvalidRequest(field="gridsieve.source", limit="the URL of a camera")
         model = await unless_left(request, self._models.find(fields.model, call.metadata))
         names = Names()
         events = self._events(call, fields, model, names)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from framesieve.services.gateway.http.body import BodyLimit
-from framesieve.services.gateway.http.errors import NotFound, PreviousResponseNotFound, TooLarge
-from framesieve.services.gateway.http.fields import parsed
-from framesieve.services.gateway.responses.request import CallItem, Item, ItemReference, ResponsesRequest
-from framesieve.services.gateway.responses.store import ResponseStore, Stored
+from gridsieve.services.gateway.http.body import BodyLimit
+from gridsieve.services.gateway.http.errors import NotFound, PreviousResponseNotFound, TooLarge
+from gridsieve.services.gateway.http.fields import parsed
+from gridsieve.services.gateway.responses.request import CallItem, Item, ItemReference, ResponsesRequest
+from gridsieve.services.gateway.responses.store import ResponseStore, Stored
 
 _KEPT = {"input", "pruning", "mm_processor_kwargs", "media_io_kwargs"}
 _WHY = (

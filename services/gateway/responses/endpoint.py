@@ -9,23 +9,23 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from framesieve.services.gateway.files import Uploads
-from framesieve.services.gateway.http.body import BodyLimit
-from framesieve.services.gateway.http.errors import LARGER_BODIES
-from framesieve.services.gateway.http.request_guard import Call
-from framesieve.services.gateway.questions import Question, Questions
-from framesieve.services.gateway.responses.earlier import asked_of, continued, response_of
-from framesieve.services.gateway.responses.options import options_of
-from framesieve.services.gateway.responses.request import parse
-from framesieve.services.gateway.responses.response import ResponseWriter, repeated
-from framesieve.services.gateway.responses.store import (
+from gridsieve.services.gateway.files import Uploads
+from gridsieve.services.gateway.http.body import BodyLimit
+from gridsieve.services.gateway.http.errors import LARGER_BODIES
+from gridsieve.services.gateway.http.request_guard import Call
+from gridsieve.services.gateway.questions import Question, Questions
+from gridsieve.services.gateway.responses.earlier import asked_of, continued, response_of
+from gridsieve.services.gateway.responses.options import options_of
+from gridsieve.services.gateway.responses.request import parse
+from gridsieve.services.gateway.responses.response import ResponseWriter, repeated
+from gridsieve.services.gateway.responses.store import (
     CONVERSATION_BYTES,
     RESPONSE_BYTES,
     STORE_BYTES,
     ResponseStore,
     Stored,
 )
-from framesieve.services.gateway.responses.turns import naming_of, turns_of
+from gridsieve.services.gateway.responses.turns import naming_of, turns_of
 
 _OF_STORE = BodyLimit(CONVERSATION_BYTES, f"the gateway stores {STORE_BYTES} of all callers", LARGER_BODIES)
 

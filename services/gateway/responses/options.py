@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from framesieve.client.prompt import Options
-from framesieve.client.tools import Tool
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.options import template_options_of
-from framesieve.services.gateway.chat.request import ObjectFormat
-from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
+from gridsieve.client.prompt import Options
+from gridsieve.client.tools import Tool
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.gateway.chat.options import template_options_of
+from gridsieve.services.gateway.chat.request import ObjectFormat
+from gridsieve.services.gateway.responses.request import NamedTool, ResponsesRequest, SchemaFormat
 
 
 def options_of(request: ResponsesRequest) -> Options:

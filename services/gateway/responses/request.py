@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.gateway.chat.request import (
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.gateway.chat.request import (
     FunctionDefinition,
     FunctionName,
     JsonSchema,
@@ -22,7 +22,7 @@ from framesieve.services.gateway.chat.request import (
     ObjectFormat,
     TextFormat,
 )
-from framesieve.services.gateway.http.fields import Strict, parsed, short
+from gridsieve.services.gateway.http.fields import Strict, parsed, short
 
 _STATEFUL = {
     "conversation": "conversations are not kept, send previous_response_id, or their items in input",

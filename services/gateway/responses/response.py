@@ -7,7 +7,7 @@
     function_call   output_item.added  function_call_arguments.delta*  function_call_arguments.done  output_item.done
 
 One item ends before the next begins. Source: OpenAI's API reference, "the response object" and "streaming events".
-`usage.framesieve` is ours.
+`usage.gridsieve` is ours.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from framesieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
-from framesieve.client.tools import ToolCallDelta
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest, Overloaded
-from framesieve.services.gateway.chat.completion import measured, token_logprobs
-from framesieve.services.gateway.questions import ServerSent, server_sent
-from framesieve.services.gateway.responses.request import NamedTool, ResponsesRequest
+from gridsieve.client.answer import Accepted, Answer, Delta, Finished, FinishReason, Timings, Usage
+from gridsieve.client.tools import ToolCallDelta
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, Overloaded
+from gridsieve.services.gateway.chat.completion import measured, token_logprobs
+from gridsieve.services.gateway.questions import ServerSent, server_sent
+from gridsieve.services.gateway.responses.request import NamedTool, ResponsesRequest
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class ResponseWriter:
     def end(self, usage: Usage, timings: Timings) -> Iterator[ServerSent]:
         yield self._event(self._status(), response=self._ended(usage, timings))
 
-    def failed(self, error: FramesieveError) -> ServerSent:
+    def failed(self, error: GridsieveError) -> ServerSent:
         code = "server_error"
         if isinstance(error, Overloaded | InvalidRequest):
             code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
@@ -251,12 +251,12 @@ def repeated(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _usage(usage: Usage, timings: Timings) -> dict[str, Any]:
-    """Token counts after pruning, which are what is computed, and under `framesieve` those before it and the times."""
+    """Token counts after pruning, which are what is computed, and under `gridsieve` those before it and the times."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "framesieve": measured(usage, timings),
+        "gridsieve": measured(usage, timings),
     }

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from framesieve.client.messages import pruning_message
-from framesieve.client.prompt import Message, Part, Role, Text
-from framesieve.client.tools import ToolCall
-from framesieve.common.contract.errors import path_of, steps_of, within
-from framesieve.common.contract.wire import completed
-from framesieve.services.gateway.chat.content import media, media_names, source_of
-from framesieve.services.gateway.chat.names import FieldNames, MediaNames
-from framesieve.services.gateway.chat.request import Location, Pruning
-from framesieve.services.gateway.files import Uploads
-from framesieve.services.gateway.responses.earlier import Earlier
-from framesieve.services.gateway.responses.request import (
+from gridsieve.client.messages import pruning_message
+from gridsieve.client.prompt import Message, Part, Role, Text
+from gridsieve.client.tools import ToolCall
+from gridsieve.common.contract.errors import path_of, steps_of, within
+from gridsieve.common.contract.wire import completed
+from gridsieve.services.gateway.chat.content import media, media_names, source_of
+from gridsieve.services.gateway.chat.names import FieldNames, MediaNames
+from gridsieve.services.gateway.chat.request import Location, Pruning
+from gridsieve.services.gateway.files import Uploads
+from gridsieve.services.gateway.responses.earlier import Earlier
+from gridsieve.services.gateway.responses.request import (
     AnyPart,
     CallItem,
     InputImage,
@@ -34,7 +34,7 @@ from framesieve.services.gateway.responses.request import (
     OutputItem,
     ResponsesRequest,
 )
-from framesieve.v1 import prompt_pb2
+from gridsieve.v1 import prompt_pb2
 
 _LOCATIONS = {
     "input_image": ("image_url", "file_id"),

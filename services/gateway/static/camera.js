@@ -12,7 +12,7 @@ const MAX_WAITING_BYTES = 2 ** 20; // of frames that are not sent yet: beyond it
 const MAX_FRAMES_KEPT = 64; // of those that may still be drawn
 const QUESTION_TOKENS = 256; // room for the text of a question
 
-const SOURCE = "session.framesieve.source";
+const SOURCE = "session.gridsieve.source";
 const STATES = { playing: "The camera plays.", lost: "The camera is lost, and is opened again:", ended: "The camera's video has ended." };
 
 let live = null; // what a camera is watched with, see watch()
@@ -141,17 +141,17 @@ function handle(event) {
     case "session.created": {
       const answer_tokens = QUESTION_TOKENS + Number(byId("longest").value);
       const ofSource = live.source ? { source: live.source, snapshots: "slices" } : {};
-      tell({ type: "session.update", event_id: "open", session: { type: "realtime", framesieve: { answer_tokens, ...ofSource } } });
+      tell({ type: "session.update", event_id: "open", session: { type: "realtime", gridsieve: { answer_tokens, ...ofSource } } });
       break;
     }
     case "session.updated":
       if (live.stream) live.timer = setInterval(sendFrame, FRAME_MS);
       else byId("preview-note").textContent = "The camera is being opened.";
       break;
-    case "framesieve.stream":
+    case "gridsieve.stream":
       byId("preview-note").textContent = `${STATES[event.state]} ${event.reason}`;
       break;
-    case "framesieve.slice":
+    case "gridsieve.slice":
       drawSlice(event);
       break;
     case "response.output_text.delta":
@@ -207,7 +207,7 @@ export function stopAnswer() {
 
 function answered(article, { status, usage }) {
   if (status === "incomplete") article.querySelector(".text").append(" […]");
-  const { time_to_first_token_s: firstS, generate_s: generateS } = usage.framesieve;
+  const { time_to_first_token_s: firstS, generate_s: generateS } = usage.gridsieve;
   list(article, {
     "Prompt tokens": usage.input_tokens,
     "From the cache": usage.input_token_details.cached_tokens,

@@ -81,8 +81,8 @@ function excessOf({ name, size }, { max_inline_bytes: inlineBytes, uploads }) {
   const limit = uploads ? uploads.file_bytes : inlineBytes;
   if (size <= limit) return "";
   const setting = uploads
-    ? "the gateway with a larger --upload-max-bytes (framesieve serve: --gateway-upload-max-bytes)"
-    : "the gateway and preprocessing with --upload-root (framesieve serve does)";
+    ? "the gateway with a larger --upload-max-bytes (gridsieve serve: --gateway-upload-max-bytes)"
+    : "the gateway and preprocessing with --upload-root (gridsieve serve does)";
   return `${name} has ${sizeOf(size)}, and this server takes at most ${sizeOf(limit)} from the page. Cut the clip or `
     + `encode it smaller, ask about its URL by the API, or start ${setting}.`;
 }

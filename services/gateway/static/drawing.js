@@ -10,7 +10,7 @@ const MAX_SLICES = 64;
 const TOKEN_PX = 24; // the side of a token in a drawn frame
 
 export function drawCost(article, usage) {
-  const { prompt_tokens_full: full, time_to_first_token_s: firstS, generate_s: generateS, stages_s: stages } = usage.framesieve;
+  const { prompt_tokens_full: full, time_to_first_token_s: firstS, generate_s: generateS, stages_s: stages } = usage.gridsieve;
   list(article, {
     "Prompt tokens": full,
     "After pruning": usage.prompt_tokens,
@@ -34,7 +34,7 @@ export function drawCost(article, usage) {
   article.querySelector(".stages").hidden = false;
 }
 
-// kept: a medium of /v1/framesieve/kept. url: of the clip, which may end when the signal is aborted.
+// kept: a medium of /v1/gridsieve/kept. url: of the clip, which may end when the signal is aborted.
 export async function drawKept(article, { grid, kept, frame_times_s: times }, url, signal) {
   const { t, h, w } = grid;
   const isKept = new Uint8Array(t * h * w);

@@ -126,7 +126,7 @@ async function fill(article, clip, bodyOf, signal, answered) {
       usage = chunk.usage;
     }
     drawCost(article, usage);
-    const [{ modality, pruning_rate: rate }] = usage.framesieve.media;
+    const [{ modality, pruning_rate: rate }] = usage.gridsieve.media;
     if (article.dataset.automatic) article.querySelector("h2").textContent += `, by ${percent(rate)}`;
     if (modality === "video") answered.push([article, bodyOf]);
     else article.setAttribute("aria-busy", "false");
@@ -143,7 +143,7 @@ async function fill(article, clip, bodyOf, signal, answered) {
 // Shows which tokens of a video were kept.
 async function draw(article, clip, bodyOf, signal) {
   try {
-    const told = await post("v1/framesieve/kept", bodyOf(await partOf(clip, signal)), signal);
+    const told = await post("v1/gridsieve/kept", bodyOf(await partOf(clip, signal)), signal);
     await drawKept(article, (await told.json()).media[0], clip.url, signal);
   } catch (error) {
     if (error.name !== "AbortError") article.querySelector(".error").textContent = error.message;

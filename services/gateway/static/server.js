@@ -71,6 +71,6 @@ function refusal(status, told) {
 }
 
 function unreachable() {
-  return new Error(`The server at ${location.origin} cannot be reached. Check that it still runs (framesieve serve) and `
+  return new Error(`The server at ${location.origin} cannot be reached. Check that it still runs (gridsieve serve) and `
     + "that this device reaches it, then ask again.");
 }

@@ -1,5 +1,5 @@
 // A question as text: for a shell with curl, and in Python by OpenAI's client. Both read the clip's file from the working
-// directory, and the token from the variable FRAMESIEVE_TOKEN.
+// directory, and the token from the variable GRIDSIEVE_TOKEN.
 
 import { filePart, urlPart } from "./clip.js";
 import { unique } from "./elements.js";
@@ -9,7 +9,7 @@ import { addressOf } from "./server.js";
 export function curl(clip, bodyOf, { takesUploads, hasToken }) {
   const place = unique();
   const body = quoted(JSON.stringify(bodyOf(partWith(place, clip, takesUploads)), null, 2));
-  const token = hasToken ? ' -H "Authorization: Bearer $FRAMESIEVE_TOKEN"' : "";
+  const token = hasToken ? ' -H "Authorization: Bearer $GRIDSIEVE_TOKEN"' : "";
   const ask = `curl -sS ${quoted(addressOf("v1/chat/completions"))}${token} -H 'Content-Type: application/json' -d`;
   const name = quoted(clip.file.name);
   const lines = clip.source ? [`curl -sS ${quoted(addressOf(clip.source))} -o ${name}`] : [];
@@ -34,7 +34,7 @@ export function python(clip, bodyOf, { takesUploads, hasToken }) {
   const { messages, max_completion_tokens: longest, ...others } = bodyOf(partWith(place, clip, takesUploads));
   const value = takesUploads ? [`"${place}"`, "clip.id"] : [`${place}"`, '" + base64.b64encode(clip).decode()'];
   const name = JSON.stringify(clip.file.name);
-  const token = hasToken ? 'os.environ["FRAMESIEVE_TOKEN"]' : '"unused"';
+  const token = hasToken ? 'os.environ["GRIDSIEVE_TOKEN"]' : '"unused"';
   return `${[
     ...(takesUploads ? [] : ["import base64"]),
     ...(hasToken ? ["import os"] : []),

@@ -18,26 +18,26 @@ from queue import SimpleQueue
 import structlog
 import torch
 
-from framesieve.common.contract.errors import (
-    FramesieveError,
+from gridsieve.common.contract.errors import (
+    GridsieveError,
     InvalidRequest,
     Overloaded,
     PeerContract,
     PromptTooLong,
     Unavailable,
 )
-from framesieve.services.generation.engine.payoff import Payoff
-from framesieve.services.generation.engine.scheduler import Scheduler
-from framesieve.services.generation.engine.speculation import HeadDrafts
-from framesieve.services.generation.engine.stats import EngineStats, Step
-from framesieve.services.generation.engine.stepper import Stepper
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.kv_cache.encoded_media import EncodedMediaCache
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.model.runner import OutOfStep, Runner
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Request, Status
-from framesieve.services.generation.request.session import Session
+from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.engine.scheduler import Scheduler
+from gridsieve.services.generation.engine.speculation import HeadDrafts
+from gridsieve.services.generation.engine.stats import EngineStats, Step
+from gridsieve.services.generation.engine.stepper import Stepper
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.kv_cache.encoded_media import EncodedMediaCache
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.model.runner import OutOfStep, Runner
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.request import Request, Status
+from gridsieve.services.generation.request.session import Session
 
 log = structlog.get_logger()
 
@@ -258,7 +258,7 @@ class Engine:
             try:
                 command()
             except Exception as error:
-                if not isinstance(error, FramesieveError):
+                if not isinstance(error, GridsieveError):
                     log.exception("command failed")
                 done.set_exception(error)
             else:

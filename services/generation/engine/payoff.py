@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from functools import partial
 from statistics import median
 
-from framesieve.services.generation.request.request import Request
+from gridsieve.services.generation.request.request import Request
 
 PERIOD, ALONE = 128, 3
 # Steps that a median is of.

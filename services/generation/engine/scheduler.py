@@ -39,15 +39,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from framesieve.common.contract.errors import Overloaded
-from framesieve.services.generation.engine.speculation import Drafts, PromptLookup
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator
-from framesieve.services.generation.kv_cache.prefixes import PrefixCache
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.encoded_media import EncodedMedia
-from framesieve.services.generation.request.request import NO_STATE, BlockTable, Request, Status
-from framesieve.services.generation.request.session import Session
+from gridsieve.common.contract.errors import Overloaded
+from gridsieve.services.generation.engine.speculation import Drafts, PromptLookup
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.kv_cache.prefixes import PrefixCache
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.encoded_media import EncodedMedia
+from gridsieve.services.generation.request.request import NO_STATE, BlockTable, Request, Status
+from gridsieve.services.generation.request.session import Session
 
 BY_ARRIVAL = attrgetter("arrival")
 

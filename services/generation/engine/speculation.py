@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from framesieve.services.generation.engine.payoff import Payoff
-from framesieve.services.generation.request.request import Request
+from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.request.request import Request
 
 # Lengths of the match, tried in this order. A single matching token predicts too little.
 MATCHED_TOKENS = (3, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framesieve.services.generation.engine.scheduler import Scheduler
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import Request
+from gridsieve.services.generation.engine.scheduler import Scheduler
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.request import Request
 
 
 @dataclass(frozen=True, slots=True)

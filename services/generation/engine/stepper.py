@@ -23,14 +23,14 @@ from typing import TypeVar
 import structlog
 import torch
 
-from framesieve.common.contract.errors import FramesieveError, Overloaded
-from framesieve.services.generation.engine.payoff import Payoff
-from framesieve.services.generation.engine.scheduler import Scheduler
-from framesieve.services.generation.engine.stats import Step, Totals
-from framesieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
-from framesieve.services.generation.request.batch import Chunk
-from framesieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
-from framesieve.services.generation.sampling.sampler import SampledToken
+from gridsieve.common.contract.errors import GridsieveError, Overloaded
+from gridsieve.services.generation.engine.payoff import Payoff
+from gridsieve.services.generation.engine.scheduler import Scheduler
+from gridsieve.services.generation.engine.stats import Step, Totals
+from gridsieve.services.generation.model.runner import OutOfStep, Runner, SampledStep
+from gridsieve.services.generation.request.batch import Chunk
+from gridsieve.services.generation.request.request import Event, Failed, Finished, PrefillStarted, Request, Status
+from gridsieve.services.generation.sampling.sampler import SampledToken
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class Stepper:
         self.began_ns = None
         return bool(chunks or unread)
 
-    def give_up(self, error: FramesieveError) -> None:
+    def give_up(self, error: GridsieveError) -> None:
         """Fails all requests without waiting for the step, which may hang. They get no more events.
 
         Called without the lock. The scheduler is only read, because it may be what failed.
@@ -271,8 +271,8 @@ class Stepper:
             self._cancel(request)
 
 
-def _as_failure(error: Exception) -> FramesieveError:
+def _as_failure(error: Exception) -> GridsieveError:
     """The error that the caller gets. Messages of unexpected exceptions are only logged."""
     if isinstance(error, torch.OutOfMemoryError):
         return Overloaded("the model's device had no memory left to compute this request")
-    return error if isinstance(error, FramesieveError) else FramesieveError("the engine failed to compute this request")
+    return error if isinstance(error, GridsieveError) else GridsieveError("the engine failed to compute this request")

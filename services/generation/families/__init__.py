@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.generation.families import (
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.generation.families import (
     cosmos3_edge,
     glm,
     llava,
@@ -21,10 +21,10 @@ from framesieve.services.generation.families import (
     qwen3_5,
     qwen3_vl,
 )
-from framesieve.services.generation.loading import TextFamily, load
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.parallel.sharding import check_sizes
+from gridsieve.services.generation.loading import TextFamily, load
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.parallel.sharding import check_sizes
 
 FAMILIES: Mapping[str, TextFamily] = {
     **llava.FAMILIES,

@@ -11,9 +11,9 @@ import re
 from transformers import Cosmos3EdgeConfig, Cosmos3EdgeForConditionalGeneration
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgeTextModel, Cosmos3EdgeTextRotaryEmbedding
 
-from framesieve.common.contract.retention import METHODS
-from framesieve.common.cosmos3_edge import own_name
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.common.cosmos3_edge import own_name
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 # Of transformers, and of published checkpoints.
 _TEXT_PREFIXES = ("model.language_model.", "")

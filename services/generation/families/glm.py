@@ -23,12 +23,12 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import (
     Glm4vMoeTextRotaryEmbedding,
 )
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.loading import TextClasses, TextFamily
-from framesieve.services.generation.loading.weights import Named
-from framesieve.services.generation.parallel.sharding import PACKED
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.services.generation.loading.weights import Named
+from gridsieve.services.generation.parallel.sharding import PACKED
 
 _DENSE = "glm4v_text"
 _TEXT_CLASSES: Mapping[str, tuple[Any, Any]] = {

@@ -31,9 +31,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbe
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRotaryEmbedding
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 # Of transformers 5, and of published checkpoints, whose output layer is below the text model, too.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.")

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaRotaryEmbe
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RotaryEmbedding
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, version_of
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.minicpmv import PRUNING_METHODS, WHY_NOT_ALL, version_of
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 _LLAMA = (LlamaConfig, TextClasses(LlamaForCausalLM, LlamaModel, LlamaRotaryEmbedding))
 _QWEN2 = (Qwen2Config, TextClasses(Qwen2ForCausalLM, Qwen2Model, Qwen2RotaryEmbedding))

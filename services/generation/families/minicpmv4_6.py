@@ -15,9 +15,9 @@ from transformers import (
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding
 
-from framesieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES
-from framesieve.services.generation.families.qwen3_vl import TEXT_PREFIX
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.minicpmv import PRUNING_METHODS_OF_PLACES, WHY_NOT_ALL_OF_PLACES
+from gridsieve.services.generation.families.qwen3_vl import TEXT_PREFIX
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 
 def _family(config_class: Any, whole_class: Any, position_axes: int) -> TextFamily:

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import NemotronH_Omni_Reasoning_V3, NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHModel
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.loading import TextClasses, TextFamily
-from framesieve.services.generation.parallel.sharding import WHOLE_OUTPUT
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT
 
 # Of transformers 5, and of published checkpoints.
 TEXT_PREFIXES = ("language_model.model.", "language_model.backbone.")

@@ -9,9 +9,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLTextModel,
 )
 
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.families.qwen2_vl import TEXT_PREFIXES
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.generation.families.qwen2_vl import TEXT_PREFIXES
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 _CLASSES = TextClasses(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding)
 FAMILY = TextFamily(

@@ -9,8 +9,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLTextModel,
 )
 
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 # Published checkpoints use the second; transformers 5 writes the first if asked not to keep the original names.
 TEXT_PREFIXES = ("model.language_model.", "model.")

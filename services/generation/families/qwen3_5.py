@@ -21,9 +21,9 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTextRotaryEmbedding,
 )
 
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.families.qwen3_vl import TEXT_PREFIX, transpose_experts
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.generation.families.qwen3_vl import TEXT_PREFIX, transpose_experts
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 
 def _family(config_class: Any, classes: TextClasses) -> TextFamily:

@@ -21,8 +21,8 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     Qwen3VLMoeTextRotaryEmbedding,
 )
 
-from framesieve.common.contract.retention import METHODS
-from framesieve.services.generation.loading import TextClasses, TextFamily
+from gridsieve.common.contract.retention import METHODS
+from gridsieve.services.generation.loading import TextClasses, TextFamily
 
 TEXT_PREFIX = "model.language_model."
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from framesieve.services.generation.request.request import ROOT
+from gridsieve.services.generation.request.request import ROOT
 
 
 @dataclass(frozen=True, slots=True)

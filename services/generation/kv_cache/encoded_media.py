@@ -15,11 +15,11 @@ import struct
 from itertools import count
 from weakref import WeakValueDictionary
 
-from framesieve.common.contract.plan import MediaPlan, tagged_digest
-from framesieve.common.contract.retention import Pruning
-from framesieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
+from gridsieve.common.contract.plan import MediaPlan, tagged_digest
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 
-_DOMAIN = b"framesieve answers v1"
+_DOMAIN = b"gridsieve answers v1"
 
 
 def encoded_media_key(

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from framesieve.services.generation.kv_cache.blocks import BlockAllocator, CachedBlock
-from framesieve.services.generation.kv_cache.state_slots import StateSlots
-from framesieve.services.generation.request.encoded_media import EncodedMedia
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.request.request import Request
+from gridsieve.services.generation.kv_cache.blocks import BlockAllocator, CachedBlock
+from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.request.encoded_media import EncodedMedia
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.request import Request
 
 
 class PrefixCache:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from framesieve.services.generation.request.request import NO_STATE
+from gridsieve.services.generation.request.request import NO_STATE
 
 
 class StateSlots:

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
-from framesieve.services.generation.loading.fp8 import keep_fp8
-from framesieve.services.generation.loading.fp8_blocks import fp8_blocks
-from framesieve.services.generation.loading.int4 import Int4Layers, int4_format
-from framesieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
-from framesieve.services.generation.loading.quantization_config import is_quantised
-from framesieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
-from framesieve.services.generation.loading.weights import Named, as_stored, fill, has_weights, read_weights
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.parallel.sharding import WHOLE_OUTPUT
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.retention import AFTER_TOWER, WHY_NOT_BEFORE
+from gridsieve.services.generation.loading.fp8 import keep_fp8
+from gridsieve.services.generation.loading.fp8_blocks import fp8_blocks
+from gridsieve.services.generation.loading.int4 import Int4Layers, int4_format
+from gridsieve.services.generation.loading.quantised import TEXT_OF_WHOLE, load_quantised
+from gridsieve.services.generation.loading.quantization_config import is_quantised
+from gridsieve.services.generation.loading.text_model import in_float32, make_text, shard_text, with_output_layer
+from gridsieve.services.generation.loading.weights import Named, as_stored, fill, has_weights, read_weights
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.parallel.sharding import WHOLE_OUTPUT
 
 
 @dataclass(frozen=True, slots=True)

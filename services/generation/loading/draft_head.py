@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from framesieve.common.checkpoint import DRAFTS, Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
-from framesieve.services.compute.packed_linear import pack_linears
-from framesieve.services.generation.loading.weights import fill, read_weights
-from framesieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
-from framesieve.services.generation.model.language_model import LanguageModel
+from gridsieve.common.checkpoint import DRAFTS, Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
+from gridsieve.services.compute.packed_linear import pack_linears
+from gridsieve.services.generation.loading.weights import fill, read_weights
+from gridsieve.services.generation.model.eagle3 import Eagle3Head, Eagle3Sizes, Rotary
+from gridsieve.services.generation.model.language_model import LanguageModel
 
 # Whether ids of layers name those whose output is read, before deepstack, and rows have the next token's position.
 LAYOUTS: Mapping[str, bool] = {"LlamaForCausalLMEagle3": True, "Eagle3LlamaForCausalLM": False}

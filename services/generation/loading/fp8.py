@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.generation.loading.fp8_blocks import SCALE
-from framesieve.services.generation.loading.quantization_config import quantization_settings
-from framesieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
-from framesieve.services.generation.loading.weights import stored_weights
-from framesieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.generation.loading.fp8_blocks import SCALE
+from gridsieve.services.generation.loading.quantization_config import quantization_settings
+from gridsieve.services.generation.loading.text_model import LM_HEAD_PREFIXES
+from gridsieve.services.generation.loading.weights import stored_weights
+from gridsieve.services.generation.model.fp8_linear import FP8, GROUP, Fp8Linear, find_product, fits
 
 _SCALES = f".weight{SCALE}"
 _DTYPE = "F8_E4M3"  # as safetensors names it

@@ -16,9 +16,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading.quantization_config import quantization_settings
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.loading.quantization_config import quantization_settings
 
 SCALE = "_scale_inv"  # after the name of the weight
 _WEIGHT_DTYPE, _SCALE_DTYPES = "F8_E4M3", ("F32", "BF16", "F16")  # as safetensors names them

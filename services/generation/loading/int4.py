@@ -28,12 +28,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.int4_linear import Int4Linear, Int4Matrix, Int4Weight, rounded_to_nearest
-from framesieve.services.generation.loading.quantization_config import quantization_settings
-from framesieve.services.generation.loading.weights import Named, as_stored, stored_weights
-from framesieve.services.generation.parallel.sharding import Shard
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute.int4_linear import Int4Linear, Int4Matrix, Int4Weight, rounded_to_nearest
+from gridsieve.services.generation.loading.quantization_config import quantization_settings
+from gridsieve.services.generation.loading.weights import Named, as_stored, stored_weights
+from gridsieve.services.generation.parallel.sharding import Shard
 
 # Of `--quantization int4`.
 GROUP = 128

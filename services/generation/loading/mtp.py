@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from transformers import Qwen3_5MoeTextModel, Qwen3_5TextModel
 
-from framesieve.common.checkpoint import DRAFTS, Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading.text_model import make_ready
-from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
-from framesieve.services.generation.model.draft_head import DraftSizes
-from framesieve.services.generation.model.fused_layers import RotaryTable
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.layers import number_layers
-from framesieve.services.generation.model.mtp import MtpHead
+from gridsieve.common.checkpoint import DRAFTS, Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.loading.text_model import make_ready
+from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights
+from gridsieve.services.generation.model.draft_head import DraftSizes
+from gridsieve.services.generation.model.fused_layers import RotaryTable
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.layers import number_layers
+from gridsieve.services.generation.model.mtp import MtpHead
 
 # In place of a checkpoint's name.
 MTP = "mtp"

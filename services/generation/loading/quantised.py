@@ -16,12 +16,12 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading.quantization_config import OF_ACTIVATIONS, quantization_settings
-from framesieve.services.generation.loading.text_model import assemble, check_text
-from framesieve.services.generation.model.attention import ATTENTION
-from framesieve.services.generation.model.language_model import LanguageModel
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.loading.quantization_config import OF_ACTIVATIONS, quantization_settings
+from gridsieve.services.generation.loading.text_model import assemble, check_text
+from gridsieve.services.generation.model.attention import ATTENTION
+from gridsieve.services.generation.model.language_model import LanguageModel
 
 # The name of the text model in the whole one, in every family that is loaded here.
 TEXT_OF_WHOLE = "model.language_model."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from framesieve.common.checkpoint import Checkpoint
+from gridsieve.common.checkpoint import Checkpoint
 
 # Scales of activations and of cached keys and values. Weights that are dequantised are multiplied by rows as they are.
 OF_ACTIVATIONS = re.compile(r"\.((input|output|activation)_scale|[kv]_scale)$")

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import refusing
-from framesieve.services.compute.packed_linear import join_linears, pack_linears, packed
-from framesieve.services.generation.loading.int4 import Int4Format, Int4Layers
-from framesieve.services.generation.loading.weights import fill, has_weights, read_weights
-from framesieve.services.generation.model.attention import ATTENTION
-from framesieve.services.generation.model.experts import EXPERTS, waits
-from framesieve.services.generation.model.fused_layers import fuse_layers
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.layers import attention_layers, number_layers
-from framesieve.services.generation.model.norms import fuse_norms
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import refusing
+from gridsieve.services.compute.packed_linear import join_linears, pack_linears, packed
+from gridsieve.services.generation.loading.int4 import Int4Format, Int4Layers
+from gridsieve.services.generation.loading.weights import fill, has_weights, read_weights
+from gridsieve.services.generation.model.attention import ATTENTION
+from gridsieve.services.generation.model.experts import EXPERTS, waits
+from gridsieve.services.generation.model.fused_layers import fuse_layers
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.layers import attention_layers, number_layers
+from gridsieve.services.generation.model.norms import fuse_norms
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.parallel.sharding import Shard, check_sizes, layers_plan, shard
 
 # Of transformers 5, and of published checkpoints whose language model is a whole model of its own.
 LM_HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.", "llm.lm_head.")

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from framesieve.common.checkpoint import Checkpoint, is_computed
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.loading.fp8_blocks import SCALE, fp8_blocks
-from framesieve.services.generation.loading.quantization_config import OF_ACTIVATIONS
-from framesieve.services.generation.model.fp8_linear import FP8
-from framesieve.services.generation.parallel.sharding import Shard
+from gridsieve.common.checkpoint import Checkpoint, is_computed
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.loading.fp8_blocks import SCALE, fp8_blocks
+from gridsieve.services.generation.loading.quantization_config import OF_ACTIVATIONS
+from gridsieve.services.generation.model.fp8_linear import FP8
+from gridsieve.services.generation.parallel.sharding import Shard
 
 _CPU = torch.device("cpu")
 # A matrix of one expert of a layer, as checkpoints of mixtures store them; transformers 5 stacks those of all experts.

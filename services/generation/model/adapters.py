@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from framesieve.services.compute.adapters import LowRank, named_adapter
-from framesieve.services.generation.request.batch import AdaptedRows
-from framesieve.services.generation.request.request import Adapter
+from gridsieve.services.compute.adapters import LowRank, named_adapter
+from gridsieve.services.generation.request.batch import AdaptedRows
+from gridsieve.services.generation.request.request import Adapter
 
 
 class Adapters:

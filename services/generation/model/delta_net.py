@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
-from framesieve.services.compute.kernels import check_result
-from framesieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
-from framesieve.services.generation.model.states import StateBatch, StateSizes
+from gridsieve.services.compute.kernels import check_result
+from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
+from gridsieve.services.generation.model.states import StateBatch, StateSizes
 
 # The rule for a chunk computes whole chunks of 64 tokens: so few tokens, drafts for instance, are computed one by one.
 FEW_TOKENS = 8

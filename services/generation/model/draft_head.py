@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from framesieve.services.generation.model.attention.cache import Batch
+from gridsieve.services.generation.model.attention.cache import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.compiled import compiled_whole, compiles
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.generation.model.attention import make_cache
-from framesieve.services.generation.model.attention.cache import Batch, CacheSizes
-from framesieve.services.generation.model.attention.running import running
-from framesieve.services.generation.model.draft_head import DraftHead, Turns
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.media_embeds import uploaded
-from framesieve.services.generation.request.batch import (
+from gridsieve.services.compute.compiled import compiled_whole, compiles
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.model.attention import make_cache
+from gridsieve.services.generation.model.attention.cache import Batch, CacheSizes
+from gridsieve.services.generation.model.attention.running import running
+from gridsieve.services.generation.model.draft_head import DraftHead, Turns
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.media_embeds import uploaded
+from gridsieve.services.generation.request.batch import (
     Chunk,
     Context,
     MediaRows,
@@ -45,7 +45,7 @@ from framesieve.services.generation.request.batch import (
     media_rows,
     slots_of,
 )
-from framesieve.services.generation.request.request import Request
+from gridsieve.services.generation.request.request import Request
 
 # Rows of an answer that wait at most: so many are computed in hardly more time than one.
 MAX_WAITING = 16

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from framesieve.services.generation.model.attention import paged_attention
-from framesieve.services.generation.model.attention.cache import Batch
-from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Turns
+from gridsieve.services.generation.model.attention import paged_attention
+from gridsieve.services.generation.model.attention.cache import Batch
+from gridsieve.services.generation.model.draft_head import DraftHead, DraftSizes, Turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-EXPERTS = "framesieve_experts"
+EXPERTS = "gridsieve_experts"
 # All experts compute at most so many rows. An estimate: about here the arithmetic of 128 experts, of 768 columns each,
 # takes an A100 as long as the launches of one product for each expert.
 MAX_ROWS = 256

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from framesieve.services.compute.kernels import check_result
-from framesieve.services.compute.packed_linear import as_one
-from framesieve.services.generation.model.attention.flash_infer import may_work
-from framesieve.services.generation.model.layers import attention_layers
+from gridsieve.services.compute.kernels import check_result
+from gridsieve.services.compute.packed_linear import as_one
+from gridsieve.services.generation.model.attention.flash_infer import may_work
+from gridsieve.services.generation.model.layers import attention_layers
 
 # The name under which transformers' attention finds it, in every family.
 ROTATION = "apply_rotary_pos_emb"

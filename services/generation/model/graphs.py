@@ -21,12 +21,12 @@ from itertools import chain, cycle, repeat
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.graphs import Capture, doubling
-from framesieve.services.compute.transfers import pinned_for
-from framesieve.services.generation.model.attention.cache import CapturedCache
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.states import PADDING, ZERO, StateCache
-from framesieve.services.generation.request.batch import Context, Packed
+from gridsieve.services.compute.graphs import Capture, doubling
+from gridsieve.services.compute.transfers import pinned_for
+from gridsieve.services.generation.model.attention.cache import CapturedCache
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.states import PADDING, ZERO, StateCache
+from gridsieve.services.generation.request.batch import Context, Packed
 
 # Columns of a row: token id, positions, length of the sequence in tokens, slots of the recurrent states that it reads
 # and writes, and from FIRST_BLOCK on its block table.

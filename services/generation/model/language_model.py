@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from framesieve.services.generation.model.adapters import Adapters
-from framesieve.services.generation.model.draft_head import DraftHead
-from framesieve.services.generation.model.states import StateSizes
+from gridsieve.services.generation.model.adapters import Adapters
+from gridsieve.services.generation.model.draft_head import DraftHead
+from gridsieve.services.generation.model.states import StateSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from framesieve.services.generation.model.delta_net import GatedDeltaNet
-from framesieve.services.generation.model.mamba2 import Mamba2
-from framesieve.services.generation.model.states import StateSizes
+from gridsieve.services.generation.model.delta_net import GatedDeltaNet
+from gridsieve.services.generation.model.mamba2 import Mamba2
+from gridsieve.services.generation.model.states import StateSizes
 
 
 def attention_layers(text: Any) -> list[Any]:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
 
-from framesieve.services.compute.kernels import check_result
-from framesieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
-from framesieve.services.generation.model.states import StateBatch, StateSizes
+from gridsieve.services.compute.kernels import check_result
+from gridsieve.services.generation.model.recurrent_layer import Kernels, RecurrentLayer, TriedKernels
+from gridsieve.services.generation.model.states import StateBatch, StateSizes
 
 _INSTALLED = Kernels(mamba2_chunk_scan, mamba2_selective_state_update)
 _BY_TORCH = _INSTALLED.by_torch()

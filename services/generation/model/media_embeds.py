@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.transfers import pinned_for
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.request.batch import MediaRows
+from gridsieve.services.compute.transfers import pinned_for
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.request.batch import MediaRows
 
 
 def uploaded(model: LanguageModel, media: Sequence[MediaRows], levels: int) -> Tensor:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framesieve.services.generation.model.attention.cache import Batch
-from framesieve.services.generation.model.draft_head import DraftHead, DraftSizes, Turns
-from framesieve.services.generation.model.fused_layers import RotaryTable
+from gridsieve.services.generation.model.attention.cache import Batch
+from gridsieve.services.generation.model.draft_head import DraftHead, DraftSizes, Turns
+from gridsieve.services.generation.model.fused_layers import RotaryTable
 
 
 class MtpHead(DraftHead):

@@ -15,8 +15,8 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from framesieve.services.generation.model.attention.running import RUNNING
-from framesieve.services.generation.model.states import Convolution, StateBatch
+from gridsieve.services.generation.model.attention.running import RUNNING
+from gridsieve.services.generation.model.states import Convolution, StateBatch
 
 log = structlog.get_logger()
 
@@ -86,7 +86,7 @@ class RecurrentLayer(nn.Module):
         """
         taps, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         if states is None:
-            found: Tensor = torch.ops.framesieve.advance_states(
+            found: Tensor = torch.ops.gridsieve.advance_states(
                 inputs, taps, bias, list(gates), list(weights), self.layer_idx, head_dim
             )
             return found
@@ -108,7 +108,7 @@ def _advance(
     return RUNNING.states.advance(layer, inputs[0], Convolution(taps, bias), rows, weights, head_dim)[None]
 
 
-_library = torch.library.Library("framesieve", "FRAGMENT")
+_library = torch.library.Library("gridsieve", "FRAGMENT")
 _library.define(
     "advance_states(Tensor inputs, Tensor taps, Tensor? bias, Tensor[] gates, Tensor[] weights, int layer, "
     "int head_dim) -> Tensor"

@@ -15,18 +15,18 @@ import structlog
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.compiled import compiled_whole, compiles
-from framesieve.services.compute.graphs import Capture
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.generation.model.attention import make_cache
-from framesieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
-from framesieve.services.generation.model.attention.running import running
-from framesieve.services.generation.model.drafting import Drafter
-from framesieve.services.generation.model.graphs import DecodeGraphs
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.media_embeds import uploaded
-from framesieve.services.generation.model.states import RESERVED, StateCache
-from framesieve.services.generation.request.batch import (
+from gridsieve.services.compute.compiled import compiled_whole, compiles
+from gridsieve.services.compute.graphs import Capture
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.model.attention import make_cache
+from gridsieve.services.generation.model.attention.cache import CacheSizes, CapturedCache
+from gridsieve.services.generation.model.attention.running import running
+from gridsieve.services.generation.model.drafting import Drafter
+from gridsieve.services.generation.model.graphs import DecodeGraphs
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.media_embeds import uploaded
+from gridsieve.services.generation.model.states import RESERVED, StateCache
+from gridsieve.services.generation.request.batch import (
     Chunk,
     Context,
     Packed,
@@ -34,8 +34,8 @@ from framesieve.services.generation.request.batch import (
     pack,
     slots_of,
 )
-from framesieve.services.generation.request.request import Request, Status
-from framesieve.services.generation.sampling.sampler import (
+from gridsieve.services.generation.request.request import Request, Status
+from gridsieve.services.generation.sampling.sampler import (
     SampledBatch,
     SampledToken,
     SamplingState,

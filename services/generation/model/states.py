@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.generation.request.batch import Packed, StateUse
-from framesieve.services.generation.request.request import NO_STATE
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.request.batch import Packed, StateUse
+from gridsieve.services.generation.request.request import NO_STATE
 
 ZERO, PADDING = NO_STATE, 1
 # Slots that hold no sequence's state: those two.

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from framesieve.common.process import ExitStatus
-from framesieve.common.ranks import Ranks, meeting_place
-from framesieve.services.compute.group import join, leave
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.generation.request.batch import AdaptedRows, Context, Packed, StateUse
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.ranks import Ranks, meeting_place
+from gridsieve.services.compute.group import join, leave
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.generation.request.batch import AdaptedRows, Context, Packed, StateUse
 
-WORKER_MODULE = "framesieve.services.generation.startup.rank"
+WORKER_MODULE = "gridsieve.services.generation.startup.rank"
 
 # How long a rank waits for another, which may still be loading its weights. Afterwards gloo's operation fails and NCCL
 # ends the process; NCCL does not watch operations inside replayed graphs.

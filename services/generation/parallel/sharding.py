@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.generation.parallel.group import Group
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.generation.parallel.group import Group
 
 # transformers' style of a weight whose halves are the gate and up.
 PACKED = "packed_colwise"

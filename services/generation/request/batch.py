@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Int32Array
-from framesieve.services.generation.request.request import Request
+from gridsieve.common.contract.plan import Int32Array
+from gridsieve.services.generation.request.request import Request
 
 Int64Array: TypeAlias = NDArray[np.int64]
 

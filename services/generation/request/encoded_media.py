@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from framesieve.common.contract.plan import Int32Array
+from gridsieve.common.contract.plan import Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,11 +21,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import Grid, Int32Array, PromptPlan, Run
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.pruned_prompt import full_indices
-from framesieve.services.generation.request.session import Segment, Session
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import Grid, Int32Array, PromptPlan, Run
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.pruned_prompt import full_indices
+from gridsieve.services.generation.request.session import Segment, Session
 
 
 @dataclass(frozen=True, slots=True, eq=False)

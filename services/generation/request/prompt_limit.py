@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import Grid, MediaPlan, PromptPlan
-from framesieve.common.contract.retention import Pruning, num_kept
+from gridsieve.common.contract.errors import PromptTooLong
+from gridsieve.common.contract.plan import Grid, MediaPlan, PromptPlan
+from gridsieve.common.contract.retention import Pruning, num_kept
 
 # Preprocessing samples at least this many frames of a video, unless the request sets another minimum.
 MIN_FRAMES = 4

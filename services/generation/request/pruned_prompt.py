@@ -18,9 +18,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan, Run
-from framesieve.common.contract.retention import check_kept
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import Int32Array, MediaPlan, PromptPlan, Run
+from gridsieve.common.contract.retention import check_kept
 
 MAX_VOCABULARY = 2**31 - 1
 

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from framesieve.common.contract.errors import FramesieveError
-from framesieve.common.contract.plan import Int32Array, salted
-from framesieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.sampling.detokenizer import Detokenizer
-from framesieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
+from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.contract.plan import Int32Array, salted
+from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.session import Session
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer
+from gridsieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
 
 # The parent of the first block of a sequence that is computed without an adapter, for a prompt without a cache salt.
 ROOT = 0
@@ -97,7 +97,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    error: FramesieveError
+    error: GridsieveError
 
 
 Event: TypeAlias = PrefillStarted | Delta | Finished | Failed

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import (
+from gridsieve.common.contract.errors import PromptTooLong
+from gridsieve.common.contract.plan import (
     DIGEST_BYTES,
     FrameShape,
     Grid,
@@ -31,7 +31,7 @@ from framesieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

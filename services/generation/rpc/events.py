@@ -15,8 +15,8 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import TypeAlias
 
-from framesieve.services.generation.request.request import Event, Failed, Finished
-from framesieve.services.generation.upstream.arriving_item import Progress
+from gridsieve.services.generation.request.request import Event, Failed, Finished
+from gridsieve.services.generation.upstream.arriving_item import Progress
 
 # When it happened, on the monotonic clock; the index of its answer; the event, or why the request failed.
 Dated: TypeAlias = tuple[int, int, Event | Progress | Exception]

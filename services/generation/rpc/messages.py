@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Int32Array, Modality, PromptPlan
-from framesieve.common.contract.requests import check_tools
-from framesieve.common.contract.retention import AUTO_THRESHOLD, BEFORE_TOWER, EVS, Pruning
-from framesieve.common.contract.wire import grid_message, modality_message
-from framesieve.services.generation.request.request import Delta, FinishReason
-from framesieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
-from framesieve.services.generation.sampling.params import SamplingRequest, check_counts
-from framesieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
-from framesieve.services.generation.sampling.token_bytes import token_bytes
-from framesieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
-from framesieve.services.generation.stage_clock import StageClock
-from framesieve.services.generation.upstream.arriving_item import Progress
-from framesieve.v1 import encoder_pb2, generation_pb2
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Int32Array, Modality, PromptPlan
+from gridsieve.common.contract.requests import check_tools
+from gridsieve.common.contract.retention import AUTO_THRESHOLD, BEFORE_TOWER, EVS, Pruning
+from gridsieve.common.contract.wire import grid_message, modality_message
+from gridsieve.services.generation.request.request import Delta, FinishReason
+from gridsieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
+from gridsieve.services.generation.sampling.params import SamplingRequest, check_counts
+from gridsieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
+from gridsieve.services.generation.sampling.token_bytes import token_bytes
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
+from gridsieve.services.generation.stage_clock import StageClock
+from gridsieve.services.generation.upstream.arriving_item import Progress
+from gridsieve.v1 import encoder_pb2, generation_pb2
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.plan import MediaPlan
-from framesieve.common.contract.retention import METHODS, Pruning, method_of
-from framesieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.engine.stats import Step
-from framesieve.services.generation.request.request import FinishReason
-from framesieve.services.generation.stage_clock import Stage, StageClock
-from framesieve.v1.generation_pb2 import Usage
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.plan import MediaPlan
+from gridsieve.common.contract.retention import METHODS, Pruning, method_of
+from gridsieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.engine.stats import Step
+from gridsieve.services.generation.request.request import FinishReason
+from gridsieve.services.generation.stage_clock import Stage, StageClock
+from gridsieve.v1.generation_pb2 import Usage
 
-_PREFIX = "framesieve_generation_"
+_PREFIX = "gridsieve_generation_"
 _NS = 1e-9
 
 FIRST_TOKEN_SECONDS = Histogram(

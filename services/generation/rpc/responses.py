@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.generation.request.request import (
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.request.request import (
     Delta,
     Failed,
     Finished,
@@ -14,20 +14,20 @@ from framesieve.services.generation.request.request import (
     PrefillStarted,
     Request,
 )
-from framesieve.services.generation.rpc.events import Dated
-from framesieve.services.generation.rpc.messages import delta_response, finished_response, progress_response
-from framesieve.services.generation.rpc.metrics import (
+from gridsieve.services.generation.rpc.events import Dated
+from gridsieve.services.generation.rpc.messages import delta_response, finished_response, progress_response
+from gridsieve.services.generation.rpc.metrics import (
     GENERATED_TOKENS,
     count_answer,
     count_first_token,
     count_next_token,
 )
-from framesieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
-from framesieve.services.generation.sampling.tool_calls import CallDelta, CallReader
-from framesieve.services.generation.stage_clock import Stage, StageClock
-from framesieve.services.generation.upstream.arriving_item import Progress
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import GenerateResponse
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader
+from gridsieve.services.generation.stage_clock import Stage, StageClock
+from gridsieve.services.generation.upstream.arriving_item import Progress
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2 import GenerateResponse
 
 
 class Responses:

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from framesieve.common.chat_templates import chat_templates
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.retention import Pruning
-from framesieve.common.contract.wire import completed, pruning_message
-from framesieve.services.generation.model.adapters import Adapters
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.request.prompt_limit import PromptLimit
-from framesieve.services.generation.request.pruned_prompt import PrunedPrompt
-from framesieve.services.generation.sampling.defaults import SamplingDefaults
-from framesieve.services.generation.sampling.detokenizer import Tokenizer
-from framesieve.services.generation.sampling.structured import Grammars
-from framesieve.services.generation.sampling.tool_calls import writes_calls
-from framesieve.services.generation.upstream.arriving_item import ModelInput
-from framesieve.v1 import prompt_pb2
+from gridsieve.common.chat_templates import chat_templates
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.retention import Pruning
+from gridsieve.common.contract.wire import completed, pruning_message
+from gridsieve.services.generation.model.adapters import Adapters
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.request.prompt_limit import PromptLimit
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.sampling.defaults import SamplingDefaults
+from gridsieve.services.generation.sampling.detokenizer import Tokenizer
+from gridsieve.services.generation.sampling.structured import Grammars
+from gridsieve.services.generation.sampling.tool_calls import writes_calls
+from gridsieve.services.generation.upstream.arriving_item import ModelInput
+from gridsieve.v1 import prompt_pb2
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,37 +15,37 @@ from typing import Any, TypeAlias
 import grpc
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.wire import pruning_message
-from framesieve.common.security.credentials import NO_CREDENTIALS, Credentials
-from framesieve.common.security.quotas import charge_of_request
-from framesieve.common.serving.interceptors import passed_on
-from framesieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.request import Request
-from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.live.call import LiveCall
-from framesieve.services.generation.rpc.live.sessions import LiveSessions
-from framesieve.services.generation.rpc.live.source_metrics import Sources
-from framesieve.services.generation.rpc.messages import (
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.wire import pruning_message
+from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
+from gridsieve.common.security.quotas import charge_of_request
+from gridsieve.common.serving.interceptors import passed_on
+from gridsieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.request import Request
+from gridsieve.services.generation.rpc.events import Events, Inbox
+from gridsieve.services.generation.rpc.live.call import LiveCall
+from gridsieve.services.generation.rpc.live.sessions import LiveSessions
+from gridsieve.services.generation.rpc.live.source_metrics import Sources
+from gridsieve.services.generation.rpc.messages import (
     method_message,
     note_item,
     sampling_request,
     usage_message,
 )
-from framesieve.services.generation.rpc.metrics import count_prompt
-from framesieve.services.generation.rpc.responses import Responses
-from framesieve.services.generation.rpc.served_model import ServedModel
-from framesieve.services.generation.sampling.banned import spellings
-from framesieve.services.generation.sampling.detokenizer import Detokenizer
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.tool_calls import CallReader, ToolUse
-from framesieve.services.generation.stage_clock import Stage, StageClock, record_stages
-from framesieve.services.generation.upstream.media import MediaClient, MediaSession
-from framesieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
-from framesieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, LiveRequest, LiveResponse
+from gridsieve.services.generation.rpc.metrics import count_prompt
+from gridsieve.services.generation.rpc.responses import Responses
+from gridsieve.services.generation.rpc.served_model import ServedModel
+from gridsieve.services.generation.sampling.banned import spellings
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.tool_calls import CallReader, ToolUse
+from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
+from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
+from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
+from gridsieve.v1.generation_pb2 import GenerateRequest, GenerateResponse, LiveRequest, LiveResponse
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 

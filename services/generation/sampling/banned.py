@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from framesieve.services.generation.sampling.bias import FORBIDDEN_BIAS, Bias
-from framesieve.services.generation.sampling.detokenizer import Tokenizer
+from gridsieve.services.generation.sampling.bias import FORBIDDEN_BIAS, Bias
+from gridsieve.services.generation.sampling.detokenizer import Tokenizer
 
 Spelling: TypeAlias = tuple[int, ...]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.services.compute.transfers import to_device
+from gridsieve.services.compute.transfers import to_device
 
 # Puts a token below all others at any temperature. Finite: where a grammar allows no other token, it is still chosen.
 FORBIDDEN_BIAS = -1e6

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.fields import Fields
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.fields import Fields
 
 FILE = "generation_config.json"
 

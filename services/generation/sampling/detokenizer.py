@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from framesieve.common.contract.errors import StartupError
+from gridsieve.common.contract.errors import StartupError
 
 # Decoders show it for bytes that are not, or not yet, a character; at most 3 bytes can be the start of one.
 REPLACEMENT = "\ufffd"

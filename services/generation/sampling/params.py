@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.generation.sampling.banned import Spelling
-from framesieve.services.generation.sampling.defaults import SamplingDefaults
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
-from framesieve.services.generation.sampling.tool_calls import ToolUse
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.generation.sampling.banned import Spelling
+from gridsieve.services.generation.sampling.defaults import SamplingDefaults
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.structured import MAX_SCHEMA_CHARACTERS, Grammar
+from gridsieve.services.generation.sampling.tool_calls import ToolUse
 
 DEFAULT_MAX_NEW_TOKENS = 1024
 MAX_TEMPERATURE = 100

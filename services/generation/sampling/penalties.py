@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.common.contract.plan import Int32Array
-from framesieve.services.compute.transfers import to_device
+from gridsieve.common.contract.plan import Int32Array
+from gridsieve.services.compute.transfers import to_device
 
 _LEAST_REPETITION = 1e-30  # dividing by less would overflow float32
 

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.plan import Int32Array
-from framesieve.services.compute.transfers import ToHost, to_device
-from framesieve.services.generation.sampling.banned import Banned, Spelling
-from framesieve.services.generation.sampling.bias import Bias, add_bias
-from framesieve.services.generation.sampling.penalties import Penalties, penalise
-from framesieve.services.generation.sampling.structured import DocumentState, Grammar, forbid
-from framesieve.services.generation.sampling.truncation import floors
+from gridsieve.common.contract.plan import Int32Array
+from gridsieve.services.compute.transfers import ToHost, to_device
+from gridsieve.services.generation.sampling.banned import Banned, Spelling
+from gridsieve.services.generation.sampling.bias import Bias, add_bias
+from gridsieve.services.generation.sampling.penalties import Penalties, penalise
+from gridsieve.services.generation.sampling.structured import DocumentState, Grammar, forbid
+from gridsieve.services.generation.sampling.truncation import floors
 
 # The bias that forbids a token, as OpenAI's API defines it.
 _FORBIDS = -100

@@ -20,9 +20,9 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.sampling.tool_calls import Tool, ToolUse, grammar_of
 
 MAX_SCHEMA_CHARACTERS = 65_536
 ANY_OBJECT = '{"type": "object"}'

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from framesieve.services.generation.sampling.detokenizer import Tokenizer
+from gridsieve.services.generation.sampling.detokenizer import Tokenizer
 
 # Bytes whose letter is their own character. The others have the characters from 256 on, in order.
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))

@@ -19,7 +19,7 @@ from enum import Enum
 from itertools import groupby
 from typing import Any
 
-from framesieve.common.chat_templates import TemplateSource
+from gridsieve.common.chat_templates import TemplateSource
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 # What precedes the arguments where the name comes first, as the templates teach it.

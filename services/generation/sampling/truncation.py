@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.transfers import to_device
+from gridsieve.services.compute.transfers import to_device
 
 # How many of the most likely tokens are ranked at most. On a CPU, a nucleus without top-k is first looked for among so
 # many: there ranking them is several times faster than the search.

@@ -9,19 +9,19 @@ from typing import Any
 import structlog
 import torch
 
-from framesieve.common.adapter_folder import AdapterFolder
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import tagged_digest
-from framesieve.services.compute.adapter_files import read_adapters
-from framesieve.services.compute.adapters import Features, LowRank
-from framesieve.services.compute.int4_linear import Int4Linear
-from framesieve.services.compute.parts import part
-from framesieve.services.generation.model.adapters import AdaptedLinear
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.request.request import Adapter
+from gridsieve.common.adapter_folder import AdapterFolder
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import tagged_digest
+from gridsieve.services.compute.adapter_files import read_adapters
+from gridsieve.services.compute.adapters import Features, LowRank
+from gridsieve.services.compute.int4_linear import Int4Linear
+from gridsieve.services.compute.parts import part
+from gridsieve.services.generation.model.adapters import AdaptedLinear
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.request.request import Adapter
 
-_DOMAIN = b"framesieve adapter v1"
+_DOMAIN = b"gridsieve adapter v1"
 
 log = structlog.get_logger()
 

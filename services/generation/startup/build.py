@@ -10,25 +10,25 @@ from pathlib import Path
 import structlog
 import torch
 
-from framesieve.common.checkpoint import DRAFTS, Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.device import device_of, multiplies_bfloat16
-from framesieve.services.compute.graphs import CudaCapture
-from framesieve.services.compute.int4_linear import Int4Linear
-from framesieve.services.compute.packed_linear import JoinedLinear, PackedLinear
-from framesieve.services.generation.families import FAMILIES, NOT_LIVE, load_language_model
-from framesieve.services.generation.loading.draft_head import load_draft_head
-from framesieve.services.generation.loading.int4 import int4_format, stored_format
-from framesieve.services.generation.loading.mtp import MTP, load_mtp
-from framesieve.services.generation.loading.quantization_config import is_quantised
-from framesieve.services.generation.model.draft_head import DraftHead
-from framesieve.services.generation.model.experts import rows_without_wait
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import OtherRanks, Runner
-from framesieve.services.generation.parallel.group import Group
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.adapters import load_adapters
-from framesieve.services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
+from gridsieve.common.checkpoint import DRAFTS, Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute.device import device_of, multiplies_bfloat16
+from gridsieve.services.compute.graphs import CudaCapture
+from gridsieve.services.compute.int4_linear import Int4Linear
+from gridsieve.services.compute.packed_linear import JoinedLinear, PackedLinear
+from gridsieve.services.generation.families import FAMILIES, NOT_LIVE, load_language_model
+from gridsieve.services.generation.loading.draft_head import load_draft_head
+from gridsieve.services.generation.loading.int4 import int4_format, stored_format
+from gridsieve.services.generation.loading.mtp import MTP, load_mtp
+from gridsieve.services.generation.loading.quantization_config import is_quantised
+from gridsieve.services.generation.model.draft_head import DraftHead
+from gridsieve.services.generation.model.experts import rows_without_wait
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import OtherRanks, Runner
+from gridsieve.services.generation.parallel.group import Group
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.adapters import load_adapters
+from gridsieve.services.generation.startup.cache_size import CudaMemory, Memory, Sizes, measure
 
 BLOCK_TOKENS = 16
 CPU_CACHE_TOKENS = 32768

@@ -19,12 +19,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from framesieve.services.generation.model.attention.sdpa import MAX_GATHERED_TOKENS
-from framesieve.services.generation.model.language_model import LanguageModel
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.request.batch import Context, Packed, slots_of
-from framesieve.services.generation.sampling.params import MAX_TOP_LOGPROBS
-from framesieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
+from gridsieve.services.generation.model.attention.sdpa import MAX_GATHERED_TOKENS
+from gridsieve.services.generation.model.language_model import LanguageModel
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.request.batch import Context, Packed, slots_of
+from gridsieve.services.generation.sampling.params import MAX_TOP_LOGPROBS
+from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 
 # What needs the most memory: a nucleus that is searched for in the whole vocabulary, beside log-probabilities.
 _SAMPLING = SamplingParams(

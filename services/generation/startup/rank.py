@@ -1,11 +1,11 @@
 """Worker process of tensor parallelism: executes the steps that rank 0 sends until rank 0 closes the connection.
 
-`python -m framesieve.services.generation.startup.rank DESCRIPTOR`, started by the service only.
+`python -m gridsieve.services.generation.startup.rank DESCRIPTOR`, started by the service only.
 """
 
 from __future__ import annotations
 
-from framesieve.services.compute.prepare import prepare
+from gridsieve.services.compute.prepare import prepare
 
 prepare()  # before the imports below, of which torch reads the environment once
 
@@ -17,16 +17,16 @@ from pathlib import Path
 import structlog
 import torch
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import ExitStatus
-from framesieve.common.ranks import Orders
-from framesieve.common.telemetry.logs import configure_logging
-from framesieve.services.compute.device import device_of
-from framesieve.services.generation.model.runner import Runner
-from framesieve.services.generation.parallel.group import Group, from_bytes
-from framesieve.services.generation.settings import GenerationSettings
-from framesieve.services.generation.startup.build import build
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import ExitStatus
+from gridsieve.common.ranks import Orders
+from gridsieve.common.telemetry.logs import configure_logging
+from gridsieve.services.compute.device import device_of
+from gridsieve.services.generation.model.runner import Runner
+from gridsieve.services.generation.parallel.group import Group, from_bytes
+from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.startup.build import build
 
 log = structlog.get_logger()
 

@@ -21,19 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
-from framesieve.common.contract.received import received_kept, received_part
-from framesieve.common.contract.tensors import TensorBuffer
-from framesieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s
-from framesieve.common.telemetry.metrics import busy
-from framesieve.services.compute.device import TORCH_DTYPES
-from framesieve.services.compute.transfers import pinned_for
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.stage_clock import Stage
-from framesieve.v1 import encoder_pb2
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import DIGEST_BYTES, Int32Array, MediaPlan, tagged_digest
+from gridsieve.common.contract.received import received_kept, received_part
+from gridsieve.common.contract.tensors import TensorBuffer
+from gridsieve.common.contract.wire import Take, add_chunk, buffer_for, from_ago_s
+from gridsieve.common.telemetry.metrics import busy
+from gridsieve.services.compute.device import TORCH_DTYPES
+from gridsieve.services.compute.transfers import pinned_for
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.stage_clock import Stage
+from gridsieve.v1 import encoder_pb2
 
-_DIGEST_DOMAIN = b"framesieve media item v4"
+_DIGEST_DOMAIN = b"gridsieve media item v4"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,28 +18,28 @@ from functools import partial
 
 import grpc
 
-from framesieve.common.affinity import Affinity, Metadata, media_key
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.plan import Modality, PromptPlan
-from framesieve.common.contract.received import check_plan
-from framesieve.common.contract.requests import check_prompt, detach_files, file_pieces
-from framesieve.common.contract.retention import EVS, Pruning, num_kept, reference_bytes
-from framesieve.common.contract.wire import prunings_of
-from framesieve.common.handover import Receiver
-from framesieve.common.retries import Retries
-from framesieve.services.generation.kv_cache.encoded_media import encoded_media_key
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.prompt_limit import Limit, advice
-from framesieve.services.generation.request.request import Adapter
-from framesieve.services.generation.stage_clock import Stage, StageClock
-from framesieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput, Progress
-from framesieve.services.generation.upstream.retried_call import RetriedCall, Selected
-from framesieve.services.generation.upstream.watch import Watch
-from framesieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
-from framesieve.v1.encoder_pb2_grpc import EncoderServiceStub
-from framesieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
+from gridsieve.common.affinity import Affinity, Metadata, media_key
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.errors import PeerContract, PromptTooLong, Unavailable
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.plan import Modality, PromptPlan
+from gridsieve.common.contract.received import check_plan
+from gridsieve.common.contract.requests import check_prompt, detach_files, file_pieces
+from gridsieve.common.contract.retention import EVS, Pruning, num_kept, reference_bytes
+from gridsieve.common.contract.wire import prunings_of
+from gridsieve.common.handover import Receiver
+from gridsieve.common.retries import Retries
+from gridsieve.services.generation.kv_cache.encoded_media import encoded_media_key
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.prompt_limit import Limit, advice
+from gridsieve.services.generation.request.request import Adapter
+from gridsieve.services.generation.stage_clock import Stage, StageClock
+from gridsieve.services.generation.upstream.arriving_item import ArrivingItem, ModelInput, Progress
+from gridsieve.services.generation.upstream.retried_call import RetriedCall, Selected
+from gridsieve.services.generation.upstream.watch import Watch
+from gridsieve.v1 import encoder_pb2, preprocessing_pb2, prompt_pb2
+from gridsieve.v1.encoder_pb2_grpc import EncoderServiceStub
+from gridsieve.v1.preprocessing_pb2_grpc import PreprocessingServiceStub
 
 _STAGES_OF_ITEMS = (Stage.DECODE, Stage.RESIZE, Stage.WAIT_FOR_ENCODER, Stage.ENCODE, Stage.PRUNE)
 

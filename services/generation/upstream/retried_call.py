@@ -15,19 +15,19 @@ import grpc
 import structlog
 from prometheus_client import Counter
 
-from framesieve.common.affinity import Metadata
-from framesieve.common.channels import end_writing, read_from, write_to
-from framesieve.common.contract.errors import Unavailable
-from framesieve.common.contract.plan import PromptPlan
-from framesieve.common.contract.received import received_plan
-from framesieve.common.contract.wire import Take
-from framesieve.common.handover import Receiver
-from framesieve.common.retries import Attempts, Retries
+from gridsieve.common.affinity import Metadata
+from gridsieve.common.channels import end_writing, read_from, write_to
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.common.contract.received import received_plan
+from gridsieve.common.contract.wire import Take
+from gridsieve.common.handover import Receiver
+from gridsieve.common.retries import Attempts, Retries
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 Selected: TypeAlias = "asyncio.Future[Sequence[int]]"
 
-RETRIES = Counter("framesieve_upstream_retries_total", "Calls that broke off and were retried", ["stage"])
+RETRIES = Counter("gridsieve_upstream_retries_total", "Calls that broke off and were retried", ["stage"])
 for each in ("encoder", "preprocessing"):
     RETRIES.labels(each)
 

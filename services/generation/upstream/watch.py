@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from framesieve.common.channels import end_writing, read_from, write_to
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.limits import MAX_RAW_PIXELS
-from framesieve.common.contract.requests import file_pieces
-from framesieve.common.contract.tensors import DType, TensorBuffer, shape_of
-from framesieve.common.contract.wire import add_chunk, buffer_for
-from framesieve.v1 import preprocessing_pb2
-from framesieve.v1.preprocessing_pb2 import WatchRequest
+from gridsieve.common.channels import end_writing, read_from, write_to
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.limits import MAX_RAW_PIXELS
+from gridsieve.common.contract.requests import file_pieces
+from gridsieve.common.contract.tensors import DType, TensorBuffer, shape_of
+from gridsieve.common.contract.wire import add_chunk, buffer_for
+from gridsieve.v1 import preprocessing_pb2
+from gridsieve.v1.preprocessing_pb2 import WatchRequest
 
 _STAGE = "preprocessing"
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.preprocessing.families import glm46v
-from framesieve.services.preprocessing.families.cosmos3_edge import Cosmos3Edge
-from framesieve.services.preprocessing.families.internvl import InternVL
-from framesieve.services.preprocessing.families.llava import Llava
-from framesieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
-from framesieve.services.preprocessing.families.llava_onevision import LlavaOnevision
-from framesieve.services.preprocessing.families.minicpmv import MiniCPMV
-from framesieve.services.preprocessing.families.minicpmv4_6 import MiniCPMV46
-from framesieve.services.preprocessing.families.nemotron_h_omni import NemotronHOmni
-from framesieve.services.preprocessing.families.nemotron_nano_vl import NemotronNanoVL
-from framesieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
-from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
-from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
-from framesieve.services.preprocessing.families.video_llama_3 import VideoLlama3
-from framesieve.services.preprocessing.layouts.family import Family
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.preprocessing.families import glm46v
+from gridsieve.services.preprocessing.families.cosmos3_edge import Cosmos3Edge
+from gridsieve.services.preprocessing.families.internvl import InternVL
+from gridsieve.services.preprocessing.families.llava import Llava
+from gridsieve.services.preprocessing.families.llava_next_video import LlavaNextVideo
+from gridsieve.services.preprocessing.families.llava_onevision import LlavaOnevision
+from gridsieve.services.preprocessing.families.minicpmv import MiniCPMV
+from gridsieve.services.preprocessing.families.minicpmv4_6 import MiniCPMV46
+from gridsieve.services.preprocessing.families.nemotron_h_omni import NemotronHOmni
+from gridsieve.services.preprocessing.families.nemotron_nano_vl import NemotronNanoVL
+from gridsieve.services.preprocessing.families.qwen2_5_vl import Qwen25VL
+from gridsieve.services.preprocessing.families.qwen2_vl import Qwen2VL
+from gridsieve.services.preprocessing.families.qwen3_vl import Qwen3VL
+from gridsieve.services.preprocessing.families.video_llama_3 import VideoLlama3
+from gridsieve.services.preprocessing.layouts.family import Family
 
 FAMILIES: Mapping[str, Callable[[Checkpoint], Family]] = {
     "NemotronH_Nano_VL_V2": NemotronNanoVL.from_checkpoint,

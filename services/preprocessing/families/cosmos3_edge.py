@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import SizePx
-from framesieve.services.preprocessing.families.qwen3_vl import Qwen3VL
-from framesieve.services.preprocessing.layouts.qwen_vl import VideoDefaults, at_least_a_token
-from framesieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import SizePx
+from gridsieve.services.preprocessing.families.qwen3_vl import Qwen3VL
+from gridsieve.services.preprocessing.layouts.qwen_vl import VideoDefaults, at_least_a_token
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
 
 _DEFAULTS = VideoDefaults(
     patch_px=16,

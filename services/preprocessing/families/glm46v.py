@@ -18,9 +18,9 @@ from typing import Self
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.preprocessing.families.glm4v import Glm4V
-from framesieve.services.preprocessing.video.sampling import FrameBounds
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.preprocessing.families.glm4v import Glm4V
+from gridsieve.services.preprocessing.video.sampling import FrameBounds
 
 _BY_LENGTH = 0.0
 _MAX_FRAMES, _MAX_LENGTH_S = 640, 2400.0

@@ -16,18 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
-from framesieve.common.fields import Fields
-from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import SQUARE, check_processors, size_of
-from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View, check_aspect
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from gridsieve.common.fields import Fields
+from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.layouts.processors import SQUARE, check_processors, size_of
+from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.resize import View, check_aspect
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _MIN_TILES, _MAX_TILES = 1, 12
 

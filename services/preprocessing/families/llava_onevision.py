@@ -15,22 +15,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from framesieve.common.anyres import AnyRes
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, Modality
-from framesieve.services.preprocessing.layouts.processors import (
+from gridsieve.common.anyres import AnyRes
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, Modality
+from gridsieve.services.preprocessing.layouts.processors import (
     background_of,
     check_processors,
     placeholder_of,
     size_of,
 )
-from framesieve.services.preprocessing.layouts.tiles import TiledFamily
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View, check_aspect
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.services.preprocessing.layouts.tiles import TiledFamily
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.resize import View, check_aspect
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

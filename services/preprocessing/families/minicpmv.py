@@ -21,16 +21,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Grid, Modality, SizePx
-from framesieve.common.minicpmv import queries_of, version_of
-from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.slicing import Slicing
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.plan import Grid, Modality, SizePx
+from gridsieve.common.minicpmv import queries_of, version_of
+from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.layouts.slicing import Slicing
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 # Of media in the rendered conversation: control tokens that no expansion holds.
 _STAND_INS = {Modality.IMAGE: "<ref>", Modality.VIDEO: "</ref>"}

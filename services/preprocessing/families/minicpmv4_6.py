@@ -20,20 +20,20 @@ from fractions import Fraction
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, Modality, SizePx
-from framesieve.common.minicpmv import merged_side
-from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import check_processors
-from framesieve.services.preprocessing.layouts.slicing import Slicing
-from framesieve.services.preprocessing.prompt.canvas import CanvasSpan
-from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import shrink_to
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid, Modality, SizePx
+from gridsieve.common.minicpmv import merged_side
+from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.layouts.processors import check_processors
+from gridsieve.services.preprocessing.layouts.slicing import Slicing
+from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan
+from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.resize import shrink_to
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _NAMES = {
     "image_token": "<|image_pad|>",

@@ -18,17 +18,17 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
-from framesieve.common.contract.tensors import DType
-from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import check_processors
-from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import check_aspect, shrink_to
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from gridsieve.common.contract.tensors import DType
+from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.layouts.processors import check_processors
+from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.resize import check_aspect, shrink_to
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _FPS, _MAX_FRAMES = 2.0, 128
 # Of transformers' classes.

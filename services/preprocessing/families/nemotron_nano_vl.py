@@ -19,15 +19,15 @@ from fractions import Fraction
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Grid, Modality
-from framesieve.common.contract.tensors import DType
-from framesieve.services.preprocessing.families.internvl import InternVL
-from framesieve.services.preprocessing.families.nemotron_h_omni import timed_slices
-from framesieve.services.preprocessing.prompt.layout import Expansion
-from framesieve.services.preprocessing.video.sampling import FrameBounds
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import Grid, Modality
+from gridsieve.common.contract.tensors import DType
+from gridsieve.services.preprocessing.families.internvl import InternVL
+from gridsieve.services.preprocessing.families.nemotron_h_omni import timed_slices
+from gridsieve.services.preprocessing.prompt.layout import Expansion
+from gridsieve.services.preprocessing.video.sampling import FrameBounds
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _MAX_TILES = 12
 # Of the model type in other layouts: images and frames of any size, slices of several frames.

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid
-from framesieve.services.preprocessing.families.qwen2_vl import DEFAULTS, Qwen2VL
-from framesieve.services.preprocessing.prompt.layout import Expansion
-from framesieve.services.preprocessing.prompt.positions import GridSpan
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid
+from gridsieve.services.preprocessing.families.qwen2_vl import DEFAULTS, Qwen2VL
+from gridsieve.services.preprocessing.prompt.layout import Expansion
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _TOKENS_PER_SECOND = 4
 

@@ -15,14 +15,14 @@ from typing import Self
 
 import numpy as np
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid, SizePx
-from framesieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
-from framesieve.services.preprocessing.prompt.layout import Expansion
-from framesieve.services.preprocessing.prompt.positions import GridSpan
-from framesieve.services.preprocessing.video.resize import smart_resize
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid, SizePx
+from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
+from gridsieve.services.preprocessing.prompt.layout import Expansion
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.services.preprocessing.video.resize import smart_resize
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _DEFAULTS = VideoDefaults(
     patch_px=16,

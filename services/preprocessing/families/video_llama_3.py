@@ -12,16 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.plan import Grid, SizePx
-from framesieve.services.preprocessing.families.qwen2_vl import Qwen2VL
-from framesieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS, VideoDefaults
-from framesieve.services.preprocessing.prompt.control_tokens import named_tokens
-from framesieve.services.preprocessing.prompt.layout import Expansion
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import PixelBudget, smart_resize
-from framesieve.services.preprocessing.video.sampling import FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid, SizePx
+from gridsieve.services.preprocessing.families.qwen2_vl import Qwen2VL
+from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS, VideoDefaults
+from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.resize import PixelBudget, smart_resize
+from gridsieve.services.preprocessing.video.sampling import FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 _DEFAULTS = VideoDefaults(
     patch_px=16,

@@ -18,7 +18,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from threading import Semaphore
 from typing import TypeAlias
 
-from framesieve.common.contract.errors import Overloaded
+from gridsieve.common.contract.errors import Overloaded
 
 IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network

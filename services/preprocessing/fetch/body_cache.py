@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
+from gridsieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
 
 # Each holds a descriptor, and processes are often limited to 1024.
 _MAX_BODIES = 256

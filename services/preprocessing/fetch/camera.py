@@ -20,9 +20,9 @@ from typing import TypeVar, cast
 
 import structlog
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.fetch.addresses import IPAddress
-from framesieve.services.preprocessing.fetch.urls import Url
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.fetch.addresses import IPAddress
+from gridsieve.services.preprocessing.fetch.urls import Url
 
 _PIECE_BYTES = 2**16
 # Decrypted at once: each byte may be in a record of its own.

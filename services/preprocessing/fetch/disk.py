@@ -6,7 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from framesieve.common.contract.errors import Overloaded
+from gridsieve.common.contract.errors import Overloaded
 
 
 class DiskBudget:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from framesieve.common.contract.errors import MediaRejected
+from gridsieve.common.contract.errors import MediaRejected
 
 _GATHER_S = 0.05
 _GATHER_BYTES = 2**16

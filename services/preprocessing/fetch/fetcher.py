@@ -28,17 +28,17 @@ from urllib.parse import quote, urljoin
 import httpx
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, within
-from framesieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
-from framesieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
-from framesieve.services.preprocessing.fetch.camera import Camera, connected, relayed
-from framesieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
-from framesieve.services.preprocessing.fetch.download import Download, gathered, watched
-from framesieve.services.preprocessing.fetch.login import Login
-from framesieve.services.preprocessing.fetch.policy import FetchPolicy
-from framesieve.services.preprocessing.fetch.urls import FILE_SCHEMES, STREAM_SCHEMES, Url, parse_url
-from framesieve.services.preprocessing.sources.in_thread import in_thread
-from framesieve.services.preprocessing.sources.source import Source, resource_errors_as_overloaded
+from gridsieve.common.contract.errors import InvalidRequest, MediaForbidden, MediaRejected, within
+from gridsieve.services.preprocessing.fetch.addresses import IPAddress, SystemResolver
+from gridsieve.services.preprocessing.fetch.body_cache import Body, BodyCache, Terms
+from gridsieve.services.preprocessing.fetch.camera import Camera, connected, relayed
+from gridsieve.services.preprocessing.fetch.disk import DiskBudget, FetchedFile
+from gridsieve.services.preprocessing.fetch.download import Download, gathered, watched
+from gridsieve.services.preprocessing.fetch.login import Login
+from gridsieve.services.preprocessing.fetch.policy import FetchPolicy
+from gridsieve.services.preprocessing.fetch.urls import FILE_SCHEMES, STREAM_SCHEMES, Url, parse_url
+from gridsieve.services.preprocessing.sources.in_thread import in_thread
+from gridsieve.services.preprocessing.sources.source import Source, resource_errors_as_overloaded
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ _PIECE_BYTES = 2**20
 # FFmpeg's RTSP client cuts longer ones.
 _MAX_CAMERA_TARGET = 2047
 
-_HEADERS = {"User-Agent": "framesieve", "Accept": "*/*", "Accept-Encoding": "identity"}
+_HEADERS = {"User-Agent": "gridsieve", "Accept": "*/*", "Accept-Encoding": "identity"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 import httpx
 
-from framesieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
 
 # FFmpeg reads no more of them, percent-encoded, in an RTSP URL.
 _MAX_CHARACTERS = 127

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Self
 
-from framesieve.common.contract.errors import InvalidRequest, MediaForbidden
-from framesieve.services.preprocessing.fetch.addresses import IPAddress, IPNetwork, is_public
-from framesieve.services.preprocessing.fetch.urls import Host, Url, parse_host
+from gridsieve.common.contract.errors import InvalidRequest, MediaForbidden
+from gridsieve.services.preprocessing.fetch.addresses import IPAddress, IPNetwork, is_public
+from gridsieve.services.preprocessing.fetch.urls import Host, Url, parse_host
 
 
 @dataclass(frozen=True, slots=True)

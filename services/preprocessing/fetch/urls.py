@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import unquote_to_bytes
 
-from framesieve.common.contract.errors import InvalidRequest, MediaForbidden
-from framesieve.services.preprocessing.fetch.addresses import IPAddress
-from framesieve.services.preprocessing.fetch.login import Login
+from gridsieve.common.contract.errors import InvalidRequest, MediaForbidden
+from gridsieve.services.preprocessing.fetch.addresses import IPAddress
+from gridsieve.services.preprocessing.fetch.login import Login
 
 MAX_URL_CHARACTERS = 8192
 MAX_HOST_CHARACTERS = 253

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Grid, Modality, SizePx
-from framesieve.common.contract.tensors import DType
-from framesieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
-from framesieve.services.preprocessing.video.resize import View
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
-from framesieve.services.preprocessing.video.timing import TimeBase
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Grid, Modality, SizePx
+from gridsieve.common.contract.tensors import DType
+from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
+from gridsieve.services.preprocessing.video.resize import View
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
 
 # Height and width of a picture that a family which slices pictures slices.
 _SLICED_PX = (1024, 1024)

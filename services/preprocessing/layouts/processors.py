@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import Modality
-from framesieve.common.fields import Fields
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import Modality
+from gridsieve.common.fields import Fields
 
 # The fields of a size that is stretched to.
 SQUARE = ("height", "width")

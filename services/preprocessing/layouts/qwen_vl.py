@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
-from framesieve.common.fields import Fields
-from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.layouts.processors import check_processors
-from framesieve.services.preprocessing.prompt.layout import ImageLayout
-from framesieve.services.preprocessing.video.resize import PixelBudget, shrink_to, smart_resize
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.contract.plan import FrameShape, Grid, Modality, SizePx
+from gridsieve.common.fields import Fields
+from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.layouts.processors import check_processors
+from gridsieve.services.preprocessing.prompt.layout import ImageLayout
+from gridsieve.services.preprocessing.video.resize import PixelBudget, shrink_to, smart_resize
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
 PLACEHOLDERS: Mapping[Modality, str] = {Modality.IMAGE: "<|image_pad|>", Modality.VIDEO: "<|video_pad|>"}
 # Defaults of transformers' processors. Qwen2-VL's class says fps=None, but the models were trained at 2.

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from framesieve.common.contract.plan import FrameShape, SizePx
-from framesieve.services.preprocessing.video.resize import View, check_aspect
+from gridsieve.common.contract.plan import FrameShape, SizePx
+from gridsieve.services.preprocessing.video.resize import View, check_aspect
 
 
 @dataclass(frozen=True, slots=True)

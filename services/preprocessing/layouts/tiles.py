@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from framesieve.common.anyres import AnyRes
-from framesieve.common.contract.plan import FrameShape, Grid, SizePx
-from framesieve.services.preprocessing.layouts.family import Family
-from framesieve.services.preprocessing.prompt.layout import ImageLayout
-from framesieve.services.preprocessing.prompt.positions import LinearSpan
-from framesieve.services.preprocessing.video.resize import View
-from framesieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.common.anyres import AnyRes
+from gridsieve.common.contract.plan import FrameShape, Grid, SizePx
+from gridsieve.services.preprocessing.layouts.family import Family
+from gridsieve.services.preprocessing.prompt.layout import ImageLayout
+from gridsieve.services.preprocessing.prompt.positions import LinearSpan
+from gridsieve.services.preprocessing.video.resize import View
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from framesieve.common.contract.plan import Int32Array
+from gridsieve.common.contract.plan import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.services.preprocessing.prompt.template import Marks
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.preprocessing.prompt.template import Marks
 
 _LISTS = ("additional_special_tokens", "extra_special_tokens", "chat_control_tokens")
 _DICTS = ("extra_special_tokens", "model_specific_special_tokens")

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import DIGEST_BYTES, Grid, Modality
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import DIGEST_BYTES, Grid, Modality
+from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S, TimeBase
 
 
 @dataclass(frozen=True, slots=True)

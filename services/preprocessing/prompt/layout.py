@@ -15,10 +15,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from framesieve.common.contract.plan import FrameShape, Grid, Int32Array, Run
-from framesieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
-from framesieve.services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
-from framesieve.services.preprocessing.video.resize import View
+from gridsieve.common.contract.plan import FrameShape, Grid, Int32Array, Run
+from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
+from gridsieve.services.preprocessing.prompt.positions import MediaSpan, TextSpan, positions_of
+from gridsieve.services.preprocessing.video.resize import View
 
 # The expansion of a media item: its spans, and the family's own text between them, control tokens included. A number is
 # the id of a vector that generation stores, which no text spells.

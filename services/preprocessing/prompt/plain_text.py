@@ -13,9 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import StartupError
-from framesieve.common.process import give_back_freed_memory
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.common.process import give_back_freed_memory
 
 LARGE_TEXT_CHARS = 2**16
 # How often a text that waits for its turn checks whether its request was cancelled.

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import PromptTooLong
-from framesieve.common.contract.plan import MAX_POSITION, Grid, Int32Array
+from gridsieve.common.contract.errors import PromptTooLong
+from gridsieve.common.contract.plan import MAX_POSITION, Grid, Int32Array
 
 Int64Array: TypeAlias = NDArray[np.int64]
 

@@ -25,7 +25,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from framesieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
 
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # Errors of templates that get values they do not expect, such as tool arguments that are no object.

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from framesieve.common.chat_templates import chat_templates
-from framesieve.common.checkpoint import Checkpoint
-from framesieve.common.contract.errors import InvalidRequest, StartupError
-from framesieve.common.contract.plan import Int32Array, Modality
-from framesieve.services.preprocessing.prompt.canvas import CanvasSpan
-from framesieve.services.preprocessing.prompt.control_tokens import control_tokens, named_tokens
-from framesieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
-from framesieve.services.preprocessing.prompt.plain_text import PlainText
-from framesieve.services.preprocessing.prompt.positions import MediaSpan
-from framesieve.services.preprocessing.prompt.template import ChatTemplate, Marks
-from framesieve.services.preprocessing.prompt.turns import Tool, Turn
+from gridsieve.common.chat_templates import chat_templates
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.errors import InvalidRequest, StartupError
+from gridsieve.common.contract.plan import Int32Array, Modality
+from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan
+from gridsieve.services.preprocessing.prompt.control_tokens import control_tokens, named_tokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from gridsieve.services.preprocessing.prompt.plain_text import PlainText
+from gridsieve.services.preprocessing.prompt.positions import MediaSpan
+from gridsieve.services.preprocessing.prompt.template import ChatTemplate, Marks
+from gridsieve.services.preprocessing.prompt.turns import Tool, Turn
 
 
 class ChatTokens:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from framesieve.common.contract.plan import Modality
+from gridsieve.common.contract.plan import Modality
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ A block has 7 or 8 pixels a side: its mean has little noise of camera and codec,
 the token. Slices are scored one at a time, and of the slice before only the means are needed. It knows neither grids
 nor rates.
 Sources: Run-Length Tokenization, arXiv 2411.05222, compares the pixels of consecutive patches before the tower. Means
-of blocks, and their largest difference, are Framesieve's own.
+of blocks, and their largest difference, are Gridsieve's own.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from framesieve.common.contract.plan import Int32Array
-from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
+from gridsieve.common.contract.plan import Int32Array
+from gridsieve.services.preprocessing.video.resize import Float32Array, FrameArray
 
 _CHANNELS = 3
 BLOCKS_A_SIDE = 4

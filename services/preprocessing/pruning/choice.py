@@ -22,21 +22,21 @@ from time import monotonic_ns
 
 import numpy as np
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.plan import Int32Array, MediaPlan, Modality
-from framesieve.common.contract.retention import (
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.plan import Int32Array, MediaPlan, Modality
+from gridsieve.common.contract.retention import (
     AUTO_THRESHOLD,
     BEFORE_TOWER,
     Pruning,
     chosen_before_tower,
     num_kept,
 )
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.preprocessing.pruning.change import block_means, change
-from framesieve.services.preprocessing.pruning.pixel_change import changed, keep
-from framesieve.services.preprocessing.pruning.reference import Reference
-from framesieve.services.preprocessing.video.resize import Float32Array, FrameArray
-from framesieve.services.preprocessing.video.slices import Slice
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.preprocessing.pruning.change import block_means, change
+from gridsieve.services.preprocessing.pruning.pixel_change import changed, keep
+from gridsieve.services.preprocessing.pruning.reference import Reference
+from gridsieve.services.preprocessing.video.resize import Float32Array, FrameArray
+from gridsieve.services.preprocessing.video.slices import Slice
 
 _NONE: Int32Array = np.empty(0, np.int32)
 

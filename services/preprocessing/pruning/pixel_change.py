@@ -11,7 +11,7 @@ numbers with the bits reversed (of 16 slices 8, 4, 12, 2, …), which spreads an
 that sees only the kept tokens knows most about those of a whole slice.
 It knows neither frames nor rates.
 Sources: a threshold on the change of a place is Differential Token Drop's, TimeChat-Online, arXiv 2504.17343; the order
-is van der Corput's sequence. Shares of slices and renewed slices are Framesieve's own.
+is van der Corput's sequence. Shares of slices and renewed slices are Gridsieve's own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.plan import Grid, Int32Array
-from framesieve.services.preprocessing.video.resize import Float32Array
+from gridsieve.common.contract.plan import Grid, Int32Array
+from gridsieve.services.preprocessing.video.resize import Float32Array
 
 MAX_LEVEL = 255
 

@@ -20,9 +20,9 @@ from typing import Self
 
 import numpy as np
 
-from framesieve.common.contract.plan import Grid, Int32Array
-from framesieve.services.preprocessing.pruning.change import BLOCKS_A_SIDE, STEPS, change_steps
-from framesieve.services.preprocessing.pruning.pixel_change import MAX_LEVEL
+from gridsieve.common.contract.plan import Grid, Int32Array
+from gridsieve.services.preprocessing.pruning.change import BLOCKS_A_SIDE, STEPS, change_steps
+from gridsieve.services.preprocessing.pruning.pixel_change import MAX_LEVEL
 
 # Of the threshold: the allowance, and the sum at which a place is shown. A change of their sum, 5/8, is shown at once.
 ALLOWANCE, LIMIT = Fraction(1, 8), Fraction(1, 2)

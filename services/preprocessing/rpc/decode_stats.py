@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
 
-from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
-from framesieve.common.telemetry.tracing import record
-from framesieve.services.preprocessing.video.slices import Slice
+from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS
+from gridsieve.common.telemetry.tracing import record
+from gridsieve.services.preprocessing.video.slices import Slice
 
 
 class DecodeStats:

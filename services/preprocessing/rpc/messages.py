@@ -11,15 +11,15 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from framesieve.common.contract.data_urls import parse_data_url
-from framesieve.common.contract.errors import InvalidRequest, MediaRejected, within
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.plan import Grid, Modality, PromptPlan
-from framesieve.common.contract.requests import check_inline_bytes, check_prompt
-from framesieve.common.contract.tensors import DType, pieces
-from framesieve.common.contract.uploads import upload_path
-from framesieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages, tensor_digest
-from framesieve.services.preprocessing.conversation import (
+from gridsieve.common.contract.data_urls import parse_data_url
+from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, within
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
+from gridsieve.common.contract.requests import check_inline_bytes, check_prompt
+from gridsieve.common.contract.tensors import DType, pieces
+from gridsieve.common.contract.uploads import upload_path
+from gridsieve.common.contract.wire import ago_s, fill_chunk, int32_tensor, plan_messages, tensor_digest
+from gridsieve.services.preprocessing.conversation import (
     Conversation,
     FileUrl,
     MediaFile,
@@ -27,13 +27,13 @@ from framesieve.services.preprocessing.conversation import (
     MediaUrl,
     Upload,
 )
-from framesieve.services.preprocessing.fetch.urls import file_path
-from framesieve.services.preprocessing.prompt.embeds import Embeds
-from framesieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
-from framesieve.services.preprocessing.video.pictures import PictureFrames
-from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameSampling
-from framesieve.services.preprocessing.video.slices import Slice
-from framesieve.v1 import preprocessing_pb2, prompt_pb2
+from gridsieve.services.preprocessing.fetch.urls import file_path
+from gridsieve.services.preprocessing.prompt.embeds import Embeds
+from gridsieve.services.preprocessing.prompt.turns import Tool, ToolCall, Turn
+from gridsieve.services.preprocessing.video.pictures import PictureFrames
+from gridsieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameSampling
+from gridsieve.services.preprocessing.video.slices import Slice
+from gridsieve.v1 import preprocessing_pb2, prompt_pb2
 
 # A family may put text around each slice: planning far more slices would take minutes.
 MAX_EMBEDS_SLICES = 2**15

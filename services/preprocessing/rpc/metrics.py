@@ -7,14 +7,14 @@ from functools import partial
 
 from prometheus_client import Counter, Gauge
 
-from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
-from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from framesieve.services.preprocessing.video.slices import Slice
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.limits import Mechanism
-from framesieve.services.preprocessing.workers.process import Fault
+from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, age_seconds
+from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from gridsieve.services.preprocessing.video.slices import Slice
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.limits import Mechanism
+from gridsieve.services.preprocessing.workers.process import Fault
 
-_PREFIX = "framesieve_preprocessing_"
+_PREFIX = "gridsieve_preprocessing_"
 
 FRAMES = Counter(f"{_PREFIX}frames_total", "Frames of selected media, decoded or repaired", ["outcome"])
 FETCHED_BYTES = Counter(f"{_PREFIX}fetched_bytes_total", "Bytes of media fetched from URLs")

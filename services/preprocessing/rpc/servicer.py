@@ -15,42 +15,42 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from framesieve.common.byte_semaphore import ByteSemaphore
-from framesieve.common.contract.errors import InvalidRequest, within
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.common.contract.requests import pruning_from, received_pieces, selections
-from framesieve.common.contract.wire import pruning_of
-from framesieve.common.handover import Sender, sender_to
-from framesieve.common.response_queue import ResponseQueue
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
-from framesieve.common.telemetry.tracing import span
-from framesieve.services.preprocessing.conversation import Conversation
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher
-from framesieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
-from framesieve.services.preprocessing.pruning.choice import Choice, choice_of
-from framesieve.services.preprocessing.rpc.decode_stats import DecodeStats, recording_decode
-from framesieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
-from framesieve.services.preprocessing.rpc.metrics import count_frames
-from framesieve.services.preprocessing.rpc.planning_threads import PlanningThreads
-from framesieve.services.preprocessing.rpc.watching import Watching
-from framesieve.services.preprocessing.sources.in_thread import in_thread
-from framesieve.services.preprocessing.sources.source import ReceivedFile
-from framesieve.services.preprocessing.video.repeats import Repeats, repeats_of
-from framesieve.services.preprocessing.video.slices import (
+from gridsieve.common.byte_semaphore import ByteSemaphore
+from gridsieve.common.contract.errors import InvalidRequest, within
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.common.contract.requests import pruning_from, received_pieces, selections
+from gridsieve.common.contract.wire import pruning_of
+from gridsieve.common.handover import Sender, sender_to
+from gridsieve.common.response_queue import ResponseQueue
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.common.telemetry.metrics import STAGE_BUSY_SECONDS, busy
+from gridsieve.common.telemetry.tracing import span
+from gridsieve.services.preprocessing.conversation import Conversation
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
+from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner, Readers
+from gridsieve.services.preprocessing.pruning.choice import Choice, choice_of
+from gridsieve.services.preprocessing.rpc.decode_stats import DecodeStats, recording_decode
+from gridsieve.services.preprocessing.rpc.messages import conversation_of, frames_responses, plan_responses
+from gridsieve.services.preprocessing.rpc.metrics import count_frames
+from gridsieve.services.preprocessing.rpc.planning_threads import PlanningThreads
+from gridsieve.services.preprocessing.rpc.watching import Watching
+from gridsieve.services.preprocessing.sources.in_thread import in_thread
+from gridsieve.services.preprocessing.sources.source import ReceivedFile
+from gridsieve.services.preprocessing.video.repeats import Repeats, repeats_of
+from gridsieve.services.preprocessing.video.slices import (
     PlannedEmbeds,
     PlannedMedia,
     PlannedPicture,
     PlannedVideo,
     Slice,
 )
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import slices_job
-from framesieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
-from framesieve.services.preprocessing.workers.segments import slices_of
-from framesieve.services.preprocessing.workers.streams import StreamWorkers
-from framesieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
-from framesieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse, WatchRequest, WatchResponse
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import slices_job
+from gridsieve.services.preprocessing.workers.media_reader import Indexes, MediaReader, indexes
+from gridsieve.services.preprocessing.workers.segments import slices_of
+from gridsieve.services.preprocessing.workers.streams import StreamWorkers
+from gridsieve.v1 import preprocessing_pb2, preprocessing_pb2_grpc, prompt_pb2
+from gridsieve.v1.preprocessing_pb2 import PreprocessRequest, PreprocessResponse, WatchRequest, WatchResponse
 
 Requests: TypeAlias = AsyncIterator[PreprocessRequest]
 Context: TypeAlias = grpc.aio.ServicerContext[PreprocessRequest, PreprocessResponse]

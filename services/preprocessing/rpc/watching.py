@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from framesieve.common.contract.errors import InvalidRequest, within
-from framesieve.common.contract.tensors import MAX_PIECE_BYTES, DType
-from framesieve.common.contract.wire import tensor_chunks
-from framesieve.services.preprocessing.fetch.camera import Camera
-from framesieve.services.preprocessing.fetch.fetcher import Fetcher
-from framesieve.services.preprocessing.video.stream import StreamFrame, not_watched
-from framesieve.services.preprocessing.workers.streams import Read, StreamWorkers
-from framesieve.v1 import preprocessing_pb2
-from framesieve.v1.preprocessing_pb2 import WatchRequest, WatchResponse
+from gridsieve.common.contract.errors import InvalidRequest, within
+from gridsieve.common.contract.tensors import MAX_PIECE_BYTES, DType
+from gridsieve.common.contract.wire import tensor_chunks
+from gridsieve.services.preprocessing.fetch.camera import Camera
+from gridsieve.services.preprocessing.fetch.fetcher import Fetcher
+from gridsieve.services.preprocessing.video.stream import StreamFrame, not_watched
+from gridsieve.services.preprocessing.workers.streams import Read, StreamWorkers
+from gridsieve.v1 import preprocessing_pb2
+from gridsieve.v1.preprocessing_pb2 import WatchRequest, WatchResponse
 
 MAX_FPS = 60.0
 _US_PER_S = 1_000_000

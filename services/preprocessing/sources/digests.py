@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from framesieve.services.preprocessing.sources.last_used import LastUsed
+from gridsieve.services.preprocessing.sources.last_used import LastUsed
 
 _READ_BYTES = 2**20
 _MAX_FILES = 2**14

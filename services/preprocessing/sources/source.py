@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from framesieve.common.contract.errors import MediaForbidden, MediaRejected, Overloaded
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.preprocessing.sources.digests import Digests, digest_of, digests
+from gridsieve.common.contract.errors import MediaForbidden, MediaRejected, Overloaded
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.preprocessing.sources.digests import Digests, digest_of, digests
 
 _READ_BYTES = 2**20
 _HEAD_BYTES = 64

@@ -16,8 +16,8 @@ import av
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.sampling import FrameTimes
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.sampling import FrameTimes
 
 MAX_MISSING = 2**31 - 1
 # Durations in headers are rounded, and may include the tail of the sound.

@@ -25,21 +25,21 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from framesieve.common.contract.errors import MediaDamaged
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.epochs import EpochShifts
-from framesieve.services.preprocessing.video.fields import SecondFields
-from framesieve.services.preprocessing.video.orientation import upright
-from framesieve.services.preprocessing.video.packets import (
+from gridsieve.common.contract.errors import MediaDamaged
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.epochs import EpochShifts
+from gridsieve.services.preprocessing.video.fields import SecondFields
+from gridsieve.services.preprocessing.video.orientation import upright
+from gridsieve.services.preprocessing.video.packets import (
     MAX_FRAME_PX,
     PacketIndex,
     decoder_of,
     open_video,
     packets_of,
 )
-from framesieve.services.preprocessing.video.references import unreferenced_are_skipped
-from framesieve.services.preprocessing.video.resize import UInt8Array
-from framesieve.services.preprocessing.video.rgb import RgbConverter
+from gridsieve.services.preprocessing.video.references import unreferenced_are_skipped
+from gridsieve.services.preprocessing.video.resize import UInt8Array
+from gridsieve.services.preprocessing.video.rgb import RgbConverter
 
 MAX_REPAIRED_SHARE = 0.1
 

@@ -24,7 +24,7 @@ import numpy as np
 from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 
-from framesieve.services.preprocessing.video.resize import UInt8Array
+from gridsieve.services.preprocessing.video.resize import UInt8Array
 
 UPRIGHT = 1
 ON_ITS_SIDE = (5, 6, 7, 8)

@@ -20,15 +20,15 @@ from av.stream import Disposition
 from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.completeness import missing_frames, tagged_duration_s
-from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch, EpochReader
-from framesieve.services.preprocessing.video.fields import SecondFields
-from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
-from framesieve.services.preprocessing.video.sampling import FrameTimes
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.video.unread_formats import unread_format
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.completeness import missing_frames, tagged_duration_s
+from gridsieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch, EpochReader
+from gridsieve.services.preprocessing.video.fields import SecondFields
+from gridsieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, may_be_turned, orientation_of
+from gridsieve.services.preprocessing.video.sampling import FrameTimes
+from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from gridsieve.services.preprocessing.video.unread_formats import unread_format
 
 MAX_FRAME_PX = 2**26
 MAX_PACKETS = 2**22

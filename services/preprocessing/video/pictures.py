@@ -16,14 +16,14 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image
 
-from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, upright
-from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, check_frame_size
-from framesieve.services.preprocessing.video.resize import UInt8Array
-from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, TICKS_PER_S
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.video.unread_formats import unread_format
+from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.orientation import ON_ITS_SIDE, UPRIGHT, upright
+from gridsieve.services.preprocessing.video.packets import MAX_FRAME_PX, check_frame_size
+from gridsieve.services.preprocessing.video.resize import UInt8Array
+from gridsieve.services.preprocessing.video.sampling import MAX_FRAMES, TICKS_PER_S
+from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from gridsieve.services.preprocessing.video.unread_formats import unread_format
 
 # Formats whose readers run no other program and reach no other file.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")

@@ -13,10 +13,10 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from framesieve.common.contract.plan import MediaPlan, Modality, salted, tagged_digest
-from framesieve.services.preprocessing.video.slices import Slice
+from gridsieve.common.contract.plan import MediaPlan, Modality, salted, tagged_digest
+from gridsieve.services.preprocessing.video.slices import Slice
 
-_DOMAIN = b"framesieve slice v1"
+_DOMAIN = b"gridsieve slice v1"
 
 
 def repeats_of(plan: MediaPlan, cache_salt: str) -> Repeats | None:

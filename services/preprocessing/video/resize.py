@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import MediaRejected
+from gridsieve.common.contract.errors import MediaRejected
 
 UInt8Array: TypeAlias = NDArray[np.uint8]
 # Frames as they are sent.

@@ -15,9 +15,9 @@ from av.filter import Graph
 from av.video.frame import VideoFrame
 from av.video.reformatter import ColorRange, ColorTrc, VideoReformatter
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.video.packets import check_frame_size, reason_of
-from framesieve.services.preprocessing.video.resize import UInt8Array
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.video.packets import check_frame_size, reason_of
+from gridsieve.services.preprocessing.video.resize import UInt8Array
 
 _HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 _UNSPECIFIED_COLORSPACE, _BT2020_NCL = 2, 9

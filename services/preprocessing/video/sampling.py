@@ -22,7 +22,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Self, TypeAlias
 
-from framesieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.errors import InvalidRequest
 
 MAX_FPS = 1000.0
 MAX_FRAMES = 768

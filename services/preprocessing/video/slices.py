@@ -13,14 +13,14 @@ from time import monotonic_ns
 
 import numpy as np
 
-from framesieve.common.contract.plan import FrameShape, Int32Array, SizePx
-from framesieve.common.contract.tensors import DType
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
-from framesieve.services.preprocessing.video.packets import PacketIndex
-from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
-from framesieve.services.preprocessing.video.resize import FrameArray, UInt8Array, View, view_into
+from gridsieve.common.contract.plan import FrameShape, Int32Array, SizePx
+from gridsieve.common.contract.tensors import DType
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.decode import DecodedFrame, decode_frames
+from gridsieve.services.preprocessing.video.packets import PacketIndex
+from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, decode_picture, decode_pictures
+from gridsieve.services.preprocessing.video.resize import FrameArray, UInt8Array, View, view_into
 
 _NS = 1e-9
 

@@ -27,19 +27,19 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.common.contract.limits import MAX_RAW_PIXELS
-from framesieve.services.preprocessing.video.orientation import UPRIGHT, may_be_turned, orientation_of, upright
-from framesieve.services.preprocessing.video.packets import (
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.common.contract.limits import MAX_RAW_PIXELS
+from gridsieve.services.preprocessing.video.orientation import UPRIGHT, may_be_turned, orientation_of, upright
+from gridsieve.services.preprocessing.video.packets import (
     OPEN_OPTIONS,
     check_frame_size,
     decoder_of,
     reason_of,
     video_stream,
 )
-from framesieve.services.preprocessing.video.resize import UInt8Array
-from framesieve.services.preprocessing.video.rgb import RgbConverter
-from framesieve.services.preprocessing.video.unread_formats import playlist, unread_format
+from gridsieve.services.preprocessing.video.resize import UInt8Array
+from gridsieve.services.preprocessing.video.rgb import RgbConverter
+from gridsieve.services.preprocessing.video.unread_formats import playlist, unread_format
 
 # Formats without times: JPEGs one after the other, as cameras send them by HTTP, and raw streams. Their frames have the
 # times at which they come.

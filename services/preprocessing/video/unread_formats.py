@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import BinaryIO
 
-from framesieve.services.preprocessing.video.orientation import movie
+from gridsieve.services.preprocessing.video.orientation import movie
 
 _HEAD_BYTES = 256
 

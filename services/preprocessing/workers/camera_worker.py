@@ -9,11 +9,11 @@ import os
 import socket
 from collections.abc import Generator
 
-from framesieve.common.contract.errors import MediaRejected
-from framesieve.services.preprocessing.video.stream import played_frames
-from framesieve.services.preprocessing.workers import worker
-from framesieve.services.preprocessing.workers.bridge import Bridge
-from framesieve.services.preprocessing.workers.worker import Piece, Task, frame_pieces
+from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.services.preprocessing.video.stream import played_frames
+from gridsieve.services.preprocessing.workers import worker
+from gridsieve.services.preprocessing.workers.bridge import Bridge
+from gridsieve.services.preprocessing.workers.worker import Piece, Task, frame_pieces
 
 
 def camera_frames(task: Task) -> Generator[Piece, None, None]:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.services.preprocessing.video.completeness import MAX_MISSING
-from framesieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
-from framesieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
-from framesieve.services.preprocessing.video.pictures import PictureIndex
-from framesieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
-from framesieve.services.preprocessing.video.timing import MAX_LENGTH_S
-from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.services.preprocessing.video.completeness import MAX_MISSING
+from gridsieve.services.preprocessing.video.epochs import MAX_EPOCHS, Epoch
+from gridsieve.services.preprocessing.video.packets import MAX_FRAME_PX, MAX_PACKETS, MAX_PTS, PacketIndex
+from gridsieve.services.preprocessing.video.pictures import PictureIndex
+from gridsieve.services.preprocessing.video.sampling import MAX_FRAMES, FrameTimes
+from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
+from gridsieve.services.preprocessing.workers.protocol import MAX_INT, Facts
 
 _MAX_RATES = 3
 

@@ -19,14 +19,14 @@ from typing import Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from framesieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
-from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.preprocessing.sources.source import resource_errors_as_overloaded
-from framesieve.services.preprocessing.workers.jobs import Job
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from framesieve.services.preprocessing.workers.protocol import PROGRESS_S, Facts, Kind, Message
-from framesieve.services.preprocessing.workers.worker_pool import BackgroundTasks, WorkerPool
+from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected, PeerContract, Unavailable
+from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.services.preprocessing.sources.source import resource_errors_as_overloaded
+from gridsieve.services.preprocessing.workers.jobs import Job
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from gridsieve.services.preprocessing.workers.protocol import PROGRESS_S, Facts, Kind, Message
+from gridsieve.services.preprocessing.workers.worker_pool import BackgroundTasks, WorkerPool
 
 T = TypeVar("T")
 Made: TypeAlias = asyncio.Queue[T | BaseException | None]
@@ -124,7 +124,7 @@ class JobQueue:
         limits: Limits,
         inflight_bytes: int,
         on_replaced: Callable[[Fault], None],
-        entry: str = "framesieve.services.preprocessing.workers.worker",
+        entry: str = "gridsieve.services.preprocessing.workers.worker",
     ) -> None:
         """inflight_bytes: budget of pieces that are made and not yet read. entry: the module that workers run."""
         self.workers = WorkerPool(size, limits, on_replaced, entry)

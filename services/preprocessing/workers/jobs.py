@@ -14,23 +14,23 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import PeerContract
-from framesieve.common.contract.plan import FRAME_DTYPES, MAX_FRAME_SIDE_PX, SizePx
-from framesieve.common.contract.tensors import DType
-from framesieve.common.sealed_memory import SealedMemory
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
-from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex
-from framesieve.services.preprocessing.video.resize import UInt8Array, View
-from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from framesieve.services.preprocessing.workers.indexes import (
+from gridsieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.plan import FRAME_DTYPES, MAX_FRAME_SIDE_PX, SizePx
+from gridsieve.common.contract.tensors import DType
+from gridsieve.common.sealed_memory import SealedMemory
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.packets import MAX_PACKETS, PacketIndex
+from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from gridsieve.services.preprocessing.video.resize import UInt8Array, View
+from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.workers.indexes import (
     frame_size_of,
     index_facts,
     index_of,
     picture_index_facts,
     picture_index_of,
 )
-from framesieve.services.preprocessing.workers.protocol import MAX_INT, Facts
+from gridsieve.services.preprocessing.workers.protocol import MAX_INT, Facts
 
 T_co = TypeVar("T_co", covariant=True)
 

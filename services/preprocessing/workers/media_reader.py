@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar, cast
 
-from framesieve.common.contract.errors import Unavailable
-from framesieve.services.preprocessing.sources.last_used import LastUsed
-from framesieve.services.preprocessing.sources.source import Source
-from framesieve.services.preprocessing.video.packets import PacketIndex
-from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import IndexPicture, IndexPictures, IndexVideo, Job
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.services.preprocessing.sources.last_used import LastUsed
+from gridsieve.services.preprocessing.sources.source import Source
+from gridsieve.services.preprocessing.video.packets import PacketIndex
+from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import IndexPicture, IndexPictures, IndexVideo, Job
 
 T = TypeVar("T", PacketIndex, Picture, PictureIndex)
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 
-from framesieve.services.preprocessing.workers.limits import Limits, Mechanism
-from framesieve.services.preprocessing.workers.protocol import Facts, Kind, Message, receive, send
+from gridsieve.services.preprocessing.workers.limits import Limits, Mechanism
+from gridsieve.services.preprocessing.workers.protocol import Facts, Kind, Message, receive, send
 
 _START = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop()); importlib.import_module(sys.argv[4]).main()"

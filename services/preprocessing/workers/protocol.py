@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from framesieve.common.contract.errors import PeerContract
+from gridsieve.common.contract.errors import PeerContract
 
 MAX_TEXT_CHARACTERS = 4096
 # Of an integer whose range is not known better.

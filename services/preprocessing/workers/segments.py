@@ -13,13 +13,13 @@ import bisect
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
-from framesieve.common.contract.errors import MediaDamaged
-from framesieve.services.preprocessing.video.decode import MAX_REPAIRED_SHARE
-from framesieve.services.preprocessing.video.packets import PacketIndex
-from framesieve.services.preprocessing.video.pictures import PictureIndex
-from framesieve.services.preprocessing.video.slices import PlannedVideo, Slice
-from framesieve.services.preprocessing.workers.job_queue import JobQueue
-from framesieve.services.preprocessing.workers.jobs import Job, VideoSlices
+from gridsieve.common.contract.errors import MediaDamaged
+from gridsieve.services.preprocessing.video.decode import MAX_REPAIRED_SHARE
+from gridsieve.services.preprocessing.video.packets import PacketIndex
+from gridsieve.services.preprocessing.video.pictures import PictureIndex
+from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
+from gridsieve.services.preprocessing.workers.job_queue import JobQueue
+from gridsieve.services.preprocessing.workers.jobs import Job, VideoSlices
 
 # Pixels between the first and the last selected frame. Less is not worth another worker: about a second of decoding.
 _MIN_PX = 2**28

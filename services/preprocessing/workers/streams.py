@@ -25,19 +25,19 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import MediaDamaged, Overloaded, PeerContract
-from framesieve.common.contract.limits import MAX_RAW_PIXELS
-from framesieve.common.sealed_memory import SealedMemory, sealed
-from framesieve.services.preprocessing.fetch.camera import Camera
-from framesieve.services.preprocessing.sources.source import resource_errors_as_overloaded
-from framesieve.services.preprocessing.video.stream import StreamFrame
-from framesieve.services.preprocessing.workers.job_queue import failure_of
-from framesieve.services.preprocessing.workers.limits import Limits
-from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from framesieve.services.preprocessing.workers.protocol import MAX_INT, PROGRESS_S, Facts, Kind, Message
+from gridsieve.common.contract.errors import MediaDamaged, Overloaded, PeerContract
+from gridsieve.common.contract.limits import MAX_RAW_PIXELS
+from gridsieve.common.sealed_memory import SealedMemory, sealed
+from gridsieve.services.preprocessing.fetch.camera import Camera
+from gridsieve.services.preprocessing.sources.source import resource_errors_as_overloaded
+from gridsieve.services.preprocessing.video.stream import StreamFrame
+from gridsieve.services.preprocessing.workers.job_queue import failure_of
+from gridsieve.services.preprocessing.workers.limits import Limits
+from gridsieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from gridsieve.services.preprocessing.workers.protocol import MAX_INT, PROGRESS_S, Facts, Kind, Message
 
-_WORKER = "framesieve.services.preprocessing.workers.worker"
-_CAMERA_WORKER = "framesieve.services.preprocessing.workers.camera_worker"
+_WORKER = "gridsieve.services.preprocessing.workers.worker"
+_CAMERA_WORKER = "gridsieve.services.preprocessing.workers.camera_worker"
 # The longest work between two things that a worker says, where --decode-timeout-s is not shorter.
 _STALL_S = 30.0
 _PIECES = 2**31 - 1  # a stream has no end that is known

@@ -24,25 +24,25 @@ import av.subtitles.stream  # noqa: F401  PyAV 18.1 imports it with the first st
 import numpy as np
 from numpy.typing import NDArray
 
-from framesieve.common.contract.errors import FramesieveError, MediaRejected
-from framesieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
-from framesieve.common.process import give_back_freed_memory
-from framesieve.common.sealed_memory import sealed
-from framesieve.services.preprocessing.sources.source import Source, check_file_size
-from framesieve.services.preprocessing.video.decode import RemainingPlaces
-from framesieve.services.preprocessing.video.packets import PacketIndex, read_packets
-from framesieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
-from framesieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
-from framesieve.services.preprocessing.video.stream import StreamFrame, stream_frames
-from framesieve.services.preprocessing.workers.indexes import (
+from gridsieve.common.contract.errors import GridsieveError, MediaRejected
+from gridsieve.common.contract.plan import MAX_FRAME_SIDE_PX, FrameShape, SizePx
+from gridsieve.common.process import give_back_freed_memory
+from gridsieve.common.sealed_memory import sealed
+from gridsieve.services.preprocessing.sources.source import Source, check_file_size
+from gridsieve.services.preprocessing.video.decode import RemainingPlaces
+from gridsieve.services.preprocessing.video.packets import PacketIndex, read_packets
+from gridsieve.services.preprocessing.video.pictures import Picture, PictureIndex, read_picture, read_pictures
+from gridsieve.services.preprocessing.video.slices import PlannedPicture, PlannedVideo, Slice
+from gridsieve.services.preprocessing.video.stream import StreamFrame, stream_frames
+from gridsieve.services.preprocessing.workers.indexes import (
     index_facts,
     index_of,
     picture_index_facts,
     picture_index_of,
 )
-from framesieve.services.preprocessing.workers.jobs import sent_of
-from framesieve.services.preprocessing.workers.limits import Limits, confine
-from framesieve.services.preprocessing.workers.protocol import (
+from gridsieve.services.preprocessing.workers.jobs import sent_of
+from gridsieve.services.preprocessing.workers.limits import Limits, confine
+from gridsieve.services.preprocessing.workers.protocol import (
     MAX_TEXT_CHARACTERS,
     PROGRESS_S,
     Facts,
@@ -207,7 +207,7 @@ def _run(
                 if _receive(connection).kind is Kind.STOP or (piece := next(pieces, None)) is None:
                     break
                 _send_piece(connection, piece)
-    except FramesieveError as error:
+    except GridsieveError as error:
         facts = {name: getattr(error, name) or "" for name in ("field", "value", "limit", "remedy")}
         _fail(connection, error.reason, error.message, **facts)
     except MemoryError:

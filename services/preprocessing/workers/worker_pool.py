@@ -13,10 +13,10 @@ from typing import Self
 
 import structlog
 
-from framesieve.common.contract.errors import MediaRejected, PeerContract, StartupError
-from framesieve.services.preprocessing.workers.limits import Limits, Mechanism
-from framesieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
-from framesieve.services.preprocessing.workers.protocol import Kind
+from gridsieve.common.contract.errors import MediaRejected, PeerContract, StartupError
+from gridsieve.services.preprocessing.workers.limits import Limits, Mechanism
+from gridsieve.services.preprocessing.workers.process import Fault, WorkerFault, WorkerProcess
+from gridsieve.services.preprocessing.workers.protocol import Kind
 
 # A worker that does not confirm STOP within this time is replaced: starting another costs less than waiting longer.
 _STOP_S = 0.5

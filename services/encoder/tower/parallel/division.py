@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framesieve.common.contract.errors import StartupError
-from framesieve.services.compute.parts import part
+from gridsieve.common.contract.errors import StartupError
+from gridsieve.services.compute.parts import part
 
 # A rank's part of a weight.
 Cut: TypeAlias = Callable[[Tensor], Tensor]
@@ -66,7 +66,7 @@ class SummedLinear(nn.Linear):
     share: Share
 
     def forward(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.framesieve.sum_of_ranks(F.linear(rows, self.weight), self.share.number)
+        product: Tensor = torch.ops.gridsieve.sum_of_ranks(F.linear(rows, self.weight), self.share.number)
         return product if self.bias is None else product + self.bias
 
 
@@ -109,7 +109,7 @@ def _part_of_each(whole: Tensor, matrices: int, share: Share) -> Tensor:
 
 # An operator of its own is opaque to the compiler. All layers of a tower name one share, so they share one code.
 _shares: WeakValueDictionary[int, Share] = WeakValueDictionary()
-_library = torch.library.Library("framesieve", "FRAGMENT")
+_library = torch.library.Library("gridsieve", "FRAGMENT")
 _library.define("sum_of_ranks(Tensor rows, int share) -> Tensor")
 _library.impl("sum_of_ranks", lambda rows, share: _shares[share].total(rows), "CPU")
 _library.impl("sum_of_ranks", lambda rows, share: _shares[share].total(rows), "CUDA")

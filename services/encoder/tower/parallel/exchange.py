@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, pixels_of
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.encoder.tower.patches import Frames, KeptFrames, TimedFrames, pixels_of
 
 # For all ranks to join, for encoding one share, and for one transfer once both sides are ready for it.
 TIMEOUT = timedelta(minutes=5)

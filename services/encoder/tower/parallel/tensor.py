@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.encoder.tower.parallel.exchange import Exchange, announced, packed, unpacked
-from framesieve.services.encoder.tower.parallel.tower import Others, OutOfStep, ParallelTower
-from framesieve.services.encoder.tower.patches import Frames
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.encoder.tower.parallel.exchange import Exchange, announced, packed, unpacked
+from gridsieve.services.encoder.tower.parallel.tower import Others, OutOfStep, ParallelTower
+from gridsieve.services.encoder.tower.patches import Frames
+from gridsieve.services.encoder.tower.tower import Tower
 
 
 class TensorParallelTower(ParallelTower):

@@ -19,13 +19,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from framesieve.common.contract.errors import Unavailable
-from framesieve.services.compute.rank_failure import RankFailure
-from framesieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
-from framesieve.services.encoder.tower.parallel.assignment import assign
-from framesieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
-from framesieve.services.encoder.tower.patches import Frames
-from framesieve.services.encoder.tower.tower import Tower
+from gridsieve.common.contract.errors import Unavailable
+from gridsieve.services.compute.rank_failure import RankFailure
+from gridsieve.services.encoder.tower.graph_buckets import PackingLimit, Size, fitting, token_limit
+from gridsieve.services.encoder.tower.parallel.assignment import assign
+from gridsieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange, announced, packed
+from gridsieve.services.encoder.tower.patches import Frames
+from gridsieve.services.encoder.tower.tower import Tower
 
 # Answers of a rank. DONE: its tower is loaded, or its share is encoded and its embeddings follow. Any other answer is
 # the text of an error.
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class Others(Protocol):
-    """The part of `framesieve.common.ranks.Ranks` that rank 0 uses."""
+    """The part of `gridsieve.common.ranks.Ranks` that rank 0 uses."""
 
     def send(self, rank: int, message: bytes) -> None: ...
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from framesieve.services.compute.kernels import avoid_cudnn
-from framesieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
-from framesieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
-from framesieve.services.generation.model.attention.running import RUNNING
-from framesieve.services.generation.model.attention.sdpa import SdpaCache
+from gridsieve.services.compute.kernels import avoid_cudnn
+from gridsieve.services.generation.model.attention.cache import Batch, CacheSizes, PagedCache
+from gridsieve.services.generation.model.attention.flash_infer import FlashInferCache, find_kernels, lacking
+from gridsieve.services.generation.model.attention.running import RUNNING
+from gridsieve.services.generation.model.attention.sdpa import SdpaCache
 
-ATTENTION = "framesieve_paged"
+ATTENTION = "gridsieve_paged"
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ def _reason(sizes: CacheSizes, like: Tensor) -> str:
     if why := lacking(sizes.head_dim, like):
         return why
     if importlib.util.find_spec("flashinfer") is None:
-        return "install FlashInfer, pip install framesieve[cuda]"
+        return "install FlashInfer, pip install gridsieve[cuda]"
     return "see why FlashInfer does not work above"
 
 
@@ -66,7 +66,7 @@ def paged_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     if batch is None:
-        return torch.ops.framesieve.paged_attention(query, key, value, layer, scaling), None
+        return torch.ops.gridsieve.paged_attention(query, key, value, layer, scaling), None
     return batch.attend(layer, query[0], key[0], value[0], scaling)[None], None
 
 
@@ -75,7 +75,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: floa
 
 
 # An operator of its own is opaque to the compiler.
-_library = torch.library.Library("framesieve", "FRAGMENT")
+_library = torch.library.Library("gridsieve", "FRAGMENT")
 _library.define("paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scaling) -> Tensor")
 _library.impl("paged_attention", _attend, "CPU")
 _library.impl(

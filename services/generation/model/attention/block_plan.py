@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framesieve.services.generation.request.batch import Context
+from gridsieve.services.generation.request.batch import Context
 
 Int32Array = NDArray[np.int32]
 

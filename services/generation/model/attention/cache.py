@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from framesieve.services.generation.request.batch import Context, Packed
+from gridsieve.services.generation.request.batch import Context, Packed
 
 FP8 = torch.float8_e4m3fn
 

@@ -38,12 +38,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framesieve.services.compute.device import name_of
-from framesieve.services.compute.kernels import check_result
-from framesieve.services.compute.transfers import pinned_for, to_device
-from framesieve.services.generation.model.attention.block_plan import BlockPlan, last_slots, plan_blocks
-from framesieve.services.generation.model.attention.cache import CacheSizes, write
-from framesieve.services.generation.request.batch import Context, Packed
+from gridsieve.services.compute.device import name_of
+from gridsieve.services.compute.kernels import check_result
+from gridsieve.services.compute.transfers import pinned_for, to_device
+from gridsieve.services.generation.model.attention.block_plan import BlockPlan, last_slots, plan_blocks
+from gridsieve.services.generation.model.attention.cache import CacheSizes, write
+from gridsieve.services.generation.request.batch import Context, Packed
 
 # As FlashInfer recommends; more where its plans of split contexts need more.
 LEAST_WORKSPACE_BYTES = 128 * 2**20

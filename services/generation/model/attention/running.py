@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from framesieve.services.generation.model.attention.cache import Batch
-from framesieve.services.generation.model.states import StateBatch
+from gridsieve.services.generation.model.attention.cache import Batch
+from gridsieve.services.generation.model.states import StateBatch
 
 
 class _Running(threading.local):

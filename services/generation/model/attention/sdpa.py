@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framesieve.services.compute.transfers import to_device
-from framesieve.services.generation.model.attention.cache import FP8, CacheSizes, write
-from framesieve.services.generation.request.batch import Context, Int64Array, Packed, slots_of
+from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.model.attention.cache import FP8, CacheSizes, write
+from gridsieve.services.generation.request.batch import Context, Int64Array, Packed, slots_of
 
 # Below this many tokens per row, gathering all contexts for one call is cheaper than one call for each.
 IN_PLACE_TOKENS = 512

@@ -13,23 +13,23 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.rpc.events import Inbox
-from framesieve.services.generation.rpc.live.conversation import Conversation, SegmentFailed, check_upstream
-from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames, Slice, Waiting
-from framesieve.services.generation.rpc.live.options import Ask, Options
-from framesieve.services.generation.rpc.live.raw_frame import picture_of
-from framesieve.services.generation.rpc.live.responses import LiveResponses
-from framesieve.services.generation.rpc.live.sessions import LiveSessions
-from framesieve.services.generation.rpc.live.source_metrics import Sources
-from framesieve.services.generation.rpc.live.streams import Streams
-from framesieve.services.generation.rpc.live.triggers import Triggers
-from framesieve.services.generation.rpc.served_model import ServedModel
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.services.generation.upstream.watch import WatchedFrame
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import (
+from gridsieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.rpc.events import Inbox
+from gridsieve.services.generation.rpc.live.conversation import Conversation, SegmentFailed, check_upstream
+from gridsieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames, Slice, Waiting
+from gridsieve.services.generation.rpc.live.options import Ask, Options
+from gridsieve.services.generation.rpc.live.raw_frame import picture_of
+from gridsieve.services.generation.rpc.live.responses import LiveResponses
+from gridsieve.services.generation.rpc.live.sessions import LiveSessions
+from gridsieve.services.generation.rpc.live.source_metrics import Sources
+from gridsieve.services.generation.rpc.live.streams import Streams
+from gridsieve.services.generation.rpc.live.triggers import Triggers
+from gridsieve.services.generation.rpc.served_model import ServedModel
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.services.generation.upstream.watch import WatchedFrame
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2 import (
     DROP_REASON_LATE,
     DROP_REASON_NO_ROOM,
     DROP_REASON_UNAVAILABLE,

@@ -14,37 +14,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from framesieve.common.contract.errors import (
-    FramesieveError,
+from gridsieve.common.contract.errors import (
+    GridsieveError,
     InvalidRequest,
     MediaRejected,
     Overloaded,
     PromptTooLong,
     Unavailable,
 )
-from framesieve.common.contract.plan import Grid, PromptPlan
-from framesieve.common.contract.wire import pruning_message
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.generation.engine.engine import Engine
-from framesieve.services.generation.request import live_cuts
-from framesieve.services.generation.request.encoded_media import MediaItem
-from framesieve.services.generation.request.live_cuts import SliceSegment
-from framesieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
-from framesieve.services.generation.request.session import Segment, Session
-from framesieve.services.generation.rpc.events import Events, Inbox
-from framesieve.services.generation.rpc.live import prompts
-from framesieve.services.generation.rpc.live.frames import Slice
-from framesieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
-from framesieve.services.generation.rpc.live.responses import LiveResponses
-from framesieve.services.generation.rpc.live.window import Answered, Numbered, Window
-from framesieve.services.generation.rpc.responses import Responses
-from framesieve.services.generation.rpc.served_model import ServedModel
-from framesieve.services.generation.sampling.banned import spellings
-from framesieve.services.generation.sampling.detokenizer import Detokenizer
-from framesieve.services.generation.sampling.sampler import SamplingParams
-from framesieve.services.generation.stage_clock import Stage, StageClock
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.v1 import generation_pb2, prompt_pb2
+from gridsieve.common.contract.plan import Grid, PromptPlan
+from gridsieve.common.contract.wire import pruning_message
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.request import live_cuts
+from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.live_cuts import SliceSegment
+from gridsieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from gridsieve.services.generation.request.session import Segment, Session
+from gridsieve.services.generation.rpc.events import Events, Inbox
+from gridsieve.services.generation.rpc.live import prompts
+from gridsieve.services.generation.rpc.live.frames import Slice
+from gridsieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
+from gridsieve.services.generation.rpc.live.responses import LiveResponses
+from gridsieve.services.generation.rpc.live.window import Answered, Numbered, Window
+from gridsieve.services.generation.rpc.responses import Responses
+from gridsieve.services.generation.rpc.served_model import ServedModel
+from gridsieve.services.generation.sampling.banned import spellings
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.stage_clock import Stage, StageClock
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.v1 import generation_pb2, prompt_pb2
 
 # Slices of text alone that wait to be computed with what comes next: a forward reads all weights, however few its rows.
 MAX_TEXTS = 3
@@ -54,7 +54,7 @@ _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 class SegmentFailed(Exception):
     """The engine could not compute a segment, of which a part may have stayed, so the session cannot go on."""
 
-    def __init__(self, error: FramesieveError) -> None:
+    def __init__(self, error: GridsieveError) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -304,7 +304,7 @@ class Conversation:
         add_request_stats(prompt_tokens_full=tokens - held, prompt_tokens=tokens - held)
         try:
             answer, finished = await self._say(ask, Responses(question, 1, usage, clock, model.tokenizer, {}), events)
-        except FramesieveError as error:
+        except GridsieveError as error:
             raise SegmentFailed(error) from error
         if finished is None:
             await asyncio.wrap_future(self._engine.interrupt(session))

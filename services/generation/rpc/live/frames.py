@@ -18,8 +18,8 @@ from fractions import Fraction
 from itertools import takewhile
 from typing import Generic, TypeVar
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.limits import MAX_INLINE_BYTES, MAX_PICTURE_BYTES
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES, MAX_PICTURE_BYTES
 
 MAX_LENGTH_S = 7 * 24 * 3600
 # Frames of a slice, as in videos of these families.

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from framesieve.common.contract.plan import Grid
-from framesieve.common.contract.tensors import PIECE_BYTES
-from framesieve.services.generation.rpc.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
-from framesieve.v1 import prompt_pb2
+from gridsieve.common.contract.plan import Grid
+from gridsieve.common.contract.tensors import PIECE_BYTES
+from gridsieve.services.generation.rpc.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
+from gridsieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
 _A_TURN, _ITS_ANSWER = "Hello.", "Hello."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from framesieve.common.contract.errors import InvalidRequest
-from framesieve.common.contract.limits import MAX_RAW_PIXELS
-from framesieve.services.generation.upstream.watch import ppm_header
-from framesieve.v1 import generation_pb2
+from gridsieve.common.contract.errors import InvalidRequest
+from gridsieve.common.contract.limits import MAX_RAW_PIXELS
+from gridsieve.services.generation.upstream.watch import ppm_header
+from gridsieve.v1 import generation_pb2
 
 _HEADER = re.compile(rb"P6\n([1-9][0-9]{0,6}) ([1-9][0-9]{0,6})\n255\n")
 

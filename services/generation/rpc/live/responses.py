@@ -10,18 +10,18 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import FramesieveError, InvalidRequest
-from framesieve.common.contract.plan import Grid, Int32Array
-from framesieve.common.contract.wire import grid_message, int32_tensor
-from framesieve.common.response_queue import ResponseQueue
-from framesieve.common.serving.status import status_message
-from framesieve.common.telemetry.logs import add_request_stats
-from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.rpc.live.frames import Frame, Slice
-from framesieve.services.generation.rpc.live.snapshot import snapshot_of
-from framesieve.services.generation.rpc.live.source_metrics import Source
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import (
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest
+from gridsieve.common.contract.plan import Grid, Int32Array
+from gridsieve.common.contract.wire import grid_message, int32_tensor
+from gridsieve.common.response_queue import ResponseQueue
+from gridsieve.common.serving.status import status_message
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.request.session import Session
+from gridsieve.services.generation.rpc.live.frames import Frame, Slice
+from gridsieve.services.generation.rpc.live.snapshot import snapshot_of
+from gridsieve.services.generation.rpc.live.source_metrics import Source
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2 import (
     SNAPSHOTS_ANSWERS,
     SNAPSHOTS_SLICES,
     SNAPSHOTS_UNSPECIFIED,
@@ -115,7 +115,7 @@ class LiveResponses:
         told = generation_pb2.LiveFinished(ask_id=ask_id, finished=finished, usage=self.used(), **filmed)
         await self.put(finished=told)
 
-    async def finish_without_answer(self, ask_id: str, error: FramesieveError) -> None:
+    async def finish_without_answer(self, ask_id: str, error: GridsieveError) -> None:
         """Ends a question that was refused, or for which a service was missing. The session goes on."""
         refused = isinstance(error, InvalidRequest)
         log.warning("a question was not answered", reason=error.reason, error=status_message(error))

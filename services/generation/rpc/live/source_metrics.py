@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from framesieve.common.telemetry.metrics import SECONDS_BUCKETS
-from framesieve.v1 import generation_pb2
+from gridsieve.common.telemetry.metrics import SECONDS_BUCKETS
+from gridsieve.v1 import generation_pb2
 
-_PREFIX = "framesieve_generation_source_"
+_PREFIX = "gridsieve_generation_source_"
 _REASONS = {
     value: name.removeprefix("DROP_REASON_").lower() for name, value in generation_pb2.DropReason.items() if value
 }

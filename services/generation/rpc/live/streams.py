@@ -19,21 +19,21 @@ from typing import Any
 
 import structlog
 
-from framesieve.common.contract.errors import (
-    FramesieveError,
+from gridsieve.common.contract.errors import (
+    GridsieveError,
     InvalidRequest,
     MediaDamaged,
     MediaForbidden,
     Overloaded,
     Unavailable,
 )
-from framesieve.common.contract.limits import MAX_PICTURE_BYTES
-from framesieve.services.generation.rpc.live.frames import US_PER_S, microseconds
-from framesieve.services.generation.rpc.live.source_metrics import Source
-from framesieve.services.generation.upstream.media import MediaClient
-from framesieve.services.generation.upstream.watch import Watch, WatchedFrame
-from framesieve.v1 import generation_pb2
-from framesieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_LOST, STREAM_STATE_PLAYING
+from gridsieve.common.contract.limits import MAX_PICTURE_BYTES
+from gridsieve.services.generation.rpc.live.frames import US_PER_S, microseconds
+from gridsieve.services.generation.rpc.live.source_metrics import Source
+from gridsieve.services.generation.upstream.media import MediaClient
+from gridsieve.services.generation.upstream.watch import Watch, WatchedFrame
+from gridsieve.v1 import generation_pb2
+from gridsieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_LOST, STREAM_STATE_PLAYING
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # What a source may do at any time, without ending the session.
@@ -220,13 +220,13 @@ class Streams:
             raise _Over(f"no more frames are taken: {error}") from error
 
 
-def _may_pass(error: FramesieveError) -> bool:
+def _may_pass(error: GridsieveError) -> bool:
     """Whether a source that could not be opened may be opened later. The URL and the policy stay as they are; what a
     server answers, the places for streams and preprocessing itself may change."""
     return type(error) is not InvalidRequest and not isinstance(error, MediaForbidden)
 
 
-def _named(error: FramesieveError) -> str:
+def _named(error: GridsieveError) -> str:
     """The error's text, once it names the field of a live session."""
     if not isinstance(error, Unavailable):
         error.field = "open.source"

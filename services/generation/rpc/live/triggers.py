@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from framesieve.services.generation.rpc.live.frames import microseconds
-from framesieve.services.generation.rpc.live.options import Ask
-from framesieve.v1 import generation_pb2
+from gridsieve.services.generation.rpc.live.frames import microseconds
+from gridsieve.services.generation.rpc.live.options import Ask
+from gridsieve.v1 import generation_pb2
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import TypeAlias
 
-from framesieve.common.contract.limits import MAX_INLINE_BYTES
-from framesieve.services.generation.request.session import Session
-from framesieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Slice, microseconds
-from framesieve.v1 import prompt_pb2
+from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.services.generation.request.session import Session
+from gridsieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Slice, microseconds
+from gridsieve.v1 import prompt_pb2
 
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
 # the host.

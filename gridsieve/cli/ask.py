@@ -1,0 +1,283 @@
+"""The command `gridsieve ask`: asks questions about media and prints the completions, streamed or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import mimetypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from gridsieve.cli.options import (
+    AccessFlags,
+    AdapterOption,
+    ClipFlags,
+    JsonOption,
+    NumFramesOption,
+    PruningFlags,
+    SamplingFlags,
+    ServerOption,
+    SystemOption,
+    ThinkingOption,
+    TimeoutOption,
+    in_flags,
+    of_output,
+    of_sampling,
+    print_json,
+    template_options,
+)
+from gridsieve.cli.terminal import MediaBars, print_cost, reported_errors, stderr
+from gridsieve.client.answer import Accepted, Answer, Choice, Delta, Finished, Progress, Usage, cost_of
+from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
+from gridsieve.client.prompt import Image, Message, Options, Text, Video, is_url, user_turn
+from gridsieve.common.contract.errors import PeerContract
+
+
+def ask(
+    *,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MEDIA]... QUESTION",
+            help="Videos and images, as files or URLs; then the question, unless -q is given.",
+        ),
+    ] = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", "-q", help="A question. Repeat it to ask several about the same media."),
+    ] = None,
+    pruning: PruningFlags,
+    clip: ClipFlags,
+    num_frames: NumFramesOption = None,
+    system: SystemOption = None,
+    sampling: SamplingFlags,
+    top_k: Annotated[int | None, of_sampling(help="Sample from this many of the most likely tokens; 0: all.")] = None,
+    min_p: Annotated[
+        float | None, of_sampling(help="Drop tokens less likely than this fraction of the most likely one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, of_sampling(help="Above 1: make tokens of the prompt and completion less likely.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, of_sampling(help="Above 0, at most 2: make tokens of the completion less likely.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, of_sampling(help="Above 0, at most 2: the same, once for each occurrence.")
+    ] = None,
+    thinking: ThinkingOption = None,
+    adapter: AdapterOption = None,
+    stop: Annotated[
+        list[str] | None, of_output(help="End a completion before this text. Repeat it for several texts.")
+    ] = None,
+    n: Annotated[int | None, of_output("--n", help="Number of completions, at most 16.")] = None,
+    as_json: JsonOption = False,
+    top_logprobs: Annotated[
+        int | None,
+        of_output(
+            help="Requires --json: print the log-probability of each token and of this many of the most likely tokens."
+        ),
+    ] = None,
+    server: ServerOption = DEFAULT_ADDRESS,
+    timeout_s: TimeoutOption = None,
+    access: AccessFlags,
+) -> None:
+    """Ask a question about videos and images; the completion is streamed to stdout.
+
+    Images are never pruned. All videos get the same pruning, by default the service's. In Python, each video can have
+    its own.
+
+    An argument that starts with http://, https://, file:// or data: is a URL. The preprocessing service fetches it
+    if its settings allow that; file:///path is a file of its own, below --media-root.
+
+    Example: gridsieve ask clip.mp4 "What moves?" --pruning-rate 0.75
+
+    Example: gridsieve ask clip.mp4 "What moves?" --pruning-threshold 0.1
+
+    Example: gridsieve ask clip.mp4 -q "What moves?" -q "Which colour is it?"
+
+    Example: gridsieve ask film.mkv "What happens?" --start-s 60 --end-s 90
+
+    Example: gridsieve ask https://example.org/clip.mp4 "What moves?" --json
+    """
+    if top_logprobs is not None and not as_json:
+        raise typer.BadParameter("--top-logprobs requires --json")
+    locations, questions = _media_and_questions(inputs or [], question or [])
+    parts = [clip.part(each, num_frames=num_frames) for each in locations]
+    history = system_message(system)
+    options = Options(
+        **pruning.options(),
+        **sampling.options(),
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=stop,
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs,
+        template_options=template_options(thinking),
+        adapter=adapter,
+        n=n,
+        timeout_s=timeout_s,
+    )
+
+    async def ask_all() -> None:
+        answers = []
+        async with GridsieveClient(server, **access.access()) as client:
+            for each in questions:
+                if as_json:
+                    with in_flags([*history, user_turn(parts, each)]):
+                        answers.append(answer_json(await client.ask(parts, each, history=history, **options)))
+                    continue
+                if len(questions) > 1:
+                    stderr.print(f"[bold]{escape(each)}[/]", soft_wrap=True)
+                finished, _ = await stream(client, parts, each, history, options)
+                print_cost(*cost_of(finished))
+        if as_json:
+            several = [{"question": each, **answer} for each, answer in zip(questions, answers, strict=True)]
+            print_json({"answers": several} if len(questions) > 1 else answers[0])
+
+    with reported_errors(server, as_json=as_json):
+        asyncio.run(ask_all())
+
+
+def system_message(text: str | None) -> tuple[Message, ...]:
+    """The history that a conversation starts with."""
+    return (Message("system", (Text(text),)),) if text else ()
+
+
+def _media_and_questions(inputs: Sequence[str], questions: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Raises BadParameter for a question that is empty or forgotten."""
+    media = inputs
+    if not questions:
+        if not inputs:
+            raise typer.BadParameter('a question is missing: gridsieve ask clip.mp4 "What moves?"')
+        *media, last = inputs
+        if is_url(last) or Path(last).is_file() or _looks_like_media(last):
+            raise typer.BadParameter(f'{last} is a media file, add a question: gridsieve ask {last} "What moves?"')
+        questions = [last]
+    if any(not each.strip() for each in questions):
+        raise typer.BadParameter("the question is empty")
+    return media, questions
+
+
+def _looks_like_media(argument: str) -> bool:
+    kind = mimetypes.guess_type(argument)[0] or ""
+    return not any(map(str.isspace, argument)) and kind.startswith(("video/", "image/"))
+
+
+async def stream(
+    client: GridsieveClient,
+    parts: Sequence[Image | Video],
+    question: str,
+    history: Sequence[Message],
+    options: Options,
+) -> tuple[list[Finished], str]:
+    """Prints the completions, after progress bars on stderr. Returns how they ended, and the first one's text."""
+    printer = Printer(options.get("n") or 1)
+    try:
+        with in_flags([*history, user_turn(parts, question)]), MediaBars() as bars:
+            async for event in client.stream(parts, question, history=history, **options):
+                match event:
+                    case Accepted():
+                        bars.accepted(event)
+                    case Progress():
+                        bars.advanced(event)
+                    case Delta():
+                        bars.stop()
+                        printer.add(event)
+                    case Finished():
+                        printer.finish(event)
+    finally:
+        printer.close()
+    if not printer.complete:
+        raise PeerContract(f"the stream from {client.address} ended before all completions were finished")
+    return printer.finished, printer.first
+
+
+class Printer:
+    """Prints interleaved completions one after another: streams the current one and buffers the later ones.
+
+    With more than one completion, a heading on stderr precedes each.
+    """
+
+    def __init__(self, completions: int) -> None:
+        self.finished: list[Finished] = []
+        self.first = ""  # the text of the first completion
+        self._completions = completions
+        self._current = 0
+        self._buffered: dict[int, str] = {}
+        self._begun = False
+
+    @property
+    def complete(self) -> bool:
+        return self._current == self._completions
+
+    def add(self, delta: Delta) -> None:
+        self.first += delta.text if delta.choice_index == 0 else ""
+        if delta.choice_index == self._current:
+            self._print(delta.text)
+        else:
+            self._buffered[delta.choice_index] = self._buffered.get(delta.choice_index, "") + delta.text
+
+    def finish(self, finished: Finished) -> None:
+        self.finished.append(finished)
+        ended = {each.choice_index for each in self.finished}
+        while self._current in ended:
+            self._print("")  # a completion may be empty
+            self.close()
+            self._current += 1
+            if self._current in self._buffered:
+                self._print(self._buffered.pop(self._current))
+
+    def close(self) -> None:
+        """Ends the current line, if one was begun."""
+        if self._begun:
+            typer.echo()
+        self._begun = False
+
+    def _print(self, text: str) -> None:
+        if not self._begun and self._completions > 1:
+            stderr.print(f"[dim]completion {self._current + 1} of {self._completions}[/]")
+        self._begun = True
+        typer.echo(text, nl=False)
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.reason,
+        "choices": [_choice_json(choice) for choice in answer.choices],
+        "request_id": answer.request_id,
+        "usage": _usage_json(answer.usage),
+        "timings": dataclasses.asdict(answer.timings),
+    }
+
+
+def _usage_json(usage: Usage) -> dict[str, Any]:
+    told = dataclasses.asdict(usage)
+    for item, counted in zip(told["media"], usage.media, strict=True):
+        item["pruning_rate"] = counted.pruning_rate
+    return told
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    result: dict[str, Any] = {"answer": choice.text, "finish_reason": choice.reason}
+    if choice.logprobs:
+        tops = choice.top_logprobs or ((),) * len(choice.token_ids)
+        result["tokens"] = [
+            {
+                **_token_json(token_id, logprob, choice),
+                "top_logprobs": [_token_json(one, value, choice) for one, value in top],
+            }
+            for token_id, logprob, top in zip(choice.token_ids, choice.logprobs, tops, strict=True)
+        ]
+    return result
+
+
+def _token_json(token_id: int, logprob: float, choice: Choice) -> dict[str, Any]:
+    return {"token_id": token_id, "text": choice.token_texts.get(token_id), "logprob": logprob}

@@ -1,0 +1,294 @@
+"""Draws which tokens pruning keeps: all sampled frames, with pruned patches dimmed and kept patches outlined.
+
+    title                                            ▣ kept  ▢ pruned
+    caption
+    [frame|frame]  [frame|frame]  [frame|frame]      frames of one temporal slice are adjacent:
+     0.0 s  0.5 s   1.0 s  1.5 s   2.0 s  2.5 s      they share their tokens
+    ━━━━━━━━━━━━━  ━━━───────────  ━────────────      the bar is the fraction of the slice that is kept
+
+Slices that are groups of frames have a border around their frames and times instead of a bar. An image that is sent as
+a whole and its tiles has a sheet of its own:
+
+    source        3 by 2 slices
+    [       ]     [     ][     ][     ]
+    [       ]     [     ][     ][     ]              all at one scale; the slices below where that is the better shape
+
+It knows nothing of gRPC, files or pruning methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from gridsieve.common.contract.plan import Grid, Int32Array
+
+RGB = tuple[int, int, int]
+
+PAPER: RGB = (16, 18, 23)
+INK: RGB = (232, 234, 238)
+FAINT_INK: RGB = (138, 144, 156)
+TRACK: RGB = (45, 49, 58)
+ACCENT: RGB = (255, 184, 77)
+
+# Pruned patches are drawn in grey, at this share of their brightness.
+DIMMED_SHARE = 0.32
+
+SHEET_WIDTH_PX = 1560
+SHEET_ASPECT = 1.5
+MIN_FRAME_WIDTH_PX = 96
+MAX_FRAME_WIDTH_PX = 300
+
+# Of an image and its tiles: the longest side of both together.
+MAX_PICTURES_PX = 900
+
+MARGIN_PX = 28
+HEADER_PX = 76
+FRAME_GAP_PX = 2
+BORDER_PX = 5
+SLICE_GAP_PX = 18
+ROW_GAP_PX = 20
+FOOT_PX = 30
+TITLE_SIZE, TEXT_SIZE, STAMP_SIZE = 24, 15, 13
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Sizes in pixels of a cell (one token), frame, slice and sheet, and the number of slices in a row."""
+
+    grid: Grid
+    frames_per_slice: int
+    cell_width: int
+    cell_height: int
+    columns: int
+
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        return self.grid.w * self.cell_width, self.grid.h * self.cell_height
+
+    @property
+    def slice_width(self) -> int:
+        return self.frames_per_slice * (self.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
+
+    @property
+    def sheet_size(self) -> tuple[int, int]:
+        rows = math.ceil(self.grid.t / self.columns)
+        width = 2 * MARGIN_PX + self.columns * (self.slice_width + SLICE_GAP_PX) - SLICE_GAP_PX
+        height = HEADER_PX + MARGIN_PX + rows * (self.frame_size[1] + FOOT_PX + ROW_GAP_PX)
+        return width, height
+
+    def corner(self, index: int) -> tuple[int, int]:
+        """The top left corner of slice `index`."""
+        row, column = divmod(index, self.columns)
+        return (
+            MARGIN_PX + column * (self.slice_width + SLICE_GAP_PX),
+            HEADER_PX + MARGIN_PX + row * (self.frame_size[1] + FOOT_PX + ROW_GAP_PX),
+        )
+
+
+def contact_sheet(
+    frames: NDArray[np.uint8],
+    grid: Grid,
+    kept: Int32Array,
+    timestamps_s: Sequence[float],
+    title: str,
+    caption: str,
+    slice_frames: int | None = None,
+    in_groups: bool = False,
+) -> Image.Image:
+    """All frames, with pruned tokens dimmed and kept tokens outlined.
+
+    frames: uint8 [F, height, width, 3], RGB.
+    kept: int32 [K], indices of the kept tokens in the grid.
+    timestamps_s: one per frame, or empty.
+    slice_frames: of each temporal slice, the last of which may have fewer; None: all have equally many.
+    in_groups: all tokens are kept and belong to the slice, not to its frames: it has a border, and its frames none.
+    Raises ValueError if the shapes of frames, grid, kept and timestamps_s disagree.
+    """
+    slice_frames = slice_frames or -(-len(frames) // grid.t)
+    _check(frames, slice_frames, grid, kept, timestamps_s)
+    flat = np.zeros(grid.tokens, dtype=bool)
+    flat[kept] = True
+    mask = flat.reshape(grid.t, grid.h, grid.w)
+
+    layout = _lay_out(frames, slice_frames, grid)
+    width, height = layout.sheet_size
+    sheet = Image.new("RGB", (max(width, 2 * MARGIN_PX + _header_width(title, caption)), height), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    _draw_header(draw, sheet.width, title, caption)
+    for index in range(grid.t):
+        left, top = layout.corner(index)
+        first = index * layout.frames_per_slice
+        shown = min(layout.frames_per_slice, len(frames) - first)
+        for offset in range(shown):
+            x, pixels = left + offset * (layout.frame_size[0] + FRAME_GAP_PX), frames[first + offset]
+            drawn = _resized(pixels, layout.frame_size) if in_groups else _frame(pixels, mask[index], layout)
+            sheet.paste(drawn, (x, top))
+            if timestamps_s:
+                _draw_stamp(draw, x, top + layout.frame_size[1], timestamps_s[first + offset])
+        if in_groups:
+            width = shown * (layout.frame_size[0] + FRAME_GAP_PX) - FRAME_GAP_PX
+            _draw_border(draw, left, top, width, layout.frame_size[1] + FOOT_PX - BORDER_PX)
+        else:
+            _draw_bar(draw, left, top + layout.frame_size[1], layout.slice_width, float(mask[index].mean()))
+    return sheet
+
+
+def sliced_sheet(
+    source: NDArray[np.uint8], tiles: NDArray[np.uint8], columns: int, title: str, caption: str
+) -> Image.Image:
+    """The whole picture, then its tiles in rows and columns, all at one scale and each with a border.
+
+    source: uint8 [height, width, 3], RGB. tiles: uint8 [rows · columns, height, width, 3], row by row.
+    """
+    height, width = tiles.shape[1:3]
+    rows = len(tiles) // columns
+    block = columns * width, rows * height
+    beside = source.shape[1] + block[0], max(source.shape[0], block[1])
+    below = max(source.shape[1], block[0]), source.shape[0] + block[1]
+    shape = min((beside, below), key=lambda size: abs(math.log(size[0] / size[1] / SHEET_ASPECT)))
+    scale = MAX_PICTURES_PX / max(shape)
+    whole = _resized(source, _scaled(source.shape[1], source.shape[0], scale))
+    tile = _scaled(width, height, scale)
+
+    left, top = MARGIN_PX, HEADER_PX + MARGIN_PX
+    labels = (left, top), (left + whole.width + SLICE_GAP_PX, top)
+    if shape == below:
+        labels = labels[0], (left, top + FOOT_PX + whole.height + SLICE_GAP_PX)
+    corners = [
+        (
+            labels[1][0] + index % columns * (tile[0] + FRAME_GAP_PX),
+            labels[1][1] + FOOT_PX + index // columns * (tile[1] + FRAME_GAP_PX),
+        )
+        for index in range(len(tiles))
+    ]
+    right = max(left + whole.width, corners[-1][0] + tile[0], MARGIN_PX + _header_width(title, caption))
+    bottom = max(top + FOOT_PX + whole.height, corners[-1][1] + tile[1])
+    sheet = Image.new("RGB", (right + MARGIN_PX, bottom + MARGIN_PX), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    _draw_header(draw, sheet.width, title, caption)
+    for corner, label in zip(labels, ("source", f"{columns} by {rows} slices"), strict=True):
+        draw.text(corner, label, FAINT_INK, _font(TEXT_SIZE))
+    _paste(sheet, whole, (left, top + FOOT_PX))
+    for corner, pixels in zip(corners, tiles, strict=True):
+        _paste(sheet, _resized(pixels, tile), corner)
+    return sheet
+
+
+def _scaled(width: int, height: int, scale: float) -> tuple[int, int]:
+    return max(3, round(width * scale)), max(3, round(height * scale))
+
+
+def _paste(sheet: Image.Image, picture: Image.Image, corner: tuple[int, int]) -> None:
+    """With the border of what is kept."""
+    ImageDraw.Draw(picture).rectangle((0, 0, picture.width - 1, picture.height - 1), outline=ACCENT)
+    sheet.paste(picture, corner)
+
+
+def side_by_side(sheets: Sequence[Image.Image]) -> Image.Image:
+    """One picture of several sheets, in rows of as many as there are rows, or one more."""
+    columns = math.ceil(math.sqrt(len(sheets)))
+    width, height = max(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)
+    joined = Image.new("RGB", (columns * width, -(-len(sheets) // columns) * height), PAPER)
+    for index, sheet in enumerate(sheets):
+        joined.paste(sheet, (index % columns * width, index // columns * height))
+    return joined
+
+
+def _check(
+    frames: NDArray[np.uint8], slice_frames: int, grid: Grid, kept: Int32Array, timestamps_s: Sequence[float]
+) -> None:
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+        raise ValueError(f"frames must be uint8 [F, height, width, 3], got {frames.dtype} {frames.shape}")
+    if -(-len(frames) // max(1, slice_frames)) != grid.t:
+        raise ValueError(f"{len(frames)} frames, {slice_frames} in a slice, are not {grid.t} slices")
+    if kept.size and not (kept.min() >= 0 and kept.max() < grid.tokens):
+        raise ValueError(f"kept must lie in [0, {grid.tokens}), got {kept.min()} to {kept.max()}")
+    if timestamps_s and len(timestamps_s) != len(frames):
+        raise ValueError(f"{len(frames)} frames need as many timestamps, got {len(timestamps_s)}")
+
+
+def _lay_out(frames: NDArray[np.uint8], slice_frames: int, grid: Grid) -> _Layout:
+    """Chooses the number of slices in a row: close to SHEET_ASPECT, with few empty places in the last row."""
+    layouts = [_with_columns(frames, slice_frames, grid, columns) for columns in range(1, grid.t + 1)]
+
+    def ugliness(layout: _Layout) -> float:
+        width, height = layout.sheet_size
+        empty = -grid.t % layout.columns / grid.t
+        return abs(math.log(width / height / SHEET_ASPECT)) + empty
+
+    return min(layouts, key=ugliness)
+
+
+def _with_columns(frames: NDArray[np.uint8], slice_frames: int, grid: Grid, columns: int) -> _Layout:
+    """The largest frames with `columns` slices in a row; each token covers a whole number of pixels."""
+    height, width = frames.shape[1:3]
+    slice_width = (SHEET_WIDTH_PX - 2 * MARGIN_PX + SLICE_GAP_PX) / columns - SLICE_GAP_PX
+    frame_width = min(max(slice_width / slice_frames - FRAME_GAP_PX, MIN_FRAME_WIDTH_PX), MAX_FRAME_WIDTH_PX)
+    cell_width = max(2, int(frame_width / grid.w))
+    cell_height = max(2, round(cell_width * (height / grid.h) / (width / grid.w)))
+    return _Layout(grid, slice_frames, cell_width, cell_height, columns)
+
+
+def _frame(pixels: NDArray[np.uint8], mask: NDArray[np.bool_], layout: _Layout) -> Image.Image:
+    resized = np.asarray(_resized(pixels, layout.frame_size), dtype=np.float32)
+    kept = mask.repeat(layout.cell_height, axis=0).repeat(layout.cell_width, axis=1)
+    grey = resized.mean(axis=2, keepdims=True)
+    dimmed = grey * DIMMED_SHARE + np.array(PAPER, dtype=np.float32) * (1 - DIMMED_SHARE)
+    drawn = np.where(kept[..., None], resized, dimmed)
+    drawn[_outline(kept)] = ACCENT
+    return Image.fromarray(drawn.round().astype(np.uint8))
+
+
+def _resized(pixels: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    return Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
+
+
+def _outline(kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The kept pixels next to a pruned pixel or the frame's edge."""
+    padded = np.pad(kept, 1)
+    inside = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+    return kept & ~inside
+
+
+def _draw_header(draw: ImageDraw.ImageDraw, width: int, title: str, caption: str) -> None:
+    draw.text((MARGIN_PX, MARGIN_PX - 2), title, INK, _font(TITLE_SIZE))
+    draw.text((MARGIN_PX, MARGIN_PX + 34), caption, FAINT_INK, _font(TEXT_SIZE))
+    x = width - MARGIN_PX
+    for label, fill, outline in (("pruned", TRACK, TRACK), ("kept", (214, 120, 92), ACCENT)):
+        x -= round(draw.textlength(label, _font(TEXT_SIZE)))
+        draw.text((x, MARGIN_PX + 34), label, FAINT_INK, _font(TEXT_SIZE))
+        x -= 22
+        draw.rectangle((x, MARGIN_PX + 36, x + 13, MARGIN_PX + 49), fill, outline)
+        x -= 20
+
+
+def _draw_stamp(draw: ImageDraw.ImageDraw, x: int, y: int, time_s: float) -> None:
+    draw.text((x, y + 6), f"{time_s:.2f} s", FAINT_INK, _font(STAMP_SIZE))
+
+
+def _draw_border(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, height: int) -> None:
+    """Around this rectangle."""
+    box = (x - BORDER_PX, y - BORDER_PX, x + width + BORDER_PX - 1, y + height + BORDER_PX - 1)
+    draw.rectangle(box, outline=ACCENT, width=2)
+
+
+def _draw_bar(draw: ImageDraw.ImageDraw, x: int, y: int, width: int, share: float) -> None:
+    y += FOOT_PX - 4
+    draw.rectangle((x, y, x + width - 1, y + 2), TRACK)
+    if share:
+        draw.rectangle((x, y, x + max(1, round(width * share)) - 1, y + 2), ACCENT)
+
+
+def _header_width(title: str, caption: str) -> int:
+    legend_px = 190
+    return max(round(_font(TITLE_SIZE).getlength(title)), round(_font(TEXT_SIZE).getlength(caption)) + legend_px)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

@@ -1,0 +1,297 @@
+"""Command-line options that several commands share, and their conversion to client types."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gridsieve.client.credentials import Access
+from gridsieve.client.messages import IN_PYTHON
+from gridsieve.client.prompt import Image, Message, Options, Sampling, Video, check_scheme, is_url
+from gridsieve.client.prompt import Pruning as Said
+from gridsieve.common.contract.errors import GridsieveError, InvalidRequest, path_of, steps_of
+from gridsieve.common.contract.retention import (
+    AUTO_THRESHOLD,
+    EVS,
+    EVS_CAUSAL,
+    NONE,
+    PIXEL_CHANGE,
+    RANDOM,
+    SUGGESTED,
+    VCAST,
+    VIDCOM2,
+    Pruning,
+    named_method,
+)
+from gridsieve.common.security.tokens import read_token
+
+# Options, by the panel of the help that they stand in.
+of_media = partial(typer.Option, rich_help_panel="Media")
+of_sampling = partial(typer.Option, rich_help_panel="Model and sampling (defaults: the model's)")
+of_output = partial(typer.Option, rich_help_panel="Output")
+_of_connection = partial(typer.Option, rich_help_panel="Connection")
+
+# Fields of requests that have flags of another name.
+_FLAGS = {
+    "pruning.rate": "--pruning-rate",
+    "pruning.method": "--method",
+    "pruning.threshold": "--pruning-threshold",
+    "adapter": "--adapter",
+    "open.pruning": "--method",
+    "open.source": "SOURCE",
+    "window_tokens": "--window-tokens",
+    "prompt.template_options.enable_thinking": "--thinking",
+}
+_REMEDIES = {IN_PYTHON: "send a larger file as a path below --media-root with --on-server, or as a URL"}
+_NAME_CHARACTERS = 200  # of a URL, in an error
+
+_RATE_HELP = "Fraction of each video's tokens to drop, at least 0 and below 1."
+_SUGGESTION = f"{SUGGESTED.method} with a threshold of {SUGGESTED.threshold:g}"
+DrawnRateOption = Annotated[
+    float | None,
+    of_media(help=f"{_RATE_HELP} Without it and --pruning-threshold, what is suggested is drawn: {_SUGGESTION}."),
+]
+THRESHOLD_HELP = (
+    "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
+    f"as {AUTO_THRESHOLD:g}, and at least --pruning-rate. Implies --method {PIXEL_CHANGE}."
+)
+ThresholdOption = Annotated[float | None, of_media(help=THRESHOLD_HELP)]
+_METHOD_HELP = (
+    f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of each "
+    f"slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, some in "
+    f"every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. {RANDOM}: a "
+    f"random choice. {PIXEL_CHANGE}: those of each slice whose pixels changed most, chosen before the vision tower. "
+    f"{NONE}: all."
+)
+MethodsOption = Annotated[
+    list[str] | None,
+    of_media(
+        help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default, with a rate: {PIXEL_CHANGE} if the "
+        f"model takes it, else {EVS}."
+    ),
+]
+MaxPixelsOption = Annotated[int | None, of_media(help="Resize each frame or image to at most this many pixels.")]
+NumFramesOption = Annotated[
+    int | None, of_media(help="Number of frames, evenly spaced, or all if there are fewer; in place of --fps.")
+]
+SystemOption = Annotated[str | None, of_sampling(help="System message: instructions for the model.")]
+AdapterOption = Annotated[
+    str | None, of_sampling(help="Name of a LoRA adapter that generation has loaded (--adapters).")
+]
+ThinkingOption = Annotated[
+    bool | None,
+    of_sampling(
+        "--thinking/--no-thinking",
+        help="Whether the model thinks before it answers, if it can do both. Default: the chat template's.",
+    ),
+]
+JsonOption = Annotated[bool, of_output("--json", help="Print the result, or the error, as one JSON object on stdout.")]
+ServerOption = Annotated[
+    str,
+    _of_connection(
+        envvar="GRIDSIEVE_SERVER", help="Address of generation, host:port; several replicas separated by commas."
+    ),
+]
+TimeoutOption = Annotated[float | None, _of_connection(help="Deadline of each request, in seconds. Default: none.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruningFlags:
+    """How videos are pruned; None: as the service does."""
+
+    pruning_rate: Annotated[float | None, of_media(help=f"{_RATE_HELP} Default: the service's.")] = None
+    method: Annotated[str | None, of_media(help=f"{_METHOD_HELP} Default: the service's.")] = None
+    pruning_threshold: ThresholdOption = None
+
+    def options(self) -> Options:
+        """Raises BadParameter as `pruning_of`."""
+        said = said_pruning(self.pruning_rate, self.method, self.pruning_threshold)
+        return Options(pruning_rate=said.rate, pruning_method=said.method, pruning_threshold=said.threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameFlags:
+    """Where media are, and which of their frames are used, in which size."""
+
+    fps: Annotated[float | None, of_media(help="Frames to sample per second. Default: the model's.")] = None
+    max_frames: Annotated[int | None, of_media(help="Maximum number of frames to sample. Default: the model's.")] = None
+    max_pixels: MaxPixelsOption = None
+    allow_truncated: Annotated[
+        bool,
+        of_media(
+            "--allow-truncated",
+            help="Accept videos that were cut off, even if more than a tenth of the frames is missing.",
+        ),
+    ] = False
+    on_server: Annotated[
+        bool,
+        of_media("--on-server", help="Media are paths below preprocessing's --media-root, not files on this machine."),
+    ] = False
+
+    def part(self, location: str, **more: Any) -> Video:
+        """The video or image, as its bytes are, that an argument names: a URL, a path on the server or a local file.
+
+        more: other fields of the video.
+        """
+        try:
+            check_scheme(location)
+        except InvalidRequest as error:
+            raise typer.BadParameter(str(error)) from error
+        fields: dict[str, Any] = {**asdict(self), **more}
+        on_server = fields.pop("on_server")
+        fields["url" if is_url(location) else "server_path" if on_server else "path"] = location
+        return Video(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipFlags(FrameFlags):
+    start_s: Annotated[float | None, of_media(help="Start at this second of each video.")] = None
+    end_s: Annotated[float | None, of_media(help="End at this second of each video.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    temperature: Annotated[
+        float | None, of_sampling(help="Randomness of the choice; 0: always the most likely token.")
+    ] = None
+    top_p: Annotated[
+        float | None, of_sampling(help="Sample from the most likely tokens with this total probability.")
+    ] = None
+    seed: Annotated[int | None, of_sampling(help="Seed of sampling; the same seed gives the same completion.")] = None
+    max_new_tokens: Annotated[
+        int | None, of_output(help="Maximum number of tokens of a completion. Default: as many as fit, at most 1024.")
+    ] = None
+
+    def options(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature, top_p=self.top_p, seed=self.seed, max_new_tokens=self.max_new_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessFlags:
+    tls_ca: Annotated[
+        Path | None,
+        _of_connection(
+            envvar=["GRIDSIEVE_TLS_CA", "GRIDSIEVE_UPSTREAM_TLS_CA"],
+            help="Use TLS, and verify the service's certificate with the authorities in this PEM file.",
+        ),
+    ] = None
+    tls_cert: Annotated[Path | None, _of_connection(envvar="GRIDSIEVE_TLS_CERT", help="Client certificate (PEM).")] = (
+        None
+    )
+    tls_key: Annotated[
+        Path | None, _of_connection(envvar="GRIDSIEVE_TLS_KEY", help="Private key of --tls-cert (PEM).")
+    ] = None
+    token_file: Annotated[
+        Path | None, _of_connection(help="File with the bearer token to send. Default: the variable GRIDSIEVE_TOKEN.")
+    ] = None
+    allow_plaintext_token: Annotated[
+        bool,
+        _of_connection(
+            "--allow-plaintext-token",
+            envvar="GRIDSIEVE_ALLOW_PLAINTEXT_TOKEN",
+            help="Send the token to other machines even without TLS.",
+        ),
+    ] = False
+
+    def access(self) -> Access:
+        """Raises StartupError for a token file without a valid token."""
+        token = read_token("--token-file", self.token_file) if self.token_file else os.environ.get("GRIDSIEVE_TOKEN")
+        return Access(
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            token=token,
+            allow_plaintext_token=self.allow_plaintext_token,
+        )
+
+
+def pruning_of(rate: float, method: str | None, threshold: float | None) -> Pruning:
+    """Raises BadParameter for an invalid rate or threshold, an unknown method, and one that has no threshold."""
+    with _bad_parameters():
+        return Pruning(rate, named_method(method, threshold), threshold=threshold)
+
+
+def said_pruning(rate: float | None, method: str | None, threshold: float | None) -> Said:
+    """Of a request; None: not said. Raises as `pruning_of`."""
+    with _bad_parameters():
+        return Said(rate, method, threshold=threshold)
+
+
+def template_options(thinking: bool | None) -> Mapping[str, bool]:
+    """Variables of the chat template. thinking: None, as it does by default."""
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+@contextmanager
+def _bad_parameters() -> Iterator[None]:
+    try:
+        with in_flags():
+            yield
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def in_flags(messages: Sequence[Message] = ()) -> Iterator[None]:
+    """Puts flags, and the names of the media of these messages, into errors in place of the request's fields.
+
+    "prompt.messages[0].parts[0].video.frame_sampling.fps must be …" becomes "--fps of clip.mp4 must be …".
+    """
+    try:
+        yield
+    except GridsieveError as error:
+        error.rename(partial(_flag, messages=messages), _REMEDIES)
+        raise
+
+
+def _flag(field: str, messages: Sequence[Message]) -> str:
+    match steps_of(field):
+        case "sampling", "json_schema":
+            return "--schema"
+        case "frame_sampling" | "sampling", _, *_:
+            return f"--{field.partition('.')[2].replace('_', '-')}"
+        case "prompt", "messages", int(number), "parts", int(place), "image" | "video", *rest:
+            if (name := _media_name(messages, number, place)) is None or rest[:1] == ["embeds"]:
+                return field
+            if rest in ([], ["data"], ["url"]):
+                return name
+            inner = _flag(path_of(*rest), messages)
+            return inner if len(rest) == 1 else f"{inner} of {name}"
+        case "open", "triggers", int(), str(name):
+            return _flag(f"open.{name}", messages)
+        case "open", "triggers", int(), *rest:
+            return _flag(path_of(*rest), messages)
+        case "open", name if field not in _FLAGS:
+            return f"--{str(name).replace('_', '-')}"
+    return _FLAGS.get(field, field)
+
+
+def _media_name(messages: Sequence[Message], number: int, place: int) -> str | None:
+    """The file or URL of a media item; None where it is neither."""
+    parts = messages[number].parts if number < len(messages) else ()
+    part = parts[place] if place < len(parts) else None
+    if not isinstance(part, Image | Video):
+        return None
+    name = part.path or part.server_path or (part.url and part.url[:_NAME_CHARACTERS])
+    return os.fspath(name) if name else None
+
+
+def print_json(value: dict[str, Any] | list[dict[str, Any]]) -> None:
+    typer.echo(json.dumps(value, default=_plain, ensure_ascii=False))
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")

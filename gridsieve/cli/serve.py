@@ -1,0 +1,165 @@
+"""The command `gridsieve serve`, which runs the three services and the gateway until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gridsieve.cli.launcher import GATEWAY, SERVICES, Endpoint, LocalStack
+from gridsieve.cli.signals import DrainOnSignals
+from gridsieve.cli.stack_flags import service_flags
+from gridsieve.cli.terminal import reported_errors, stderr
+from gridsieve.client.answer import Model
+from gridsieve.client.client import DEFAULT_ADDRESS, GridsieveClient
+from gridsieve.client.credentials import Access
+from gridsieve.common.contract.errors import GridsieveError, StartupError
+from gridsieve.common.contract.retention import NONE, Pruning
+from gridsieve.common.process import ExitStatus, at_once
+
+_model = partial(typer.Option, rich_help_panel="Model and media")
+_addresses = partial(typer.Option, rich_help_panel="Addresses")
+_TELL_S = 10.0
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="GRIDSIEVE_SERVE_CONFIG",
+        help="TOML file with a table of settings for each service; deploy/stack.toml is an example.",
+    ),
+]
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        Path | None,
+        _model(
+            envvar="GRIDSIEVE_MODEL",
+            help="Checkpoint folder in transformers' format, or a Hugging Face repository. Default: the embedded demo "
+            "model.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        _model(
+            help="Name of the model: its id in the API and its label in metrics. Of several, all are accepted, and the "
+            "first is the id in answers and the label. Default: the repository's name, or the folder's."
+        ),
+    ] = None,
+    media_root: Annotated[
+        Path | None,
+        _model(envvar="GRIDSIEVE_MEDIA_ROOT", help="Folder that requests may read files from. Default: none."),
+    ] = None,
+    config: ConfigOption = None,
+    listen: Annotated[
+        str, _addresses(help="Address of generation, which clients call: host:port or unix:/path.")
+    ] = DEFAULT_ADDRESS,
+    preprocessing_listen: Annotated[str, _addresses(help="Address of preprocessing.")] = "127.0.0.1:50051",
+    encoder_listen: Annotated[str, _addresses(help="Address of the encoder.")] = "127.0.0.1:50052",
+    http_listen: Annotated[
+        str, _addresses(help="Address of the gateway, which speaks HTTP. '': no gateway.")
+    ] = "127.0.0.1:8000",
+    metrics_port: Annotated[
+        int,
+        _addresses(
+            min=0,
+            max=2**16 - len(SERVICES),
+            help="Port of preprocessing's /metrics; the encoder and generation use the next two ports. 0: no metrics.",
+        ),
+    ] = 9101,
+) -> None:
+    """Run the three services and their HTTP gateway on this machine until Ctrl-C.
+
+    After the first Ctrl-C (or SIGTERM, or a closed terminal), each service finishes its running requests, within 30
+    seconds. The second Ctrl-C ends everything at once. Under nohup, closing the terminal has no effect.
+
+    Each flag of a service is also a flag here, with the service's name before it (--generation-dtype), and a line of
+    the --config file. The services also read the environment variables GRIDSIEVE_…, except GRIDSIEVE_DRAIN_S.
+    `gridsieve settings` lists all settings.
+
+    Exit status: 0 if all requests finished; 3 if some were cut off; 2 if a service could not start; 1 if a service
+    failed; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if stopped at once or before all services were ready.
+
+    Example: gridsieve serve --media-root ~/videos
+
+    Example: gridsieve serve --model ~/Qwen2.5-VL-3B --generation-dtype bfloat16
+    """
+    addresses = (preprocessing_listen, encoder_listen, listen)
+    ports = (metrics_port, metrics_port + 1, metrics_port + 2) if metrics_port else (0, 0, 0)
+    endpoints = dict(zip(SERVICES, map(Endpoint, addresses, ports), strict=True))
+    services = (*SERVICES, GATEWAY) if http_listen else SERVICES
+    endpoints[GATEWAY] = Endpoint(http_listen, 0)
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START):
+        flags = service_flags(config, context.args)
+    for service in SERVICES:
+        flags[service] += [f"--served-model-name={name}" for name in served_model_name or ()]
+    stack = LocalStack(
+        model,
+        services=services,
+        media_root=media_root,
+        endpoints=endpoints,
+        flags=flags,
+        show_logs=True,
+        report=stderr.print,
+    )
+    signals = DrainOnSignals(stack)
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START):
+        try:
+            stack.start()
+        except StartupError:
+            if signals.first is None:
+                raise
+            raise typer.Exit(at_once(signals.first)) from None
+    with reported_errors():
+        try:
+            first = f"{stack.url} (OpenAI's HTTP) and " if http_listen else ""
+            stderr.print(
+                f"[bold]gridsieve listens at {first}{listen}[/]; Ctrl-C stops it. In another terminal:", soft_wrap=True
+            )
+            server = "" if listen == DEFAULT_ADDRESS else f" --server {listen}"
+            stderr.print(f'  gridsieve ask CLIP "What moves?" --pruning-rate 0.75{server}', soft_wrap=True)
+            stderr.print(default_pruning(listen), soft_wrap=True)
+            stack.watch()
+        finally:
+            stack.stop()
+    raise typer.Exit(stack.exit_status)
+
+
+def default_pruning(generation: str) -> str:
+    """How videos are pruned for which a request says nothing, as the service tells it, and how to change that."""
+    environment = os.environ.get
+    access = Access(token=environment("GRIDSIEVE_TOKEN") or None)
+    if cert := environment("GRIDSIEVE_TLS_CERT"):
+        access |= Access(
+            tls_ca=environment("GRIDSIEVE_UPSTREAM_TLS_CA"), tls_cert=cert, tls_key=environment("GRIDSIEVE_TLS_KEY")
+        )
+
+    async def models() -> tuple[Model, ...]:
+        async with GridsieveClient(generation, **access) as client:
+            return await client.models(timeout_s=_TELL_S)
+
+    try:
+        model, *_ = asyncio.run(models())
+    except (GridsieveError, StartupError) as error:  # StartupError: of a token or certificate that is not for this
+        return f"How videos are pruned by default is not known here ({error}): ListModels (GET /v1/models) tells it."
+    pruning = Pruning(model.pruning_rate, model.pruning_method, threshold=model.pruning_threshold)
+    if [each.name for each in model.pruning_methods] == [NONE]:
+        return "Videos are not pruned: this model takes no pruning."
+    if not pruning.drops:
+        return (
+            "Videos are not pruned unless a request asks for it, as this one does; live sessions drop what does not "
+            "change. For all requests: gridsieve serve --generation-pruning-rate 0.75"
+        )
+    amounts = [f"rate {pruning.rate:g}"] if pruning.rate else []
+    if pruning.threshold is not None:
+        amounts.append(f"threshold {pruning.threshold:g}")
+    return (
+        f"Videos are pruned by {pruning.method} at {' and '.join(amounts)} unless a request asks for another "
+        f"(gridsieve ask --pruning-rate 0). For all requests: gridsieve serve --generation-pruning-rate, "
+        f"--generation-pruning-method, --generation-pruning-threshold"
+    )
