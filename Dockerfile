@@ -28,9 +28,9 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r
 ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/gridsieve
 
 FROM preprocessing-dependencies AS preprocessing
-COPY common $PACKAGE/common
-COPY services/__init__.py $PACKAGE/services/
-COPY services/preprocessing $PACKAGE/services/preprocessing
+COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/services/__init__.py $PACKAGE/services/
+COPY gridsieve/services/preprocessing $PACKAGE/services/preprocessing
 COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
 RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve --mode=700 /uploads
 USER gridsieve
@@ -40,10 +40,10 @@ CMD ["--listen", "0.0.0.0:50051"]
 
 FROM torch-dependencies AS encoder
 RUN pip install '.[lora]'
-COPY common $PACKAGE/common
-COPY services/__init__.py $PACKAGE/services/
-COPY services/compute $PACKAGE/services/compute
-COPY services/encoder $PACKAGE/services/encoder
+COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/services/__init__.py $PACKAGE/services/
+COPY gridsieve/services/compute $PACKAGE/services/compute
+COPY gridsieve/services/encoder $PACKAGE/services/encoder
 COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
 RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve /var/cache/gridsieve
 USER gridsieve
@@ -68,10 +68,10 @@ ARG MAX_JOBS=2
 COPY deploy/flash_infer_kernels.py /tmp/
 RUN if [ -n "$CUDA" ]; then \
     FLASHINFER_WORKSPACE_BASE=/tmp/compiled python /tmp/flash_infer_kernels.py && rm -r /tmp/compiled; fi
-COPY common $PACKAGE/common
-COPY services/__init__.py $PACKAGE/services/
-COPY services/compute $PACKAGE/services/compute
-COPY services/generation $PACKAGE/services/generation
+COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/services/__init__.py $PACKAGE/services/
+COPY gridsieve/services/compute $PACKAGE/services/compute
+COPY gridsieve/services/generation $PACKAGE/services/generation
 COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
 COPY demo/gridsieve-demo-draft $PACKAGE/gridsieve-demo-draft
 RUN useradd --system --uid 10001 gridsieve && install --directory --owner=gridsieve /var/cache/gridsieve
@@ -84,9 +84,9 @@ CMD ["--listen", "0.0.0.0:50053"]
 
 FROM base AS gateway
 RUN pip install '.[gateway,otel]'
-COPY common $PACKAGE/common
-COPY services/__init__.py $PACKAGE/services/
-COPY services/gateway $PACKAGE/services/gateway
+COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/services/__init__.py $PACKAGE/services/
+COPY gridsieve/services/gateway $PACKAGE/services/gateway
 COPY gridsieve/*.py gridsieve/py.typed $PACKAGE/
 COPY gridsieve/client $PACKAGE/client
 COPY demo/clip.mp4 $PACKAGE/

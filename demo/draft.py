@@ -415,9 +415,7 @@ def _validate(trainer: Trainer, held_out: Sequence[tuple[Encoded, list[Prompt]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=DEMO_DRAFT)
-    parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept"
-    )
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
     parser.add_argument("--clips", type=int, default=CLIPS)
     parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--seed", type=int, default=0)

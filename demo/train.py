@@ -334,9 +334,7 @@ def _mean(values: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "gridsieve-demo")
-    parser.add_argument(
-        "--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept"
-    )
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/gridsieve-demo"), help="where rendered clips are kept")
     parser.add_argument("--minutes", type=float, default=92)
     parser.add_argument("--clips", type=int, default=TRAINING_CLIPS)
     parser.add_argument("--from", dest="start_from", type=Path, help="a checkpoint to go on from")

@@ -59,9 +59,7 @@ def _flags_of(config: Path, service: str) -> Iterator[str]:
     for name, value in tables.get(service, {}).items():
         key = name.replace("-", "_")
         if key in _OWN:
-            raise StartupError(
-                f"{config}: {service}.{name} is set by `gridsieve serve` for all services: use its flag"
-            )
+            raise StartupError(f"{config}: {service}.{name} is set by `gridsieve serve` for all services: use its flag")
         flag = key.replace("_", "-")
         match value:
             case bool():

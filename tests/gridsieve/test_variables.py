@@ -28,9 +28,7 @@ def test_flags_come_from_the_environment_unless_the_command_line_has_them(
     assert not sampling.HasField("temperature")
 
 
-def test_a_wrong_value_is_reported_by_the_name_of_its_variable(
-    gridsieve: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_value_is_reported_by_the_name_of_its_variable(gridsieve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRIDSIEVE_ASK_FPS", "many")
     for command in (("ask", "What moves?"), ("settings",)):
         result = gridsieve(*command)

@@ -50,9 +50,7 @@ async def test_clips_that_travel_in_pieces_are_answered_like_small_ones(client: 
     assert large_answer.logprobs == pytest.approx(small_answer.logprobs, abs=1e-4)
 
 
-async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(
-    stack: Stack, client: GridsieveClient
-) -> None:
+async def test_pictures_are_answered_like_the_clip_whose_frames_they_are(stack: Stack, client: GridsieveClient) -> None:
     """In one message and, 1.6 MiB large, in pieces between the services. The second question encodes nothing."""
     options: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5}
     clip = media.clip(seed=63, width=224, height=224)
@@ -114,9 +112,7 @@ async def test_a_second_question_about_a_clip_decodes_and_encodes_nothing(
     assert after["items"] == before["items"] + 1
 
 
-async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
-    stack: Stack, client: GridsieveClient
-) -> None:
+async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(stack: Stack, client: GridsieveClient) -> None:
     first = await ask(client, 42)
     before = await work_done(stack)
     clip = Video(data=media.clip(seed=42))

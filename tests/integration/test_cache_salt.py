@@ -100,9 +100,7 @@ async def test_every_http_endpoint_takes_a_salt(stack: Stack, http: httpx.Client
         assert await work_done(stack) == done
 
 
-async def test_a_salt_that_is_too_long_or_not_printable_is_refused(
-    client: GridsieveClient, http: httpx.Client
-) -> None:
+async def test_a_salt_that_is_too_long_or_not_printable_is_refused(client: GridsieveClient, http: httpx.Client) -> None:
     for salt in (TOO_LONG, UNPRINTABLE):
         with pytest.raises(InvalidRequest, match="at most 256 printable characters") as error:
             await client.ask(None, "Why?", cache_salt=salt)

@@ -20,7 +20,7 @@ import PIL.Image
 import pytest
 from typer.testing import CliRunner
 
-from gridsieve import GridsieveClient, Grid, Image, Pruning, Video, encode
+from gridsieve import Grid, GridsieveClient, Image, Pruning, Video, encode
 from gridsieve.__main__ import app
 from gridsieve.common.contract.retention import AUTO_THRESHOLD, METHODS
 from tests import media

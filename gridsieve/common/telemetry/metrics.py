@@ -30,9 +30,7 @@ MODEL_INFO = Gauge(
 )
 SERVING = Gauge("gridsieve_serving", "1 while health reports SERVING, else 0")
 REQUESTS = Counter("gridsieve_requests_total", "Requests by their final gRPC status", ["method", "code"])
-REFUSALS = Counter(
-    "gridsieve_refusals_total", "Requests that ended with an error, by its reason", ["method", "reason"]
-)
+REFUSALS = Counter("gridsieve_refusals_total", "Requests that ended with an error, by its reason", ["method", "reason"])
 REQUESTS_RUNNING = Gauge("gridsieve_requests_running", "Requests that are running", ["method"])
 REQUEST_SECONDS = Histogram("gridsieve_request_seconds", "Duration of requests", ["method"], buckets=SECONDS_BUCKETS)
 MESSAGE_BYTES = Counter(
