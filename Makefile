@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-minicpm demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,10 +133,6 @@ demo-model: setup  ## Train the embedded model (under two hours on two cores)
 
 demo-draft: setup  ## Train the head that drafts tokens for the embedded model (under an hour on two cores)
 	$(BIN)/python -m demo.draft
-
-demo-minicpm: setup  ## Measure what pruning costs a MiniCPM-V 4.5 and a 4.6: trains tiny ones (about two hours)
-	$(BIN)/python -m demo.minicpm
-	$(BIN)/python -m demo.minicpmv4_6
 
 demo-eval: setup  ## Measure the accuracy of the embedded model by pruning rate and method
 	$(BIN)/python -m demo.evaluate --picture docs/pruning.png --time-picture docs/pruning-time.png
