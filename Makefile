@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 PIP_INSTALL = $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-eval up down clean
+.PHONY: help setup protos tree demo test test-deep test-gpu coverage lint site format bench bench-ceiling bench-engine bench-gateway bench-gpu bench-live bench-media bench-peers bench-sharegpt fuzz fuzz-http fuzz-rpc gpu-bundle soak soak-live demo-model demo-eval up down clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,13 +73,18 @@ coverage: setup  ## Run the tests and report which lines their own process does 
 gpu-bundle: setup  ## Pack all that test-gpu and bench-gpu need on a machine without an index (an hour the first time)
 	$(BIN)/python -m benchmarks.gpu.bundle
 
-lint: setup  ## Check style, types, import layers and protos
+lint: setup site  ## Check style, types, import layers, protos and the links of pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
+
+site: setup  ## Build the pages as a site, in build/site
+	@rm -rf build/pages && mkdir -p build/pages
+	@git ls-files -z ':!tests' ':!*.safetensors' | xargs -0 cp --parents --no-dereference --target-directory build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: setup  ## Format the code
 	$(BIN)/ruff check --fix
