@@ -43,11 +43,14 @@ class Serving:
 
     def run(self, script: str, *arguments: str | Path) -> str:
         """Runs a script of examples/; returns what it prints."""
+        return self.python(ROOT / "examples" / script, *arguments)
+
+    def python(self, *arguments: str | Path) -> str:
+        """Runs Python in the project's folder, with the addresses of the services; returns what it prints."""
         _, encoder, generation, _ = self.addresses
         addresses = {"GRIDSIEVE_SERVER": generation, "GRIDSIEVE_ENCODER": encoder, "OPENAI_BASE_URL": self.url}
-        asked = [sys.executable, ROOT / "examples" / script, *arguments]
-        environment = {**os.environ, **addresses, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(asked, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        asked, environment = [sys.executable, *arguments], {**os.environ, **addresses, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(asked, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,17 @@ def test_the_examples_print_what_they_promise(serving: Serving, tmp_path: Path) 
     moments = [json.loads(line) for line in serving.run("vectors.py", CLIP).splitlines()]
     assert [each["time_s"] for each in moments] == sorted(each["time_s"] for each in moments)
     assert np.allclose([np.linalg.norm(each["vector"]) for each in moments], 1)
+
+
+def test_the_notebook_runs(serving: Serving) -> None:
+    """Its cells, one after the other, within an event loop, as Jupyter runs them."""
+    notebook = json.loads((ROOT / "examples" / "first_questions.ipynb").read_text())
+    cells = "\n".join("".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code")
+    script = "import ast, asyncio, sys; code = compile(sys.argv[1], 'cells', 'exec', ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)\n"
+    script += "async def main(): await eval(code, globals())\nasyncio.run(main())"
+    lines = serving.python("-c", script, cells).splitlines()
+    assert [line.partition(": ")[2] for line in lines[:3]] == [QUESTION.answer] * 3
+    assert lines[-1] == "the red square"
 
 
 async def test_services_end_when_the_command_is_killed(serving: Serving) -> None:
