@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.encoder.families.minicpmv import time_number
+from gridsieve.families.minicpm.tower import time_number
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import TimedFrames
 from tests import minicpm

@@ -13,8 +13,8 @@ from transformers.vision_utils import get_vision_nearest_position_ids
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import Frames
 from tests import minicpmv4_6 as oracle

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.retention import METHODS
 from gridsieve.common.fields import refusing
 from gridsieve.services.compute.packed_linear import pack_linears
 from gridsieve.services.encoder.tower.adapted import Adaptable, linear_layers
@@ -219,7 +218,6 @@ def make_tower(
         embed_dim=embed_dim,
         compute=compute,
         embed_levels=embed_levels,
-        pruning_methods=METHODS,
         adaptable=None if share else Adaptable(model, compute, linear, _PEFT_PREFIX),
     )
 
