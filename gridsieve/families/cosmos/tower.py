@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cosmos3EdgeConfig
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePatchMerger, Cosmos3EdgeVisionModel
@@ -20,56 +19,64 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.families.cosmos.names import own_name
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import CHANNELS, FoldedPatchEmbed, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.tower import Tower, sizes_of
-from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.patches import (
+    CHANNELS,
+    FoldedPatchEmbed,
+    Normalisation,
+    PatchShape,
+    read_normalisation,
+)
+from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import find_parts
 
 _PARTS = ("visual.", "projector.")
-_PATCH_EMBED = "visual.embeddings.patch_embedding."
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(Cosmos3EdgeConfig)
     vision = config.vision_config
-    vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = _Cosmos3Edge(config)
-    stored = {own_name(name): each for name, each in find_parts(checkpoint, _PARTS).items()}
-    loaded = load_model(model, vision, stored, _PATCH_EMBED, options)
-    patch_px, merge = int(vision.patch_size), int(vision.spatial_merge_size)
-    weight, bias = (loaded.weights[f"{_PATCH_EMBED}{name}"] for name in ("weight", "bias"))
-    # A patch's values, in the order y, x, channel, to those of a convolution.
-    convolution = weight.unflatten(1, (patch_px, patch_px, CHANNELS)).permute(0, 3, 1, 2)[:, :, None]
-    model.embed_with(FoldedPatchEmbed(convolution, bias, read_normalisation(checkpoint), loaded.dtype))
-    layers = model.visual.encoder.layers
-    # Of each patch the table is multiplied, too.
-    patch_weights = model.patch_embed.weight.numel() + model.table.numel()
-    return loaded.tower(
-        layers,
+    merge = int(vision.spatial_merge_size)
+    return assemble(
+        _Cosmos3Edge.on_meta(config),
+        {own_name(name): each for name, each in find_parts(checkpoint, _PARTS).items()},
+        read_normalisation(checkpoint),
+        options,
         shape=TowerShape(merge, table_side=math.isqrt(vision.num_patches), fit=Fit.SMOOTHED),
-        patches=PatchShape(patch_px, merge, 1),
-        sizes=sizes_of(vision.hidden_size, layers, patch_weights, model.projector),
+        patches=PatchShape(int(vision.patch_size), merge, 1),
         embed_dim=config.text_config.hidden_size,
     )
 
 
-class _Cosmos3Edge(nn.Module):
+class _Cosmos3Edge(TowerModel):
     """visual, projector: transformers'. table: of positions, float32 (side², hidden)."""
 
-    patch_embed: FoldedPatchEmbed
+    patch_embedding = "visual.embeddings.patch_embedding."
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        super().__init__(config.vision_config)
         self.visual: Any = Cosmos3EdgeVisionModel(config.vision_config)
         self.projector = Cosmos3EdgePatchMerger(config)
 
-    def embed_with(self, patch_embed: FoldedPatchEmbed) -> None:
-        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
-        self.patch_embed = patch_embed
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.visual.encoder.layers
+        return layers
+
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
+        weight, bias = (loaded.weights[f"{self.patch_embedding}{name}"] for name in ("weight", "bias"))
+        side = int(self.vision.patch_size)
+        # A patch's values, in the order y, x, channel, to those of a convolution.
+        convolution = weight.unflatten(1, (side, side, CHANNELS)).permute(0, 3, 1, 2)[:, :, None]
+        self.patch_embed = FoldedPatchEmbed(convolution, bias, normalisation, loaded.dtype)
         self.table = nn.Parameter(self.visual.embeddings.position_embedding.weight.float())
         del self.visual.embeddings
+
+    def sizes(self) -> TowerSizes:
+        # Of each patch the table is multiplied, too.
+        patch_weights = self.patch_embed.weight.numel() + self.table.numel()
+        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.projector)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches uint8 (P, values)."""
@@ -78,7 +85,7 @@ class _Cosmos3Edge(nn.Module):
         places = (row[:, :, None] * column[:, None]).flatten(1) @ self.table
         rows = self.patch_embed(patches)
         rows = rows + places.to(rows.dtype)
-        for layer in self.visual.encoder.layers:
+        for layer in self.layers:
             rows = layer(rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, attend=attend)
         tokens: Tensor = self.projector(self.visual.post_layernorm(rows))
         return tokens

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
@@ -23,12 +22,12 @@ from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.minicpm.versions import queries_of, version_of
 from gridsieve.services.encoder.tower.attention import Attend, Resampling
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape, read_normalisation
 from gridsieve.services.encoder.tower.projected import pass_ends_on, side_of
 from gridsieve.services.encoder.tower.resampler import Resampler
 from gridsieve.services.encoder.tower.tiles import check_plan
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
-from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import find_parts
 
 # The version whose slices are groups of frames.
@@ -38,7 +37,6 @@ _IN_A_ROW = "2.5"
 _TENTH_S = 0.1
 
 _TOWER, _RESAMPLER = "vpm.", "resampler."
-_PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 
 
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
@@ -48,17 +46,7 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     if config.get("drop_vision_last_layer", False):
         vision.num_hidden_layers -= 1
     queries, width = queries_of(config), config.whole("hidden_size")
-    vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = _MiniCPMV(vision, queries, width)
-    stored = find_parts(checkpoint, (_TOWER, _RESAMPLER))
-    unread = (f"{_TOWER}encoder.",)
-    resampling = Resampling(queries, model.resampler.attn.num_heads, model.resampler.attn.head_dim)
-    loaded = load_model(model, vision, stored, _PATCH_EMBED, options, unread=unread, resampling=resampling)
-    model.embed_with(loaded.folded(read_normalisation(checkpoint)))
     patch_px, timed = side_of(vision.patch_size), version == _GROUPING
-    cell_side, in_a_row = side_of(vision.image_size) // patch_px, version == _IN_A_ROW
-    shape = TowerShape(1, queries=queries, cell_side=cell_side, cells_in_a_row=in_a_row, timed=timed)
 
     def arrange(plan: MediaPlan) -> Arrangement:
         frames, is_video = plan.frames, plan.modality is Modality.VIDEO
@@ -70,11 +58,19 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
             raise ValueError(f"sides of {frames.frame_px(0)} and {frames.frame_px(1)} are no multiples of {patch_px}")
         return Arrangement(queries, times=tuple(map(time_number, plan.timestamps_s)) if timed else ())
 
-    return loaded.tower(
-        model.vpm.encoder.layers,
-        shape=shape,
+    return assemble(
+        _MiniCPMV.on_meta(vision, queries, width),
+        find_parts(checkpoint, (_TOWER, _RESAMPLER)),
+        read_normalisation(checkpoint),
+        options,
+        shape=TowerShape(
+            1,
+            queries=queries,
+            cell_side=side_of(vision.image_size) // patch_px,
+            cells_in_a_row=version == _IN_A_ROW,
+            timed=timed,
+        ),
         patches=PatchShape(patch_px, 1, 1, queries=queries),
-        sizes=_sizes(model),
         embed_dim=width,
         arrange=arrange,
     )
@@ -87,31 +83,45 @@ def time_number(time_s: float) -> int:
     return int(nearest * _TENTH_S / _TENTH_S)
 
 
-class _MiniCPMV(nn.Module):
-    """vpm: transformers' SigLIP without its head."""
+class _MiniCPMV(TowerModel):
+    """vpm: transformers' SigLIP without its head. places: stored positions, (cells, hidden)."""
 
-    patch_embed: FoldedPatchEmbed
     places: Tensor
+    patch_embedding = f"{_TOWER}embeddings.patch_embedding."
+    unread = (f"{_TOWER}encoder.",)
 
     def __init__(self, vision: SiglipVisionConfig, queries: int, width: int) -> None:
-        super().__init__()
+        super().__init__(vision)
         vision.vision_use_head = False
         self.vpm = SiglipVisionModel(vision)
         self.resampler = Resampler(queries, width, vision.hidden_size)
+        self.resampling = Resampling(queries, self.resampler.attn.num_heads, self.resampler.attn.head_dim)
         pass_ends_on(self.vpm)
 
-    def embed_with(self, patch_embed: FoldedPatchEmbed) -> None:
-        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
-        self.patch_embed = patch_embed
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.vpm.encoder.layers
+        return layers
+
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
+        self.patch_embed = loaded.folded(normalisation)
         self.places = self.vpm.embeddings.position_embedding.weight
         del self.vpm.embeddings
+
+    def sizes(self) -> TowerSizes:
+        in_layers = linear_weights(self.vpm.encoder)
+        hidden, values = self.patch_embed.weight.shape
+        width = self.resampler.proj.shape[0]
+        # Of each patch also its key and its value.
+        patch_weights = in_layers + hidden * values + hidden * width + 2 * width**2
+        return TowerSizes(hidden, patch_weights, 0, len(self.layers))
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (S · queries, D) of patches uint8 (P, values)."""
         assert layout.cells is not None
         rows = self.patch_embed(patches) + self.places[layout.cells]
         states = rows[None]
-        for layer in self.vpm.encoder.layers:
+        for layer in self.layers:
             states = layer(
                 states,
                 attention_mask=None,
@@ -122,12 +132,3 @@ class _MiniCPMV(nn.Module):
         features = self.vpm.post_layernorm(states)[0]
         tokens: Tensor = self.resampler(features, layout, attend)
         return tokens
-
-
-def _sizes(model: _MiniCPMV) -> TowerSizes:
-    in_layers = linear_weights(model.vpm.encoder)
-    hidden, values = model.patch_embed.weight.shape
-    width = model.resampler.proj.shape[0]
-    # Of each patch also its key and its value.
-    patch_weights = in_layers + hidden * values + hidden * width + 2 * width**2
-    return TowerSizes(hidden, patch_weights, 0, len(model.vpm.encoder.layers))

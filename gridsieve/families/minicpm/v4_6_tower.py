@@ -15,7 +15,6 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MiniCPMV4_6Config, MiniCPMV4_7Config
@@ -31,17 +30,16 @@ from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.families.minicpm.versions import merged_side
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape, read_normalisation
 from gridsieve.services.encoder.tower.projected import side_of
 from gridsieve.services.encoder.tower.tiles import check_plan
 from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, linear_weights
-from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import find_parts
 
 _CONFIGS = {"minicpmv4_6": MiniCPMV4_6Config, "minicpmv4_7": MiniCPMV4_7Config}
 _TOWER, _MERGER = "vision_tower.", "merger."
 _WINDOW_MERGER = f"{_TOWER}vit_merger."
-_PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 # Patches per side of a window, and in it.
 _WINDOW_SIDE, _WINDOW = 2, 4
 _MERGED_TWICE = 4
@@ -51,19 +49,15 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(_CONFIGS[checkpoint.model_type])
     vision, merge = config.vision_config, merged_side(checkpoint.config)
-    vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = VisionModel(config, windows=merge == _MERGED_TWICE)
-    stored = find_parts(checkpoint, (_TOWER, _MERGER))
-    loaded = load_model(model, vision, stored, _PATCH_EMBED, options, unread=(_WINDOW_MERGER,))
-    model.embed_with(loaded.folded(read_normalisation(checkpoint)))
     patch_px = side_of(vision.patch_size)
     patches = PatchShape(patch_px, merge, 1)
-    return loaded.tower(
-        model.vision_tower.encoder.layers,
+    return assemble(
+        _MiniCPMV46.on_meta(config, merge == _MERGED_TWICE),
+        find_parts(checkpoint, (_TOWER, _MERGER)),
+        read_normalisation(checkpoint),
+        options,
         shape=TowerShape(merge, cell_side=side_of(vision.image_size) // patch_px, cells_by_quotient=True),
         patches=patches,
-        sizes=_sizes(model),
         embed_dim=config.text_config.hidden_size,
         arrange=lambda plan: _arrange(plan, patches),
     )
@@ -83,35 +77,63 @@ def _arrange(plan: MediaPlan, patches: PatchShape) -> Arrangement:
     return Arrangement(slice_tokens, first_tokens)
 
 
-class VisionModel(nn.Module):
-    """vision_tower, merger: transformers'. windows: whether patches are merged between layers, too."""
+class _MiniCPMV46(TowerModel):
+    """vision_tower, merger: transformers'. windows: whether patches are merged between layers, too.
 
-    patch_embed: FoldedPatchEmbed | nn.Linear
+    places: stored positions, (cells, hidden).
+    """
+
     places: Tensor
+    patch_embedding = f"{_TOWER}embeddings.patch_embedding."
+    unread = (_WINDOW_MERGER,)
 
     def __init__(self, config: Any, windows: bool) -> None:
-        super().__init__()
+        super().__init__(config.vision_config)
         self.vision_tower = MiniCPMV4_6VisionModel(config.vision_config)
         self.merger = MiniCPMV4_6Merger(config)
         self._merged_after = config.insert_layer_id if windows else None
-        layers = len(self.vision_tower.encoder.layers)
         if not windows:
             del self.vision_tower.vit_merger
-        elif not 0 <= config.insert_layer_id < layers:
-            raise StartupError(f"insert_layer_id {config.insert_layer_id} is none of the tower's {layers} layers")
+        elif not 0 <= config.insert_layer_id < len(self.layers):
+            raise StartupError(
+                f"insert_layer_id {config.insert_layer_id} is none of the tower's {len(self.layers)} layers"
+            )
 
-    def embed_with(self, patch_embed: FoldedPatchEmbed | nn.Linear) -> None:
-        """Replaces the embedding by one of patches that are rows, once the model has its weights."""
-        self.patch_embed = patch_embed
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.vision_tower.encoder.layers
+        return layers
+
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
+        self.patch_embed = loaded.folded(normalisation)
         self.places = self.vision_tower.embeddings.position_embedding.weight
         del self.vision_tower.embeddings
+
+    def sizes(self) -> TowerSizes:
+        """The layers after the windows, and the linear layers that merge these, apply to four rows of each token."""
+        hidden, values = self.patch_embed.weight.shape
+        first = len(self.layers) if self._merged_after is None else self._merged_after + 1
+        each, later = linear_weights(self.layers[0]), len(self.layers) - first
+        patch_weights, token_weights = hidden * values + first * each, linear_weights(self.merger)
+        if self._merged_after is None:
+            return TowerSizes(hidden, patch_weights, token_weights, first)
+        merger = self.vision_tower.vit_merger
+        in_windows = linear_weights(merger.self_attn)
+        return TowerSizes(
+            hidden=hidden,
+            patch_weights=patch_weights + in_windows,
+            token_weights=token_weights + _WINDOW * (linear_weights(merger) - in_windows + later * each),
+            full_layers=first + Fraction(later, _WINDOW**2),
+            windowed_layers=1,
+            window_patches=_WINDOW,
+        )
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches uint8 (P, values)."""
         assert layout.cells is not None
         rows = self.patch_embed(patches) + self.places[layout.cells]
         ends, longest = layout.ends, layout.longest
-        for index, layer in enumerate(self.vision_tower.encoder.layers):
+        for index, layer in enumerate(self.layers):
             rows = layer(rows[None], None, cu_seqlens=ends, max_seqlen=longest, attend=attend)[0]
             if index == self._merged_after:
                 rows = _merged(rows, self.vision_tower.vit_merger)
@@ -140,25 +162,3 @@ def _merged(rows: Tensor, merger: MiniCPMV4_6ViTWindowAttentionMerger) -> Tensor
     hidden = merger.act(merger.linear_1(merger.pre_norm(windows.flatten(1))))
     merged: Tensor = merger.linear_2(hidden) + windows.mean(1)
     return merged
-
-
-def _sizes(model: VisionModel) -> TowerSizes:
-    """The layers after the windows, and the linear layers that merge these, apply to four rows of each token."""
-
-    layers = model.vision_tower.encoder.layers
-    hidden, values = model.patch_embed.weight.shape
-    first = len(layers) if model._merged_after is None else model._merged_after + 1
-    each, later = linear_weights(layers[0]), len(layers) - first
-    patch_weights, token_weights = hidden * values + first * each, linear_weights(model.merger)
-    if model._merged_after is None:
-        return TowerSizes(hidden, patch_weights, token_weights, first)
-    merger = model.vision_tower.vit_merger
-    in_windows = linear_weights(merger.self_attn)
-    return TowerSizes(
-        hidden=hidden,
-        patch_weights=patch_weights + in_windows,
-        token_weights=token_weights + _WINDOW * (linear_weights(merger) - in_windows + later * each),
-        full_layers=first + Fraction(later, _WINDOW**2),
-        windowed_layers=1,
-        window_patches=_WINDOW,
-    )

@@ -34,8 +34,8 @@ from gridsieve.services.encoder.tower.patches import (
     PatchShape,
     read_normalisation,
 )
-from gridsieve.services.encoder.tower.tower import Tower, sizes_of
-from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import Stored, find_weights
 
 _TOWER, _EMBEDDINGS, _LAYERS = "vision_model.", "vision_model.embeddings.", "vision_model.encoder.layer."
@@ -79,42 +79,28 @@ def load_radio(checkpoint: Checkpoint, config: Any, normalisation: Normalisation
     Raises StartupError if the checkpoint's tower is incomplete, or the attention is unavailable.
     """
     vision, merge = config.vision_config, round(1 / config.downsample_ratio)
-    frames = vision.video_temporal_patch_size or 1
-    vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = _Nemotron(config, merge)
-
-    def complete(weights: dict[str, Tensor]) -> None:
-        _split(weights)
-        # Published checkpoints need not have these: transformers leaves them as they begin.
-        values = {"lambda1": vision.layerscale_value, **_FINAL_NORM}
-        for name, parameter in model.named_parameters():
-            value = next((each for end, each in values.items() if name.endswith(end)), None)
-            if value is not None and name not in weights:
-                weights[name] = torch.full(parameter.shape, value, dtype=torch.float32, device=options.device)
-
-    loaded = load_model(model, vision, _find(checkpoint), _EMBEDDINGS, options, unread=_UNREAD, complete=complete)
-    model.embed = _embedding(normalisation, vision, loaded.weights, loaded.dtype)
-    del model.vision_model.embeddings
-    lead, table_side = vision.num_summary_tokens, vision.max_img_size // vision.patch_size
-    shape = TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=frames > 1)
-    layers, patch_weights = model.vision_model.encoder.layer, model.embed.patch_embed.weight.numel()
-    return loaded.tower(
-        layers,
-        shape=shape,
+    frames, lead = vision.video_temporal_patch_size or 1, vision.num_summary_tokens
+    table_side = vision.max_img_size // vision.patch_size
+    return assemble(
+        _Nemotron.on_meta(config, merge),
+        _find(checkpoint),
+        normalisation,
+        options,
+        shape=TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=frames > 1),
         patches=PatchShape(vision.patch_size, merge, frames, lead, lead, frame_dtype=torch.float32),
-        sizes=sizes_of(vision.hidden_size, layers, patch_weights, model.multi_modal_projector),
         embed_dim=config.text_config.hidden_size,
     )
 
 
-class _Nemotron(nn.Module):
+class _Nemotron(TowerModel):
     """Transformers' modules, under their names. merge: patches per side of a token."""
 
     embed: _Embedding
+    patch_embedding = _EMBEDDINGS
+    unread = _UNREAD
 
     def __init__(self, config: Any, merge: int) -> None:
-        super().__init__()
+        super().__init__(config.vision_config)
         vision, width, text = config.vision_config, config.vision_hidden_size, config.text_config
         self.vision_model: Any = RadioModel(vision)
         del self.vision_model.input_conditioner
@@ -128,10 +114,32 @@ class _Nemotron(nn.Module):
         )
         self._merged = merge**2
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.vision_model.encoder.layer
+        return layers
+
+    def complete(self, weights: dict[str, Tensor], device: torch.device) -> None:
+        _split(weights)
+        # Published checkpoints need not have these: transformers leaves them as they begin.
+        values = {"lambda1": self.vision.layerscale_value, **_FINAL_NORM}
+        for name, parameter in self.named_parameters():
+            value = next((each for end, each in values.items() if name.endswith(end)), None)
+            if value is not None and name not in weights:
+                weights[name] = torch.full(parameter.shape, value, dtype=torch.float32, device=device)
+
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
+        self.embed = _embedding(normalisation, self.vision, loaded.weights, loaded.dtype)
+        del self.vision_model.embeddings
+
+    def sizes(self) -> TowerSizes:
+        patch_weights = self.embed.patch_embed.weight.numel()
+        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.multi_modal_projector)
+
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Tokens (T, D) of patches (P, values)."""
         rows = self.embed(patches, layout)[None]
-        for layer in self.vision_model.encoder.layer:
+        for layer in self.layers:
             rows = layer(rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, attend=attend)
         features = self.vision_final_layernorm(rows[0][layout.token_rows])
         # The patches of a token are in the order in which transformers' pixel shuffle puts them.

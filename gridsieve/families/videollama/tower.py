@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import VideoLlama3Config
@@ -28,14 +27,13 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
-from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.patches import Normalisation, PatchShape, read_normalisation
 from gridsieve.services.encoder.tower.tiles import check_plan
-from gridsieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
-from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import find_parts
 
 _TOWER, _PROJECTOR = "vision_model.", "projector."
-_PATCH_EMBED = f"{_TOWER}embeddings.patch_embedding."
 # Patches per side of a token of a video.
 _MERGE = 2
 
@@ -43,48 +41,49 @@ _MERGE = 2
 def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     """Raises StartupError if the checkpoint's tower is not supported or incomplete, or the attention is unavailable."""
     config: Any = checkpoint.config_as(VideoLlama3Config)
-    vision = config.vision_config
-    vision._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = _VideoLlama3(config)
-    loaded = load_model(model, vision, find_parts(checkpoint, (_TOWER, _PROJECTOR)), _PATCH_EMBED, options)
-    model.embed_with(loaded.folded(read_normalisation(checkpoint)), VideoLlama3VisionRotaryEmbedding(vision))
-    patch_px, layers = int(vision.patch_size), model.vision_model.encoder.layers
-    return loaded.tower(
-        layers,
+    model, patch_px = _VideoLlama3.on_meta(config), int(config.vision_config.patch_size)
+    return assemble(
+        model,
+        find_parts(checkpoint, (_TOWER, _PROJECTOR)),
+        read_normalisation(checkpoint),
+        options,
         shape=TowerShape(1),
         patches=PatchShape(patch_px, 1, 1),
-        sizes=sizes_of(vision.hidden_size, layers, model.patch_embed.weight.numel(), model.projector),
         embed_dim=config.text_config.hidden_size,
-        features=vision.hidden_size,
+        features=config.vision_config.hidden_size,
         arrange=partial(_arranged, project=model.projector, patch_px=patch_px),
     )
 
 
-class _VideoLlama3(nn.Module):
+class _VideoLlama3(TowerModel):
     """vision_model, projector: transformers'."""
 
-    patch_embed: FoldedPatchEmbed
+    patch_embedding = f"{_TOWER}embeddings.patch_embedding."
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        super().__init__(config.vision_config)
         self.vision_model: Any = VideoLlama3VisionModel(config.vision_config)
         self.projector = VideoLlama3Projector(config)
 
-    def embed_with(self, patch_embed: FoldedPatchEmbed, rotary: nn.Module) -> None:
-        """Replaces the embedding by one of uint8 patches, once the model has its weights.
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.vision_model.encoder.layers
+        return layers
 
-        rotary: made off the meta device, as its frequencies are computed, not stored.
-        """
-        self.patch_embed = patch_embed
-        self.vision_model.rotary_pos_emb = rotary
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
+        self.patch_embed = loaded.folded(normalisation)
+        # Made again off the meta device: its frequencies are computed, not stored.
+        self.vision_model.rotary_pos_emb = VideoLlama3VisionRotaryEmbedding(self.vision)
         del self.vision_model.embeddings
+
+    def sizes(self) -> TowerSizes:
+        return sizes_of(self.vision.hidden_size, self.layers, self.patch_embed.weight.numel(), self.projector)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend) -> Tensor:
         """Features (P, hidden) of patches uint8 (P, values)."""
         rows = self.patch_embed(patches)
         turned = self.vision_model.rotary_pos_emb(rows, layout.positions)
-        for layer in self.vision_model.encoder.layers:
+        for layer in self.layers:
             rows = layer(
                 rows, cu_seqlens=layout.ends, max_seqlen=layout.longest, position_embeddings=turned, attend=attend
             )
