@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
@@ -28,9 +28,6 @@ _STAMPED = "M-RoPE, each slice after its timestamp"
 _NO_FLOAT16 = "no float16 tower"
 _FEW_QUANTISED = "quantised checkpoints in 4 bits and in fp8 by blocks only"
 _NO_THOUGHTS = "no thoughts apart from the answer"
-# Measured: benchmarks/RESULTS.md, "Pruning the tokens of merged patches".
-_OF_MERGED_PATCHES = tuple(method for method in METHODS if method not in (VCAST, VIDCOM2))
-_WHY_NOT_OF_MERGED_PATCHES = f"{VCAST} and {VIDCOM2} keep answers less well than dropping at random"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,80 +69,64 @@ class ModelFamily:
         return tuple(each for each in self.methods if each != NONE and Modality.VIDEO in self.media)
 
 
+# What the model types of a folder have in common.
+_QWEN = partial(ModelFamily, folder="gridsieve.families.qwen", methods=METHODS, divisible=True)
+_QWEN3 = partial(_QWEN, prompt="prompt:Qwen3VL.from_checkpoint", positions=_STAMPED, live=True)
+_QWEN3_5 = partial(_QWEN3, tower="tower:load_qwen3_5", limits=f"no tools; {_NO_THOUGHTS}")
+_GLM = partial(
+    ModelFamily,
+    folder="gridsieve.families.glm",
+    prompt="prompt:load",
+    positions="M-RoPE, each slice before its timestamp",
+    methods=METHODS,
+    divisible=True,
+)
+_OF_LLAVA = partial(ModelFamily, folder="gridsieve.families.llava", positions=_LINEAR)
+_LLAVA = partial(
+    _OF_LLAVA,
+    prompt="prompt:Llava.from_checkpoint",
+    limits=f"no videos; {_NO_FLOAT16}",
+    media=(Modality.IMAGE,),
+)
+_MINICPM = partial(ModelFamily, folder="gridsieve.families.minicpm")
+_MINICPM_4_6 = partial(
+    _MINICPM,
+    prompt="v4_6_prompt:MiniCPMV46.from_checkpoint",
+    tower="v4_6_tower:load",
+    limits=_NO_FLOAT16,
+    # Measured: benchmarks/RESULTS.md, "Pruning the tokens of merged patches".
+    methods=tuple(method for method in METHODS if method not in (VCAST, VIDCOM2)),
+    why_not_all=f"{VCAST} and {VIDCOM2} keep answers less well than dropping at random",
+)
+_NEMOTRON = partial(ModelFamily, folder="gridsieve.families.nemotron", methods=METHODS)
+
 FAMILIES = (
-    ModelFamily(
+    _QWEN(
         model_type="qwen2_vl",
         models="Qwen2-VL",
-        folder="gridsieve.families.qwen",
         prompt="prompt:Qwen2VL.from_checkpoint",
         tower="tower:load_qwen2_vl",
         text="text:QWEN2_VL",
         positions="M-RoPE, a slice is one position",
-        methods=METHODS,
-        divisible=True,
     ),
-    ModelFamily(
+    _QWEN(
         model_type="qwen2_5_vl",
         models="Qwen2.5-VL",
-        folder="gridsieve.families.qwen",
         prompt="prompt:Qwen25VL.from_checkpoint",
         tower="tower:load_qwen2_5_vl",
         text="text:QWEN2_5_VL",
         positions="M-RoPE, time in seconds",
-        methods=METHODS,
         live=True,
-        divisible=True,
     ),
-    ModelFamily(
-        model_type="qwen3_vl",
-        models="Qwen3-VL",
-        folder="gridsieve.families.qwen",
-        prompt="prompt:Qwen3VL.from_checkpoint",
-        tower="tower:load_qwen3_vl",
-        text="text:QWEN3_VL",
-        positions=_STAMPED,
-        methods=METHODS,
-        live=True,
-        divisible=True,
-    ),
-    ModelFamily(
+    _QWEN3(model_type="qwen3_vl", models="Qwen3-VL", tower="tower:load_qwen3_vl", text="text:QWEN3_VL"),
+    _QWEN3(
         model_type="qwen3_vl_moe",
         models="Qwen3-VL, mixture of experts",
-        folder="gridsieve.families.qwen",
-        prompt="prompt:Qwen3VL.from_checkpoint",
         tower="tower:load_qwen3_vl",
         text="text:QWEN3_VL_MOE",
-        positions=_STAMPED,
-        methods=METHODS,
-        live=True,
-        divisible=True,
     ),
-    ModelFamily(
-        model_type="qwen3_5",
-        models="Qwen3.5, 3.6, 3.8",
-        folder="gridsieve.families.qwen",
-        prompt="prompt:Qwen3VL.from_checkpoint",
-        tower="tower:load_qwen3_5",
-        text="text:QWEN3_5",
-        positions=_STAMPED,
-        limits=f"no tools; {_NO_THOUGHTS}",
-        methods=METHODS,
-        live=True,
-        divisible=True,
-    ),
-    ModelFamily(
-        model_type="qwen3_5_moe",
-        models="Qwen3.5, 3.6, 3.8, mixture of experts",
-        folder="gridsieve.families.qwen",
-        prompt="prompt:Qwen3VL.from_checkpoint",
-        tower="tower:load_qwen3_5",
-        text="text:QWEN3_5_MOE",
-        positions=_STAMPED,
-        limits=f"no tools; {_NO_THOUGHTS}",
-        methods=METHODS,
-        live=True,
-        divisible=True,
-    ),
+    _QWEN3_5(model_type="qwen3_5", models="Qwen3.5, 3.6, 3.8", text="text:QWEN3_5"),
+    _QWEN3_5(model_type="qwen3_5_moe", models="Qwen3.5, 3.6, 3.8, mixture of experts", text="text:QWEN3_5_MOE"),
     ModelFamily(
         model_type="cosmos3_edge",
         models="Cosmos 3 Edge, its model that reads",
@@ -155,75 +136,29 @@ FAMILIES = (
         limits=_NO_FLOAT16,
         methods=METHODS,
     ),
-    ModelFamily(
-        model_type="glm4v",
-        models="GLM-4.1V, GLM-4.6V-Flash",
-        folder="gridsieve.families.glm",
-        prompt="prompt:load",
-        text="text:GLM4V",
-        positions="M-RoPE, each slice before its timestamp",
-        methods=METHODS,
-        divisible=True,
-    ),
-    ModelFamily(
-        model_type="glm46v",
-        models="GLM-4.6V-Flash",
-        folder="gridsieve.families.glm",
-        prompt="prompt:load",
-        text="text:GLM46V",
-        positions="M-RoPE, each slice before its timestamp",
-        methods=METHODS,
-        divisible=True,
-    ),
-    ModelFamily(
-        model_type="glm4v_moe",
-        models="GLM-4.5V, GLM-4.6V, mixtures of experts",
-        folder="gridsieve.families.glm",
-        prompt="prompt:load",
-        text="text:GLM4V_MOE",
-        positions="M-RoPE, each slice before its timestamp",
-        methods=METHODS,
-        divisible=True,
-    ),
-    ModelFamily(
+    _GLM(model_type="glm4v", models="GLM-4.1V, GLM-4.6V-Flash", text="text:GLM4V"),
+    _GLM(model_type="glm46v", models="GLM-4.6V-Flash", text="text:GLM46V"),
+    _GLM(model_type="glm4v_moe", models="GLM-4.5V, GLM-4.6V, mixtures of experts", text="text:GLM4V_MOE"),
+    _LLAVA(
         model_type="llava",
         models="LLaVA 1.5, Pixtral, and others in LLaVA's layout: CLIP, SigLIP or Pixtral with Llama, Mistral or Qwen",
-        folder="gridsieve.families.llava",
-        prompt="prompt:Llava.from_checkpoint",
         text="text:LLAVA",
-        positions=_LINEAR,
-        limits=f"no videos; {_NO_FLOAT16}",
-        media=(Modality.IMAGE,),
     ),
-    ModelFamily(
-        model_type="mistral3",
-        models="Mistral Small 3.1, 3.2",
-        folder="gridsieve.families.llava",
-        prompt="prompt:Llava.from_checkpoint",
-        tower="tower:load_mistral3",
-        text="text:MISTRAL3",
-        positions=_LINEAR,
-        limits=f"no videos; {_NO_FLOAT16}",
-        media=(Modality.IMAGE,),
-    ),
-    ModelFamily(
+    _LLAVA(model_type="mistral3", models="Mistral Small 3.1, 3.2", tower="tower:load_mistral3", text="text:MISTRAL3"),
+    _OF_LLAVA(
         model_type="llava_next_video",
         models="LLaVA-NeXT-Video",
-        folder="gridsieve.families.llava",
         prompt="next_video_prompt:LlavaNextVideo.from_checkpoint",
         tower="next_video_tower:load",
         text="text:NEXT_VIDEO",
-        positions=_LINEAR,
         limits=f"{_NO_FLOAT16}; no spatial_pool_mode conv",
     ),
-    ModelFamily(
+    _OF_LLAVA(
         model_type="llava_onevision",
         models="LLaVA-OneVision",
-        folder="gridsieve.families.llava",
         prompt="onevision_prompt:LlavaOnevision.from_checkpoint",
         tower="onevision_tower:load",
         text="text:ONEVISION",
-        positions=_LINEAR,
         limits=_NO_FLOAT16,
     ),
     ModelFamily(
@@ -234,59 +169,35 @@ FAMILIES = (
         positions=f"{_LINEAR}, each frame after its number",
         limits=_NO_FLOAT16,
     ),
-    ModelFamily(
+    _MINICPM(
         model_type="minicpmv",
         models="MiniCPM-V 2.5, 2.6, 4.0, 4.5",
-        folder="gridsieve.families.minicpm",
         prompt="prompt:MiniCPMV.from_checkpoint",
         positions=_LINEAR,
         limits=f"2.5: no videos; {_NO_FLOAT16}; {_FEW_QUANTISED}",
-        methods=(NONE,),  # measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler"
+        # Measured: benchmarks/RESULTS.md, "Pruning the tokens of a resampler".
+        methods=(NONE,),
         why_not_all="a resampler's tokens are not places, and no method keeps answers better than dropping at random",
     ),
-    ModelFamily(
-        model_type="minicpmv4_6",
-        models="MiniCPM-V 4.6",
-        folder="gridsieve.families.minicpm",
-        prompt="v4_6_prompt:MiniCPMV46.from_checkpoint",
-        tower="v4_6_tower:load",
-        text="v4_6_text:FAMILY",
-        positions=_LINEAR,
-        limits=_NO_FLOAT16,
-        methods=_OF_MERGED_PATCHES,
-        why_not_all=_WHY_NOT_OF_MERGED_PATCHES,
+    _MINICPM_4_6(model_type="minicpmv4_6", models="MiniCPM-V 4.6", text="v4_6_text:FAMILY", positions=_LINEAR),
+    _MINICPM_4_6(
+        model_type="minicpmv4_7", models="MiniCPM-V 4.7", text="v4_6_text:CANVAS_FAMILY", positions="Canvas M-RoPE"
     ),
-    ModelFamily(
-        model_type="minicpmv4_7",
-        models="MiniCPM-V 4.7",
-        folder="gridsieve.families.minicpm",
-        prompt="v4_6_prompt:MiniCPMV46.from_checkpoint",
-        tower="v4_6_tower:load",
-        text="v4_6_text:CANVAS_FAMILY",
-        positions="Canvas M-RoPE",
-        limits=_NO_FLOAT16,
-        methods=_OF_MERGED_PATCHES,
-        why_not_all=_WHY_NOT_OF_MERGED_PATCHES,
-    ),
-    ModelFamily(
+    _NEMOTRON(
         model_type="nemotron_h_omni",
         models="Nemotron 3 Nano Omni",
-        folder="gridsieve.families.nemotron",
         prompt="prompt:NemotronHOmni.from_checkpoint",
         positions=f"{_UNREAD}; each two frames after their times",
         limits=f"no audio; {_NO_FLOAT16}; {_FEW_QUANTISED}; {_NO_THOUGHTS}",
-        methods=METHODS,
     ),
-    ModelFamily(
+    _NEMOTRON(
         model_type="NemotronH_Nano_VL_V2",
         models="Nemotron Nano 12B v2 VL",
-        folder="gridsieve.families.nemotron",
         prompt="nano_prompt:NemotronNanoVL.from_checkpoint",
         tower="nano_tower:load",
         text="text:NANO_FAMILY",
         positions=f"{_UNREAD}; each frame after its time",
         limits=f"{_NO_FLOAT16}; {_FEW_QUANTISED}, so not the FP8 and NVFP4 ones; {_NO_THOUGHTS}",
-        methods=METHODS,
     ),
     ModelFamily(
         model_type="video_llama_3",

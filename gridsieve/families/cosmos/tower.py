@@ -9,8 +9,11 @@ Source: `Cosmos3EdgeModel` of transformers 5.24; weight names of nvidia/Cosmos3-
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import Cosmos3EdgeConfig
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePatchMerger, Cosmos3EdgeVisionModel
@@ -18,7 +21,7 @@ from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePa
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.families.cosmos.names import own_name
 from gridsieve.services.encoder.tower.attention import Attend
-from gridsieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.patches import (
     CHANNELS,
     FoldedPatchEmbed,
@@ -43,10 +46,37 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
         {own_name(name): each for name, each in find_parts(checkpoint, _PARTS).items()},
         read_normalisation(checkpoint),
         options,
-        shape=TowerShape(merge, table_side=math.isqrt(vision.num_patches), fit=Fit.SMOOTHED),
+        shape=TowerShape(merge, table=SmoothedTable(math.isqrt(vision.num_patches))),
         patches=PatchShape(int(vision.patch_size), merge, 1),
         embed_dim=config.text_config.hidden_size,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SmoothedTable:
+    """A square table of `side` entries a side, resized to each frame: a patch takes a weighted sum of all entries, each
+    with the weight of its row times that of its column."""
+
+    side: int
+
+    def by_row(self, positions: Array, rows: int, columns: int) -> Mapping[str, Array]:
+        """See `Table`."""
+        axes = [_smoothed_axis(length, self.side)[positions[:, axis]] for axis, length in enumerate((rows, columns))]
+        return {"table_weights": np.stack(axes, axis=1)}
+
+
+def _smoothed_axis(length: int, table_side: int) -> Array:
+    """The weights of all entries of a table's axis for each place of an axis: float32 (length, table_side).
+
+    A triangle around the middle of a place, as wide as the place where that is wider than an entry: bilinear
+    interpolation of `torch.nn.functional.interpolate` with antialiasing.
+    """
+    place = table_side / length  # in entries
+    middles = (np.arange(length) + 0.5) * place
+    apart = np.abs(np.arange(table_side) + 0.5 - middles[:, None]) / max(place, 1)
+    weights: Array = np.maximum(1 - apart, 0)
+    weights /= weights.sum(1, keepdims=True)
+    return weights.astype(np.float32)
 
 
 class _Cosmos3Edge(TowerModel):

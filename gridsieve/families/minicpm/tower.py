@@ -19,6 +19,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.families.minicpm.cells import Cells
 from gridsieve.families.minicpm.versions import queries_of, version_of
 from gridsieve.services.encoder.tower.attention import Attend, Resampling
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
@@ -66,8 +67,7 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
         shape=TowerShape(
             1,
             queries=queries,
-            cell_side=side_of(vision.image_size) // patch_px,
-            cells_in_a_row=version == _IN_A_ROW,
+            table=Cells(side_of(vision.image_size) // patch_px, in_a_row=version == _IN_A_ROW),
             timed=timed,
         ),
         patches=PatchShape(patch_px, 1, 1, queries=queries),

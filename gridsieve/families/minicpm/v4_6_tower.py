@@ -27,6 +27,7 @@ from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import (
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import MediaPlan, Modality
+from gridsieve.families.minicpm.cells import Cells
 from gridsieve.families.minicpm.versions import merged_side
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
@@ -56,7 +57,7 @@ def load(checkpoint: Checkpoint, options: RunOptions) -> Tower:
         find_parts(checkpoint, (_TOWER, _MERGER)),
         read_normalisation(checkpoint),
         options,
-        shape=TowerShape(merge, cell_side=side_of(vision.image_size) // patch_px, cells_by_quotient=True),
+        shape=TowerShape(merge, table=Cells(side_of(vision.image_size) // patch_px, by_quotient=True)),
         patches=patches,
         embed_dim=config.text_config.hidden_size,
         arrange=lambda plan: _arrange(plan, patches),

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from transformers.models.radio.modeling_radio import RadioModel
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.encoder.tower.attention import Attend
-from gridsieve.services.encoder.tower.packing import Fit, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
 from gridsieve.services.encoder.tower.patches import (
     CHANNELS,
     FoldedPatchEmbed,
@@ -34,6 +35,7 @@ from gridsieve.services.encoder.tower.patches import (
     PatchShape,
     read_normalisation,
 )
+from gridsieve.services.encoder.tower.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.tower import Tower, TowerSizes, sizes_of
 from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import Stored, find_weights
@@ -80,13 +82,13 @@ def load_radio(checkpoint: Checkpoint, config: Any, normalisation: Normalisation
     """
     vision, merge = config.vision_config, round(1 / config.downsample_ratio)
     frames, lead = vision.video_temporal_patch_size or 1, vision.num_summary_tokens
-    table_side = vision.max_img_size // vision.patch_size
+    table = InterpolatedTable(vision.max_img_size // vision.patch_size, _cell_axis, over_square=True)
     return assemble(
         _Nemotron.on_meta(config, merge),
         _find(checkpoint),
         normalisation,
         options,
-        shape=TowerShape(merge, table_side=table_side, fit=Fit.LONGER_SIDE, lead=lead, dropped=lead, stills=frames > 1),
+        shape=TowerShape(merge, table=table, lead=lead, dropped=lead, stills=frames > 1),
         patches=PatchShape(vision.patch_size, merge, frames, lead, lead, frame_dtype=torch.float32),
         embed_dim=config.text_config.hidden_size,
     )
@@ -190,6 +192,19 @@ def _embedding(
     patch_embed = FoldedPatchEmbed(projections, None, normalisation, dtype)
     # As transformers does, which interpolates in float32 and rounds the result.
     return _Embedding(patch_embed, positions[0].float(), before.to(dtype))
+
+
+def _cell_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
+    """The two table entries nearest to each place of an axis, and their weights: linear, cell on cell.
+
+    Computed in float32, as `torch.nn.functional.interpolate` does.
+    """
+    half = np.float32(0.5)
+    at = np.maximum(np.float32(table_side) / np.float32(length) * (places.astype(np.float32) + half) - half, 0)
+    below = np.floor(at)
+    above = (at - below)[:, None]
+    entries = np.clip(below.astype(np.int64)[:, None] + np.arange(2), 0, table_side - 1)
+    return entries, np.concatenate([1 - above, above], axis=1)
 
 
 def _find(checkpoint: Checkpoint) -> dict[str, Stored]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -31,7 +32,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.encoder.tower.packing import PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.tables import InterpolatedTable
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
 
@@ -69,6 +71,7 @@ def load_qwen2_5_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
 
 def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions, *, deepstack: bool = True) -> Tower:
     config = vision_config(checkpoint, Qwen3VLVisionConfig)
+    table_side = math.isqrt(config.num_position_embeddings)
     if not deepstack:
         config.deepstack_visual_indexes = ()  # saved configs lack the field, whose default is Qwen3-VL's layers
     return make_tower(
@@ -76,7 +79,7 @@ def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions, *, deepstack: boo
         config,
         Qwen3VLVisionModel,
         Qwen3VLVisionRotaryEmbedding,
-        shape=TowerShape(config.spatial_merge_size, table_side=math.isqrt(config.num_position_embeddings)),
+        shape=TowerShape(config.spatial_merge_size, table=InterpolatedTable(table_side, corner_axis)),
         keywords=_entries,
         levels=_levels,
         embed_levels=len(config.deepstack_visual_indexes),
@@ -88,6 +91,18 @@ def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions, *, deepstack: boo
 
 def load_qwen3_5(checkpoint: Checkpoint, options: RunOptions) -> Tower:
     return load_qwen3_vl(checkpoint, options, deepstack=False)
+
+
+def corner_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
+    """The two table entries nearest to each place of an axis, and their weights: linear, with both ends aligned.
+
+    Computed in float32, in the order of transformers' operations, so that both round alike.
+    """
+    at = places.astype(np.float32) * np.float32(table_side - 1) / np.float32(max(length - 1, 1))
+    below = np.floor(at)
+    offsets = np.arange(2)
+    weights = 1 - np.abs(at[:, None] - below[:, None] - offsets.astype(np.float32))
+    return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
 
 
 def _windows(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
