@@ -29,6 +29,7 @@ ENV XDG_CACHE_HOME=/var/cache FLASHINFER_WORKSPACE_BASE=/var/cache/gridsieve
 
 FROM preprocessing-dependencies AS preprocessing
 COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/families $PACKAGE/families
 COPY gridsieve/services/__init__.py $PACKAGE/services/
 COPY gridsieve/services/preprocessing $PACKAGE/services/preprocessing
 COPY demo/gridsieve-demo $PACKAGE/gridsieve-demo
@@ -41,6 +42,7 @@ CMD ["--listen", "0.0.0.0:50051"]
 FROM torch-dependencies AS encoder
 RUN pip install '.[lora]'
 COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/families $PACKAGE/families
 COPY gridsieve/services/__init__.py $PACKAGE/services/
 COPY gridsieve/services/compute $PACKAGE/services/compute
 COPY gridsieve/services/encoder $PACKAGE/services/encoder
@@ -69,6 +71,7 @@ COPY deploy/flash_infer_kernels.py /tmp/
 RUN if [ -n "$CUDA" ]; then \
     FLASHINFER_WORKSPACE_BASE=/tmp/compiled python /tmp/flash_infer_kernels.py && rm -r /tmp/compiled; fi
 COPY gridsieve/common $PACKAGE/common
+COPY gridsieve/families $PACKAGE/families
 COPY gridsieve/services/__init__.py $PACKAGE/services/
 COPY gridsieve/services/compute $PACKAGE/services/compute
 COPY gridsieve/services/generation $PACKAGE/services/generation

@@ -19,7 +19,7 @@ from torch import Tensor
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.ranks import Orders
 from gridsieve.services.compute.graphs import Captured
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.parallel import group as group_module
 from gridsieve.services.generation.parallel.group import Group, WorkerRanks

@@ -15,7 +15,7 @@ import torch
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.ranks import Orders
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.parallel.group import Group
 from gridsieve.services.generation.startup.adapters import load_adapters

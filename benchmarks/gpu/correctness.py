@@ -37,8 +37,8 @@ from demo.checkpoint import write_checkpoint
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.common.process import keep_freed_memory
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model import attention
 from gridsieve.services.generation.model.attention import flash_infer
 from gridsieve.services.generation.model.attention.cache import FP8, CacheSizes

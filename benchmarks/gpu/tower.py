@@ -24,13 +24,13 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import AFTER_TOWER, EVS, NONE, Pruning
 from gridsieve.services.compute.transfers import Readback, to_device
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.settings import EncoderSettings
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower import graphs
 from gridsieve.services.encoder.tower.attention import attend_by_length, find_attention
 from gridsieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import ModelForward, Tower
 
 RATE = 0.75

@@ -14,8 +14,8 @@ from benchmarks.table import Row, Timings
 from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import AFTER_TOWER, NONE, Pruning
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.pruning.methods import keep_tokens
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import Tower
 
 # The first is the grid of the demo's clips; the second that of two minutes of 448×448.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.fields import Fields, refusing
@@ -56,8 +56,6 @@ _RENAMED = {"NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
 
 # Buffers that modules compute. Old files have them, and transformers ignores them.
 _COMPUTED = re.compile(r"(^|\.)((original_)?inv_freq|position_ids)$")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -156,15 +154,6 @@ class Checkpoint:
                     if kind in str(error) and kind not in transformers.CONFIG_MAPPING:
                         raise each.refusal("model_type", "one that transformers knows") from error
                 raise
-
-    def pick(self, families: Mapping[str, T]) -> T:
-        """The entry of its model type in a service's registry of families. Raises StartupError for an unknown type."""
-        if self.model_type not in families:
-            supported = ", ".join(sorted(families))
-            raise StartupError(
-                f"{self.option} {self.folder} has the model_type {self.model_type!r}; supported: {supported}"
-            )
-        return families[self.model_type]
 
     @property
     def _text_files(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Checkpoints: what changes the fingerprint, unusable folders, and the families of the three services."""
+"""Checkpoints: what changes the fingerprint, and unusable folders."""
 
 from __future__ import annotations
 
@@ -17,17 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-import gridsieve.services.encoder.families
-import gridsieve.services.generation.families
-import gridsieve.services.preprocessing.families
-from gridsieve.cli.models import MODEL_FAMILIES
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.families import load_tower
-from tests.families import FAMILIES
+from gridsieve.services.encoder.tower.loading import load_tower
 from tests.generation.checkpoints import load
-
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.fixture
@@ -186,19 +179,3 @@ def test_a_folder_has_its_own_name_and_a_snapshot_that_of_its_repository(
     else:
         given = f"{tmp_path}/{given}"
     assert Checkpoint.find(Path(given)).name == name
-
-
-def test_every_service_has_the_families_that_are_tested(copy: Path) -> None:
-    services = gridsieve.services
-    for registry in (services.preprocessing.families, services.encoder.families, services.generation.families):
-        tested = {family.model_type or name for name, family in FAMILIES.items()}
-        assert set(registry.FAMILIES) == tested
-    described = {family.model_type for family in MODEL_FAMILIES}
-    assert described == set(gridsieve.services.encoder.families.FAMILIES)
-    assert all(f"`{model_type}`" in DOCS.read_text() for model_type in described)
-    (copy / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(
-        StartupError,
-        match="model_type 'llama'; supported: NemotronH_Nano_VL_V2, cosmos3_edge, glm46v, glm4v, glm4v_moe, internvl, ",
-    ):
-        Checkpoint(copy).pick(gridsieve.services.encoder.families.FAMILIES)

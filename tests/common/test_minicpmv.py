@@ -11,10 +11,10 @@ import torch
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.minicpmv import queries_of, version_of
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.generation.families import check_ranks, load_language_model
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.families.minicpm.versions import queries_of, version_of
+from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.generation.loading import check_ranks, load_language_model
+from gridsieve.services.preprocessing.layouts.family import load_family
 from tests import minicpm
 
 CPU = torch.device("cpu")

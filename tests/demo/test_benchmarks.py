@@ -18,7 +18,7 @@ from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.preprocessing.sources.source import bytes_source
 from gridsieve.services.preprocessing.video.packets import read_packets

@@ -21,11 +21,11 @@ from gridsieve.common.channels import error_from_status
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.wire import int32_array
 from gridsieve.common.handover import Receiver
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache import EmbedsCache
 from gridsieve.services.encoder.rpc.gauges import watch
 from gridsieve.services.encoder.rpc.servicer import EncoderServicer
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.v1 import encoder_pb2_grpc, prompt_pb2
 from gridsieve.v1.encoder_pb2 import EncodePrompt, EncodeRequest, EncodeResponse

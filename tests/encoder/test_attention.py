@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.tower import attention, vision_model
 from gridsieve.services.encoder.tower.attention import (
     Attend,
@@ -25,6 +24,7 @@ from gridsieve.services.encoder.tower.attention import (
     check_resampling,
     find_attention,
 )
+from gridsieve.services.encoder.tower.loading import load_tower
 from tests import minicpm
 from tests.encoder.tower_recorder import attend_by_formula
 

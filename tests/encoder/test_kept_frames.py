@@ -15,10 +15,10 @@ from torch import Tensor
 
 from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower.graph_buckets import Eager
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import Frames, KeptFrames
 from gridsieve.services.encoder.tower.tower import Tower
 from tests.encoder.conftest import QWEN_PARAMS

@@ -22,17 +22,17 @@ from transformers import (
     VideoLlama3ForConditionalGeneration,
 )
 
-from gridsieve.common.anyres import AnyRes
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import PeerContract, StartupError
 from gridsieve.common.contract.plan import FileFacts, FrameShape, Grid, MediaPlan, Modality, Run
 from gridsieve.common.contract.tensors import DType, TensorBuffer
-from gridsieve.services.encoder.families import load_tower
+from gridsieve.families.llava.anyres import AnyRes
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache import EmbedsCache
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.upstream.plan_check import PlanCheck
 from tests.encoder.tower_recorder import Recorder, load_packed

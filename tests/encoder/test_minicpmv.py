@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.encoder.families.minicpmv import time_number
+from gridsieve.families.minicpm.cells import Cells
+from gridsieve.families.minicpm.tower import time_number
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import TimedFrames
 from tests import minicpm
@@ -54,10 +55,10 @@ def test_patches_are_placed_in_cells_as_published(side: int) -> None:
     for length in range(1, 600):
         rows = torch.tensor([[length, 3]], dtype=torch.int32)[0][0]  # as the published code has it
         expected = torch.bucketize(torch.arange(0, 1 - 1e-6, (1 / rows).item()), borders, right=True).tolist()
-        layout = lay_out([Side(length, 3)], TowerShape(1, cell_side=side))
+        layout = lay_out([Side(length, 3)], TowerShape(1, table=Cells(side)))
         assert layout.cells is not None
         assert (layout.cells.reshape(length, 3)[:, 0] // side).tolist() == expected
-        in_a_row = lay_out([Side(length, 1)], TowerShape(1, cell_side=side, cells_in_a_row=True))
+        in_a_row = lay_out([Side(length, 1)], TowerShape(1, table=Cells(side, in_a_row=True)))
         assert in_a_row.cells is not None
         assert in_a_row.cells.tolist() == expected
 

@@ -13,8 +13,9 @@ from transformers.vision_utils import get_vision_nearest_position_ids
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
-from gridsieve.services.encoder.families import load_tower
+from gridsieve.families.minicpm.cells import Cells
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
 from gridsieve.services.encoder.tower.patches import Frames
 from tests import minicpmv4_6 as oracle
@@ -82,7 +83,7 @@ def test_patches_are_placed_in_cells_as_by_transformers() -> None:
     for side in (oracle.CELLS, 70):
         for length in range(1, 600):
             expected = get_vision_nearest_position_ids(torch.tensor([[length, 3]]), side).tolist()
-            layout = lay_out([Side(length, 3)], TowerShape(1, cell_side=side, cells_by_quotient=True))
+            layout = lay_out([Side(length, 3)], TowerShape(1, table=Cells(side, by_quotient=True)))
             assert layout.cells is not None
             assert layout.cells.tolist() == expected
 

@@ -21,7 +21,6 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality, Run
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.tensors import DType, TensorBuffer
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.items.cache_entry import CacheEntry
 from gridsieve.services.encoder.items.decoded_slices import FrameSlice
@@ -29,6 +28,7 @@ from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.pruning.ranking import SCORE_STEP
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower.graphs import with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import KeptFrames
 from tests import nemotron
 from tests.encoder.tower_recorder import Recorder, load_packed

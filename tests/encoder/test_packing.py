@@ -17,7 +17,10 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from gridsieve.services.encoder.tower.packing import Fit, Side, TowerShape, lay_out
+from gridsieve.families.cosmos.tower import SmoothedTable
+from gridsieve.families.qwen.tower import corner_axis
+from gridsieve.services.encoder.tower.packing import Side, TowerShape, lay_out
+from gridsieve.services.encoder.tower.tables import InterpolatedTable
 
 PATCH_PX = 14
 
@@ -43,7 +46,7 @@ def test_layouts_equal_transformers_to_the_last_bit(
 ) -> None:
     sides, merge = packing
     grids = torch.tensor([(1, side.rows, side.columns) for side in sides])
-    found = lay_out(sides, TowerShape(merge, window_side, table_side))
+    found = lay_out(sides, TowerShape(merge, window_side, InterpolatedTable(table_side, corner_axis)))
     assert_same(found.positions, get_vision_position_ids(grids, merge))
     assert_same(found.ends, get_vision_cu_seqlens(grids))
     assert found.longest == max(side.rows * side.columns for side in sides)
@@ -65,7 +68,7 @@ def test_a_smoothed_table_is_resized_to_each_slice_as_an_image_is(
 ) -> None:
     """With a merge: of slices of one column torch's own weighs the rows wrongly."""
     sides, merge = packing
-    found = lay_out(sides, TowerShape(merge, table_side=table_side, fit=Fit.SMOOTHED))
+    found = lay_out(sides, TowerShape(merge, table=SmoothedTable(table_side)))
     assert found.table_weights is not None
     table = torch.randn(table_side, table_side, 3, generator=torch.Generator().manual_seed(1))
     row, column = torch.from_numpy(found.table_weights).unbind(1)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower.loading import load_tower
 from tests.encoder.test_kept_frames import kept_frames
 from tests.encoder.test_tower import encode_all, frames_of, reference_embeds
 from tests.families import FAMILIES, FamilyUnderTest, load_reference

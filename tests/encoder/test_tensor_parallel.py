@@ -21,10 +21,10 @@ import torch.distributed as dist
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError, Unavailable
 from gridsieve.services.compute.rank_failure import RankFailure
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.settings import EncoderSettings
 from gridsieve.services.encoder.startup.build import load_rank, parallel_tower, share_of
 from gridsieve.services.encoder.startup.rank import run_forwards
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.parallel.division import Share
 from gridsieve.services.encoder.tower.parallel.exchange import Exchange
 from gridsieve.services.encoder.tower.parallel.tensor import TensorParallelTower

@@ -19,9 +19,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower import attention
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import read_normalisation
 from gridsieve.services.encoder.tower.tower import Tower
 from gridsieve.services.encoder.tower.vision_model import PATCH_EMBED, PREFIXES, align_mlps

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.compute.graphs import Captured
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.tower import vision_model
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import Tower
 from tests.generation.recorder import NoSynchronisation
 

@@ -1,6 +1,6 @@
 """Model families for tests: tiny random checkpoints, and the classes of transformers to compare with.
 
-The names in FAMILIES must be those of the registry of each service. This package does not import the services.
+The model types of FAMILIES must be those of the rows of `gridsieve.families`. This package does not import services.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from tests.families import FAMILIES, load_reference
 from tests.tiny import Models

@@ -24,7 +24,7 @@ from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute import packed_linear
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.loading.draft_head import load_draft_head
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.startup.adapters import load_adapters

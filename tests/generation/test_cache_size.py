@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.loading.draft_head import load_draft_head
 from gridsieve.services.generation.model.attention import sdpa
 from gridsieve.services.generation.model.language_model import LanguageModel

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from tests.generation.paged_kernels import use_paged
 from tests.law import Question, answer, assert_law

@@ -30,7 +30,7 @@ from gridsieve.services.compute.int4_linear import (
     layout_of,
 )
 from gridsieve.services.compute.packed_linear import JoinedLinear
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.settings import GenerationSettings
@@ -239,7 +239,7 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 def peak():
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 before = peak()

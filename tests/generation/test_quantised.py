@@ -15,8 +15,8 @@ from torch import Tensor
 from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.startup.adapters import load_adapters
 from tests.adapters import write_adapter
 from tests.families import FAMILIES

@@ -22,8 +22,8 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.services.compute import packed_linear
 from gridsieve.services.compute.packed_linear import JoinedLinear, PackedLinear, pack_linears
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model import norms
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.sampling.sampler import SamplingParams

@@ -16,11 +16,11 @@ from gridsieve.common.adapter_folder import AdapterFolder
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.retention import Pruning
+from gridsieve.families import family_of
 from gridsieve.services.compute.device import device_of
 from gridsieve.services.encoder.settings import EncoderSettings
-from gridsieve.services.generation.families import check_pruning
 from gridsieve.services.generation.parallel.group import Group
-from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.settings import GenerationSettings, check_pruning
 from gridsieve.services.generation.startup.build import StepLimits, build, step_limits
 
 
@@ -52,7 +52,9 @@ def test_a_default_threshold_needs_a_method_before_the_tower_and_a_model_that_ta
         GenerationSettings.load([*flags, "--pruning-method", "vcast"])
     words = "pixel_change at --pruning-rate 0.5 and --pruning-threshold 0.04: must be one of evs, .* reads whole frames"
     with pytest.raises(StartupError, match=words):
-        check_pruning(Checkpoint(checkpoints("llava_onevision")), GenerationSettings.load(flags).pruning({}, "evs"))
+        check_pruning(
+            family_of(Checkpoint(checkpoints("llava_onevision"))), GenerationSettings.load(flags).pruning({}, "evs")
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.process import ExitStatus
-from gridsieve.services.generation.families import check_ranks, load_language_model
+from gridsieve.services.generation.loading import check_ranks, load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.parallel.sharding import check_sizes

@@ -12,8 +12,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.compute.int4_linear import CudaLayout, Int4Weight, rounded_to_nearest
-from gridsieve.services.encoder.families import load_tower
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.encoder.tower.loading import load_tower
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.attention.block_plan import plan_blocks
 from gridsieve.services.generation.model.attention.cache import CacheSizes
 from gridsieve.services.generation.model.attention.flash_infer import check_kernels, find_kernels

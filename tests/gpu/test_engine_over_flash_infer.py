@@ -15,7 +15,7 @@ import torch
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.compute.graphs import CudaCapture
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.attention.flash_infer import FlashInferCache
 from gridsieve.services.generation.model.fused_layers import RotaryTable
 from tests.families import FAMILIES, write_qwen3_vl_heads

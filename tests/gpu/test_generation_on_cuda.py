@@ -18,7 +18,7 @@ import torch
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.services.compute.graphs import CudaCapture
-from gridsieve.services.generation.families import load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.request.batch import Chunk

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.tower import graphs
 from gridsieve.services.encoder.tower.attention import Resampling, find_attention
 from gridsieve.services.encoder.tower.graphs import TowerGraphs, with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import TimedFrames
 from tests import minicpm
 

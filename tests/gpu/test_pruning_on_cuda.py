@@ -11,9 +11,9 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.services.compute.transfers import Readback
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.items.item import in_shared_memory
 from gridsieve.services.encoder.pruning.methods import Scores, keep_tokens
+from gridsieve.services.encoder.tower.loading import load_tower
 from tests.families import FAMILIES
 from tests.gpu.waits import waits_forbidden
 

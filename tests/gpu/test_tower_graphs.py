@@ -25,13 +25,13 @@ from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.services.compute.graphs import Captured
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.items.batcher import Batcher
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower import graphs
 from gridsieve.services.encoder.tower.attention import find_attention
 from gridsieve.services.encoder.tower.graphs import CudaDevice, TowerGraphs, with_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.tower import Tower
 from tests.families import FAMILIES, FamilyUnderTest
 from tests.gpu.waits import waits_forbidden

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from typer.testing import Result
 
-from gridsieve.cli.models import MODEL_FAMILIES
+from gridsieve.families import FAMILIES
 
 
 def test_models_prints_each_family_and_what_it_can_do(gridsieve: Callable[..., Result]) -> None:
     printed, as_json = gridsieve("models"), gridsieve("models", "--json")
     assert (printed.exit_code, as_json.exit_code) == (0, 0)
     lines, families = printed.stdout.splitlines(), json.loads(as_json.stdout)["families"]
-    assert [each["model_type"] for each in families] == [each.model_type for each in MODEL_FAMILIES]
+    assert [each["model_type"] for each in families] == [each.model_type for each in FAMILIES]
     assert [line.split()[0] for line in lines[::2]] == [each["model_type"] for each in families]
     by_type = {each["model_type"]: (each, line) for each, line in zip(families, lines[1::2], strict=True)}
     llava, line = by_type["llava"]
@@ -23,6 +23,8 @@ def test_models_prints_each_family_and_what_it_can_do(gridsieve: Callable[..., R
     assert by_type["internvl"][0]["media"] == ["image", "video"]
     assert "evs" in by_type["internvl"][0]["methods"]
     assert by_type["internvl"][1].strip().startswith("images and videos; pruned after the tower by evs")
+    assert by_type["minicpmv"][1].strip().startswith("images and videos; not pruned; positions one-dimensional; ")
+    assert (by_type["qwen3_vl"][0]["live"], by_type["glm4v"][0]["live"]) == (True, False)
     before = {
         name: (each["before_tower"], "before the tower by pixel_change" in line)
         for name, (each, line) in by_type.items()

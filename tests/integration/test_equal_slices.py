@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gridsieve.client.encoding import Encoded, encode
 from gridsieve.client.prompt import Frames, Pruning, Video
 from gridsieve.common.checkpoint import Checkpoint
-from gridsieve.services.encoder.families import load_tower
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.patches import KeptFrames
 from gridsieve.services.encoder.tower.tower import Tower
 from tests.awake import SOON_S

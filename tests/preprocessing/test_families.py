@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import MediaRejected, StartupError
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.video.resize import PixelBudget
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.families import FAMILIES

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import MediaRejected
-from gridsieve.services.preprocessing.families import load_family
-from gridsieve.services.preprocessing.families.glm46v import Glm46V
+from gridsieve.families.glm.prompt import Glm46V
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.video.resize import PixelBudget
 from gridsieve.services.preprocessing.video.sampling import FrameSampling
 from tests.preprocessing.preprocessing_media import (

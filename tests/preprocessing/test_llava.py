@@ -26,7 +26,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, MediaRejected, StartupError
 from gridsieve.services.preprocessing.conversation import MediaRequest
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from tests.families import FAMILIES, LLAVA
 from tests.generation.checkpoints import changed

@@ -22,7 +22,7 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, Modality
 from gridsieve.services.preprocessing.conversation import MediaRequest
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.embeds import Embeds
 from gridsieve.services.preprocessing.video.sampling import FrameSampling, FrameTimes, sample

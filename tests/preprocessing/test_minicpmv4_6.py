@@ -23,7 +23,7 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
 from gridsieve.services.preprocessing.conversation import MediaRequest
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.canvas import CanvasSpan, canvas_positions
 from gridsieve.services.preprocessing.prompt.embeds import Embeds

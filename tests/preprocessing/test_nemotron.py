@@ -27,7 +27,7 @@ from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.handover import Receiver
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import PlannedPrompt
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron

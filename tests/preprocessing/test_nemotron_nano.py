@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import Grid
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import PlannedPrompt
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron_nano

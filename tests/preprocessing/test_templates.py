@@ -19,7 +19,7 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
 from gridsieve.common.contract.plan import Modality
 from gridsieve.services.preprocessing.conversation import Conversation
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens

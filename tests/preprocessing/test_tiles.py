@@ -29,11 +29,11 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from gridsieve.common.anyres import AnyRes
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import PromptPlan
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.families.llava.anyres import AnyRes
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.planner import Planner
 from tests.families import NEWLINE_ID, NEXT_VIDEO_PX, ONEVISION_PATCH, ONEVISION_PX
 from tests.media import picture

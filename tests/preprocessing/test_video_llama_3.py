@@ -16,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import MediaRejected
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.video.resize import PixelBudget
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.media import picture

@@ -28,12 +28,13 @@ from gridsieve.common.serving.health import READY
 from gridsieve.common.serving.server import StepWatch, run, serve
 from gridsieve.common.telemetry.logs import configure_logging
 from gridsieve.common.telemetry.metrics import begin, begin_method, served_names
+from gridsieve.families import family_of
 from gridsieve.services.compute.device import device_of, name_of
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.payoff import Payoff
-from gridsieve.services.generation.families import FAMILIES, check_pruning, check_ranks
 from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
 from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.loading import check_ranks
 from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.rpc.metrics import count_step, watch
@@ -41,7 +42,7 @@ from gridsieve.services.generation.rpc.served_model import LiveModel, ServedMode
 from gridsieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
 from gridsieve.services.generation.sampling.defaults import sampling_defaults
 from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
-from gridsieve.services.generation.settings import GenerationSettings
+from gridsieve.services.generation.settings import GenerationSettings, check_pruning
 from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -57,10 +58,10 @@ async def main() -> ExitStatus:
         torch.set_num_threads(settings.threads)
     credentials = upstream_credentials(settings)
     checkpoint = Checkpoint.find(settings.model)
-    family = checkpoint.pick(FAMILIES)
-    usual = usual_method(family.pruning_methods, checkpoint.config)
+    family = family_of(checkpoint)
+    usual = usual_method(family.methods, checkpoint.config)
     pruning = settings.pruning(checkpoint.config, usual)
-    check_pruning(checkpoint, pruning)
+    check_pruning(family, pruning)
     said = {"rate": pruning.rate, "method": pruning.method, "threshold": pruning.threshold}
     log.info("pruning where a request names none", **said)
     defaults, tokenizer = sampling_defaults(checkpoint), load_tokenizer(checkpoint.folder)
@@ -83,7 +84,7 @@ async def main() -> ExitStatus:
             model,
             built.limit_tokens,
             pruning,
-            family.pruning_methods,
+            family.methods,
             usual,
             live,
         )

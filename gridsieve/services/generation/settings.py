@@ -21,6 +21,7 @@ from gridsieve.common.contract.retention import (
     named_method,
 )
 from gridsieve.common.serving.settings import UpstreamSettings
+from gridsieve.families import ModelFamily
 
 
 class GenerationSettings(UpstreamSettings):
@@ -208,3 +209,13 @@ class GenerationSettings(UpstreamSettings):
             if not isinstance(rate, int | float) or not 0 <= rate < 1:
                 raise StartupError(f"config.json: {TRAINED_RATE} must be at least 0 and below 1, got {rate!r}")
         return Pruning(float(rate), method, threshold=self.pruning_threshold)
+
+
+def check_pruning(family: ModelFamily, pruning: Pruning) -> None:
+    """Raises StartupError if the encoder would refuse every request whose videos are pruned so."""
+    if pruning.drops and pruning.method not in family.methods:
+        threshold = "" if pruning.threshold is None else f" and --pruning-threshold {pruning.threshold:g}"
+        raise StartupError(
+            f"--pruning-method {pruning.method} at --pruning-rate {pruning.rate:g}{threshold}: must be one of "
+            f"{', '.join(family.methods)} for this model: {family.why_not_all}"
+        )

@@ -30,7 +30,7 @@ from gridsieve.common.contract.plan import (
     tagged_digest,
 )
 from gridsieve.services.preprocessing.conversation import Conversation, FileUrl, MediaRequest, Upload
-from gridsieve.services.preprocessing.families import load_family
+from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.prompt.embeds import Embeds
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout, lay_out
 from gridsieve.services.preprocessing.prompt.tokens import ChatTokens

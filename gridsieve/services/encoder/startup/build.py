@@ -18,11 +18,11 @@ from gridsieve.services.compute.compiled import compile_layers
 from gridsieve.services.compute.device import device_of
 from gridsieve.services.compute.group import join, leave
 from gridsieve.services.compute.rank_failure import RankFailure
-from gridsieve.services.encoder.families import load_tower
 from gridsieve.services.encoder.settings import EncoderSettings
 from gridsieve.services.encoder.startup.adapters import with_adapters
 from gridsieve.services.encoder.startup.largest_forward import run_largest
 from gridsieve.services.encoder.tower.graphs import with_graphs, without_graphs
+from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.encoder.tower.packing import Side
 from gridsieve.services.encoder.tower.parallel.division import Share
 from gridsieve.services.encoder.tower.parallel.exchange import TIMEOUT, Exchange

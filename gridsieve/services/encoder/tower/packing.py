@@ -28,8 +28,8 @@ Class tokens and registers are rows before the patches of each sequence, whateve
     ends:       0              26
     token_rows: [2 3 … 25]                              the rows that become tokens
 
-It knows numpy, and torch only for cells. The tests compare it with `transformers.vision_utils`, which computes the same
-on the device.
+It knows numpy alone; a family's `Table` computes what its towers read of a table of positions. The tests compare it
+with `transformers.vision_utils`, which computes the same on the device.
 """
 
 from __future__ import annotations
@@ -37,13 +37,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gridsieve.services.encoder.tower.graph_buckets import Size
@@ -74,17 +72,14 @@ class Side(NamedTuple):
     still: bool = False
 
 
-class Fit(Enum):
-    """How a square table of position embeddings is laid over a slice, and between its entries.
+class Table(Protocol):
+    """A square table of position embeddings, laid over each frame. Hashable, because layouts are cached by it."""
 
-    CORNERS: corner on corner, linear. CELLS: cell on cell, cubic. LONGER_SIDE: cell on cell over the square of the
-    slice's longer side, linear. SMOOTHED: as an image is resized, cell on cell, linear, with antialiasing.
-    """
+    def by_row(self, positions: Array, rows: int, columns: int) -> Mapping[str, Array]:
+        """What `PackedLayout` has of it, by name: arrays with an entry for each row of a frame.
 
-    CORNERS = "corners"
-    CELLS = "cells"
-    LONGER_SIDE = "longer side"
-    SMOOTHED = "smoothed"
+        positions: int64 (P, 2), as of `PackedLayout`. rows, columns: of the frame, in patches.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +87,22 @@ class TowerShape:
     """Sizes of a tower from which its layouts follow.
 
     merge: patches per side of a token. window_side: side of an attention window, in tokens; 0 without windows.
-    table_side: side of the square table from which position embeddings are interpolated; 0 without a table. fit: how.
+    table: of position embeddings; None: the tower has no table, or needs nothing but positions to read it.
     lead: rows of a slice before its patches, such as a class token. dropped: first rows of a slice that become no
         tokens; as many where merge is above 1. fixed: the sides of every slice, of towers that take no others.
     queries: tokens of each slice, whatever its size; 0: its merged patches. Sizes of buckets count merged patches.
-    cell_side: side of a square table of cells, laid over every slice: a patch takes the entry of the cell in which it
-        begins; 0 without a table. cells_in_a_row: a slice's patches are one row, in the first row of cells.
-        cells_by_quotient: where a patch begins is a quotient, and not an element of a range with the patch as its step.
     timed: whether patches have the time of their frame. stills: whether pictures have a patch embedding of their own.
     """
 
     merge: int
     window_side: int = 0
-    table_side: int = 0
-    fit: Fit = Fit.CORNERS
+    table: Table | None = None
     lead: int = 0
     dropped: int = 0
     fixed: Side | None = None
     queries: int = 0
-    cell_side: int = 0
-    cells_in_a_row: bool = False
-    cells_by_quotient: bool = False
     timed: bool = False
     stills: bool = False
-
-    @property
-    def has_entries(self) -> bool:
-        """Whether a patch takes a few entries of the table."""
-        return self.table_side > 0 and self.fit is not Fit.SMOOTHED
 
     def rows(self, bucket: Size) -> int:
         """Rows of patches of so many slices with so many tokens."""
@@ -268,39 +251,21 @@ class _Frame:
     """
 
     def __init__(self, rows: int, columns: int, shape: TowerShape) -> None:
-        side = (rows, columns)
         merge = shape.merge
         self.patches, self.tokens = shape.lead + rows * columns, rows * columns // merge**2
         # by token, then within it: (2, rows, merge, columns, merge) to (rows, columns, merge, merge, 2)
-        places = np.indices(side).reshape(2, rows // merge, merge, columns // merge, merge)
+        places = np.indices((rows, columns)).reshape(2, rows // merge, merge, columns // merge, merge)
         by_patch = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
         before = np.stack([np.full(shape.lead, -1), np.arange(shape.lead)], axis=1)
         positions = np.concatenate([before, by_patch])
-        self.by_row = {"positions": positions}
+        self.by_row: dict[str, Array] = {"positions": positions}
         if shape.window_side:
             row, column = np.indices((rows // merge, columns // merge)) // shape.window_side
             self.window = (row * (column.max() + 1) + column).ravel()
             self.order = np.argsort(self.window, kind="stable")
             self.windows = np.bincount(self.window) * merge**2
-        if shape.fit is Fit.SMOOTHED:
-            axes = [_smoothed_axis(side[axis], shape.table_side)[positions[:, axis]] for axis in (0, 1)]
-            self.by_row["table_weights"] = np.stack(axes, axis=1)
-        if shape.has_entries:
-            lengths = (max(side),) * 2 if shape.fit is Fit.LONGER_SIDE else side
-            (row_indices, row_weights), (column_indices, column_weights) = (
-                _AXES[shape.fit](positions[:, axis], lengths[axis], shape.table_side) for axis in (0, 1)
-            )
-            entries = row_indices[:, :, None] * shape.table_side + column_indices[:, None]
-            weights = row_weights[:, :, None] * column_weights[:, None]
-            self.by_row["interpolation_indices"] = entries.reshape(len(entries), -1)
-            self.by_row["interpolation_weights"] = weights.reshape(len(entries), -1)
-        if shape.cell_side:
-            places, lengths = positions, side
-            if shape.cells_in_a_row:
-                lengths = (1, len(places))
-                places = np.indices(lengths).reshape(2, -1).T
-            row, column = (_cells(lengths[axis], shape)[places[:, axis]] for axis in (0, 1))
-            self.by_row["cells"] = row * shape.cell_side + column
+        if shape.table is not None:
+            self.by_row |= shape.table.by_row(positions, rows, columns)
         self._shape = shape
 
     def only(self, kept: Sequence[int]) -> _Frame:
@@ -320,86 +285,6 @@ class _Frame:
 
 
 _whole = lru_cache(maxsize=_CACHED_SIZES)(_Frame)
-
-
-def _axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
-    """The two table entries nearest to each place of an axis, and their weights: linear, with both ends aligned.
-
-    Computed in float32, in the order of transformers' operations, so that both round alike.
-    """
-    at = places.astype(np.float32) * np.float32(table_side - 1) / np.float32(max(length - 1, 1))
-    below = np.floor(at)
-    offsets = np.arange(2)
-    weights = 1 - np.abs(at[:, None] - below[:, None] - offsets.astype(np.float32))
-    return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
-
-
-def _cubic_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
-    """The four table entries nearest to each place of an axis, and their weights: cubic, cell on cell.
-
-    Entries outside the table are those at its border. Computed in float32, as `torch.nn.functional.grid_sample` does:
-    Keys' convolution with a = −3/4.
-    """
-    half = np.float32(0.5)
-    scaled = (places.astype(np.float32) + half) / np.float32(length) * np.float32(2) - np.float32(1)
-    at = ((scaled + np.float32(1)) * np.float32(table_side) - np.float32(1)) * half
-    below = np.floor(at)
-    offsets = np.arange(-1, 3)
-    x = np.abs((at - below)[:, None] - offsets.astype(np.float32))
-    a = np.float32(-0.75)
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-    weights = np.where(x <= 1, near, far).astype(np.float32)
-    return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), weights
-
-
-def _cell_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
-    """The two table entries nearest to each place of an axis, and their weights: linear, cell on cell.
-
-    Computed in float32, as `torch.nn.functional.interpolate` does.
-    """
-    half = np.float32(0.5)
-    at = np.maximum(np.float32(table_side) / np.float32(length) * (places.astype(np.float32) + half) - half, 0)
-    below = np.floor(at)
-    above = (at - below)[:, None]
-    entries = np.clip(below.astype(np.int64)[:, None] + np.arange(2), 0, table_side - 1)
-    return entries, np.concatenate([1 - above, above], axis=1)
-
-
-_AXES: Mapping[Fit, Callable[[Array, int, int], tuple[Array, Array]]] = {
-    Fit.CORNERS: _axis,
-    Fit.CELLS: _cubic_axis,
-    Fit.LONGER_SIDE: _cell_axis,
-}
-
-
-def _smoothed_axis(length: int, table_side: int) -> Array:
-    """The weights of all entries of a table's axis for each place of an axis: float32 (length, table_side).
-
-    A triangle around the middle of a place, as wide as the place where that is wider than an entry: bilinear
-    interpolation of `torch.nn.functional.interpolate` with antialiasing.
-    """
-    place = table_side / length  # in entries
-    middles = (np.arange(length) + 0.5) * place
-    apart = np.abs(np.arange(table_side) + 0.5 - middles[:, None]) / max(place, 1)
-    weights: Array = np.maximum(1 - apart, 0)
-    weights /= weights.sum(1, keepdims=True)
-    return weights.astype(np.float32)
-
-
-def _cells(length: int, shape: TowerShape) -> Array:
-    """The cell of an axis that each of its places begins in: int64 (length,).
-
-    By the published operations: where a place begins at a border, the cell depends on how they round. The length is a
-    tensor there, so the step is a float32.
-    """
-    if shape.cells_by_quotient:
-        begins = torch.arange(length) / length
-    else:
-        begins = torch.arange(0, 1 - 1e-6, (1 / torch.tensor(length)).item(), dtype=torch.float32)
-    borders = torch.arange(1 / shape.cell_side, 1.0, 1 / shape.cell_side, dtype=torch.float32)
-    found: Array = torch.bucketize(begins, borders, right=True).numpy()
-    return found
 
 
 def _ends(lengths: Sequence[int] | Array) -> Array:

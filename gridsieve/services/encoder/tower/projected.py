@@ -28,13 +28,13 @@ from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipVi
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
 from gridsieve.common.contract.plan import MediaPlan
-from gridsieve.common.fields import Fields, refusing
-from gridsieve.services.encoder.tower.adapted import Adaptable, linear_layers
+from gridsieve.common.fields import Fields
+from gridsieve.services.encoder.tower.adapted import linear_layers
 from gridsieve.services.encoder.tower.attention import Attend
 from gridsieve.services.encoder.tower.packing import PackedLayout, Side, TowerShape
-from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, PatchShape, read_normalisation
-from gridsieve.services.encoder.tower.tower import Arrangement, Tower, sizes_of
-from gridsieve.services.encoder.tower.vision_model import RunOptions, load_model
+from gridsieve.services.encoder.tower.patches import FoldedPatchEmbed, Normalisation, PatchShape, read_normalisation
+from gridsieve.services.encoder.tower.tower import Arrangement, Tower, TowerSizes, sizes_of
+from gridsieve.services.encoder.tower.vision_model import LoadedModel, RunOptions, TowerModel, assemble
 from gridsieve.services.encoder.tower.weights import find_parts
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -76,35 +76,25 @@ def load_projected(
         )
     lead = int(vision.model_type in _WITH_CLASS_TOKEN)
     dropped = int(getattr(config, "vision_feature_select_strategy", "full") == "default")
-    vision._attn_implementation = "sdpa"
-    with torch.device("meta"), refusing("config.json: vision_config"):
-        model = _Llava(config, projector(config))
+    model = _Llava.on_meta(config, projector, arrange is None)
     # Published checkpoints have CLIP's and SigLIP's weights one level deeper than transformers 5.
     stored = {
         name.replace(f"{_TOWER}vision_model.", _TOWER): each
         for name, each in find_parts(checkpoint, (_TOWER, _PROJECTOR)).items()
     }
-    loaded = load_model(model, vision, stored, model.patch_embedding, options, unread=_UNREAD)
-    model.embed_with(loaded.folded(read_normalisation(checkpoint, video)))
-    # A projector that runs outside the forward is no part of it.
-    adaptable = {name: each for name, each in model.linear.items() if not (arrange and name.startswith(_PROJECTOR))}
-
-    def compute(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
-        features: Tensor = model(patches, layout, loaded.attend)
-        return (features if arrange else model.multi_modal_projector(features))[None]
-
     fixed = 0 if vision.model_type == "pixtral" else side_of(vision.image_size) // side_of(vision.patch_size)
-    patch_weights = model.embed.patch_embed.weight.numel()
-    return loaded.tower(
-        model.layers,
+    return assemble(
+        model,
+        stored,
+        read_normalisation(checkpoint, video),
+        options,
         shape=TowerShape(merge, lead=lead, dropped=dropped, fixed=Side(fixed, fixed) if fixed else None),
         patches=PatchShape(side_of(vision.patch_size), merge, 1, lead, dropped, fixed),
-        sizes=sizes_of(vision.hidden_size, model.layers, patch_weights, model.multi_modal_projector),
         embed_dim=config.text_config.hidden_size,
-        compute=compute,
         features=model.features if arrange else None,
         arrange=arrange(model.multi_modal_projector) if arrange else None,
-        adaptable=Adaptable(model, compute, adaptable),
+        # A projector that runs outside the forward is no part of it.
+        linear={name: each for name, each in model.linear.items() if not (arrange and name.startswith(_PROJECTOR))},
     )
 
 
@@ -133,18 +123,21 @@ def pass_ends_on(layers: nn.Module) -> None:
             module.__class__ = _InternVLLayer
 
 
-class _Llava(nn.Module):
+class _Llava(TowerModel):
     """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows.
 
-    linear: its layers, and those that are not read.
+    linear: its layers, and those that are not read. projects: whether its forward projects the features.
     """
 
     embed: Any
+    unread = _UNREAD
 
-    def __init__(self, config: Any, projector: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, config: Any, projector: Callable[[Any], nn.Module], projects: bool) -> None:
+        super().__init__(config.vision_config)
         self.vision_tower: Any = _CLASSES[config.vision_config.model_type](config.vision_config)
-        self.multi_modal_projector = projector
+        self.patch_embedding = _prefix_of_patches(self.vision_tower)
+        self.multi_modal_projector = projector(config)
+        self._projects = projects
         self.linear = linear_layers(self)
         count, chosen = len(self.layers), config.vision_feature_layer
         chosen = [chosen] if isinstance(chosen, int) else chosen
@@ -163,29 +156,22 @@ class _Llava(nn.Module):
         layers: nn.ModuleList = inner.layer if hasattr(inner, "layer") else inner.layers
         return layers
 
-    @property
-    def patch_embedding(self) -> str:
-        """The prefix of the patch embedding's weights."""
-        if hasattr(self.vision_tower, "patch_conv"):
-            return f"{_TOWER}patch_conv."
-        inner = self.vision_tower.embeddings
-        return f"{_TOWER}embeddings." + (
-            "patch_embedding." if hasattr(inner, "patch_embedding") else "patch_embeddings.projection."
-        )
-
-    def embed_with(self, folded: FoldedPatchEmbed) -> None:
-        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
         kind = _RotaryEmbedding if hasattr(self.vision_tower, "patch_conv") else _TableEmbedding
-        self.embed = kind(self.vision_tower, folded)
+        self.embed = kind(self.vision_tower, loaded.folded(normalisation))
         for replaced in ("embeddings", "patch_conv", "patch_positional_embedding"):
             self._remove(replaced)
+
+    def sizes(self) -> TowerSizes:
+        patch_weights = self.embed.patch_embed.weight.numel()
+        return sizes_of(self.vision.hidden_size, self.layers, patch_weights, self.multi_modal_projector)
 
     def _remove(self, name: str) -> None:
         if hasattr(self.vision_tower, name):
             delattr(self.vision_tower, name)
 
     def forward(self, patches: Tensor, layout: PackedLayout[Tensor], attend: Attend | None) -> Tensor:
-        """Selected features (T, hidden · selected layers) of patches uint8 (P, values)."""
+        """Tokens (T, D), or selected features (T, hidden · selected layers), of patches uint8 (P, values)."""
         rows, keywords = self.embed(patches, layout)
         outputs = [rows[None]]
         for layer in self.layers:
@@ -200,7 +186,16 @@ class _Llava(nn.Module):
                 )
             )
         selected = torch.cat([outputs[index][0] for index in self._selected], dim=-1)
-        return selected if layout.token_rows is None else selected[layout.token_rows]
+        features = selected if layout.token_rows is None else selected[layout.token_rows]
+        return self.multi_modal_projector(features) if self._projects else features
+
+
+def _prefix_of_patches(tower: Any) -> str:
+    """The prefix of the weights of a tower's patch embedding."""
+    if hasattr(tower, "patch_conv"):
+        return f"{_TOWER}patch_conv."
+    name = "patch_embedding" if hasattr(tower.embeddings, "patch_embedding") else "patch_embeddings.projection"
+    return f"{_TOWER}embeddings.{name}."
 
 
 class _TableEmbedding(nn.Module):

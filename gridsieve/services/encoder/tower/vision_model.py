@@ -1,9 +1,10 @@
-"""Makes a vision tower from a checkpoint and transformers' class for it, or from a module that calls the layers itself.
+"""Makes a vision tower from a checkpoint and transformers' class for it, or from a `TowerModel` that calls the layers.
 
     transformers' class    make_tower
-    other modules          load_model ─▶ the family replaces the patch embedding ─▶ LoadedModel.tower
+    a TowerModel           on_meta ─▶ assemble: its weights, its attention, its patch embedding
 
-It knows no family: a family's file names the classes, and extracts the embeddings from their output.
+It knows no family: a family's file names the classes, fills in a `TowerModel`, or extracts the embeddings from the
+output of transformers' class.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import StartupError
-from gridsieve.common.contract.retention import METHODS
 from gridsieve.common.fields import refusing
+from gridsieve.services.compute.adapters import Features
 from gridsieve.services.compute.packed_linear import pack_linears
 from gridsieve.services.encoder.tower.adapted import Adaptable, linear_layers
 from gridsieve.services.encoder.tower.attention import (
@@ -87,60 +88,97 @@ class LoadedModel:
         embed_dim: int,
         compute: Callable[[Any, Tensor, PackedLayout[Tensor]], Tensor] | None = None,
         embed_levels: int = 0,
+        linear: Mapping[str, Features] | None = None,
+        prefix: str = "",
         **fields: Any,
     ) -> Tower:
         """The tower of the model, whose linear layers are packed from now on.
 
-        compute: as `Adaptable.compute`; None: the model's own forward, of patches, layout and attention, to (T, D).
-        fields: others of `Tower`.
+        compute: as `Adaptable.compute`; None: the model's own forward, as of `TowerModel`. linear, prefix: the layers
+        that adapters may change, as `Adaptable.layers`; None: none. fields: others of `Tower`.
         """
 
         def call(model: Any, patches: Tensor, layout: PackedLayout[Tensor]) -> Tensor:
             tokens: Tensor = model(patches, layout, self.attend)
             return tokens[None]
 
+        compute = compute or call
         pack_linears(self.model.eval().requires_grad_(False).to(self.device))
         varlen = self.attend not in (None, attend_by_length)
         return Tower(
-            forward=ModelForward(partial(compute or call, self.model), shape, self.device, varlen, tuple(layers)),
+            forward=ModelForward(partial(compute, self.model), shape, self.device, varlen, tuple(layers)),
             patches=patches,
             embed_dim=embed_dim,
             embed_levels=embed_levels,
             dtype=self.dtype,
             device=self.device,
             sizes=sizes,
+            adaptable=None if linear is None else Adaptable(self.model, compute, linear, prefix),
             **fields,
         )
 
 
-def load_model(
-    model: nn.Module,
-    vision: Any,
-    stored: Mapping[str, Stored],
-    patch_embed: str,
-    options: RunOptions,
-    *,
-    unread: tuple[str, ...] = (),
-    complete: Callable[[dict[str, Tensor]], None] = lambda weights: None,
-    resampling: Resampling | None = None,
-) -> LoadedModel:
-    """Gives a model that was made on the meta device its weights, and finds the attention of its layers.
+class TowerModel(nn.Module):
+    """A tower's model that calls transformers' layers itself. A family makes a subclass of it.
 
-    vision: its config. unread: prefixes of weights that are left out if the model lacks them. complete: changes the
-    weights that were read to those of the model. resampling: see `find_attention`.
+    Its modules have the names of the weights. Its forward makes tokens (T, D), or features (T, features), of patches
+    (P, values), their layout and the attention.
+    vision: the config of its layers. patch_embed: of patches, from `embed_with` on; patch_embedding: the prefix of the
+    weights that it is made of. unread: prefixes of weights that are left out if the model lacks them. resampling: see
+    `find_attention`.
+    """
+
+    patch_embed: FoldedPatchEmbed
+    patch_embedding: str
+    unread: tuple[str, ...] = ()
+    resampling: Resampling | None = None
+
+    def __init__(self, vision: Any) -> None:
+        super().__init__()
+        vision._attn_implementation = "sdpa"
+        self.vision = vision
+
+    @classmethod
+    def on_meta(cls, *arguments: Any) -> Self:
+        """The model without weights. Raises StartupError for a config that transformers' modules refuse."""
+        with torch.device("meta"), refusing("config.json: vision_config"):
+            return cls(*arguments)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Those that attend, of one class."""
+        raise NotImplementedError
+
+    def complete(self, weights: dict[str, Tensor], device: torch.device) -> None:
+        """Changes the weights that were read to those of the model."""
+
+    def embed_with(self, loaded: LoadedModel, normalisation: Normalisation) -> None:
+        """Replaces the embedding by one of uint8 patches, once the model has its weights."""
+        raise NotImplementedError
+
+    def sizes(self) -> TowerSizes:
+        raise NotImplementedError
+
+
+def assemble(
+    model: TowerModel, stored: Mapping[str, Stored], normalisation: Normalisation, options: RunOptions, **tower: Any
+) -> Tower:
+    """The tower of a model that was made on the meta device. stored: its weights. tower: see `LoadedModel.tower`.
+
     Raises StartupError if the weights are not those of the model, for float16, or if the attention is unavailable.
     """
-    kept = model.state_dict().keys()
-    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(unread)}
-    device, overflow = options.device, f"{vision.model_type} towers overflow it"
-    dtype = choose_dtype(stored, options.dtype, device, no_float16=overflow)
-    weights = read_weights(stored, dtype, device, patch_embed)
-    complete(weights)
+    kept, vision, device = model.state_dict().keys(), model.vision, options.device
+    stored = {name: each for name, each in stored.items() if name in kept or not name.startswith(model.unread)}
+    dtype = choose_dtype(stored, options.dtype, device, no_float16=f"{vision.model_type} towers overflow it")
+    weights = read_weights(stored, dtype, device, model.patch_embedding)
+    model.complete(weights, device)
     fill(model, weights, dtype)
     heads = vision.num_attention_heads
-    attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, resampling)
+    attend = find_attention(options.attention, device, dtype, heads, vision.hidden_size // heads, model.resampling)
     vision._attn_implementation_internal = VARLEN  # the private name: transformers' setter accepts only its own
-    return LoadedModel(model, weights, patch_embed, dtype, device, attend or attend_by_length)
+    loaded = LoadedModel(model, weights, model.patch_embedding, dtype, device, attend or attend_by_length)
+    model.embed_with(loaded, normalisation)
+    return loaded.tower(model.layers, sizes=model.sizes(), **tower)
 
 
 def vision_config(checkpoint: Checkpoint, config_class: Any) -> Any:
@@ -219,8 +257,8 @@ def make_tower(
         embed_dim=embed_dim,
         compute=compute,
         embed_levels=embed_levels,
-        pruning_methods=METHODS,
-        adaptable=None if share else Adaptable(model, compute, linear, _PEFT_PREFIX),
+        linear=None if share else linear,
+        prefix=_PEFT_PREFIX,
     )
 
 

@@ -12,11 +12,12 @@ import torch
 
 from gridsieve.common.checkpoint import DRAFTS, Checkpoint
 from gridsieve.common.contract.errors import StartupError
+from gridsieve.families import family_of, not_live
 from gridsieve.services.compute.device import device_of, multiplies_bfloat16
 from gridsieve.services.compute.graphs import CudaCapture
 from gridsieve.services.compute.int4_linear import Int4Linear
 from gridsieve.services.compute.packed_linear import JoinedLinear, PackedLinear
-from gridsieve.services.generation.families import FAMILIES, NOT_LIVE, load_language_model
+from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.loading.draft_head import load_draft_head
 from gridsieve.services.generation.loading.int4 import int4_format, stored_format
 from gridsieve.services.generation.loading.mtp import MTP, load_mtp
@@ -273,9 +274,9 @@ def _decoded_rows(settings: GenerationSettings, limits: StepLimits) -> int:
 
 def _live_tokens(settings: GenerationSettings, checkpoint: Checkpoint, device: torch.device) -> int | None:
     """The most that live sessions may hold; None: what the longest sequence leaves. Raises StartupError."""
-    if not checkpoint.pick(FAMILIES).live:
+    if not family_of(checkpoint).live:
         if settings.live_tokens:
-            raise StartupError(f"--live-tokens: {NOT_LIVE}")
+            raise StartupError(f"--live-tokens: {not_live()}")
         return 0
     if settings.live_tokens is None and settings.kv_cache_tokens is None and device.type != "cuda":
         return CPU_LIVE_TOKENS

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.plan import Grid, Modality, SizePx
 from gridsieve.common.contract.tensors import DType
+from gridsieve.families import family_of
 from gridsieve.services.preprocessing.prompt.layout import Expansion, ImageLayout
 from gridsieve.services.preprocessing.video.resize import View
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
@@ -123,3 +125,12 @@ class Family(ABC):
         if tile_columns:
             raise InvalidRequest(field="embeds.tile_columns", limit="0 for this model", value=tile_columns)
         return self.expansion(grid, None)
+
+
+def load_family(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint, of the module that `gridsieve.families` names.
+
+    Raises StartupError for a model type or settings that are not supported.
+    """
+    family: Family = family_of(checkpoint).load("prompt")(checkpoint)
+    return family

@@ -12,7 +12,7 @@ from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.common.contract.requests import check_prompt
 from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED, Pruning
 from gridsieve.common.contract.wire import completed, pruning_message, pruning_of
-from gridsieve.services.generation.families import NOT_LIVE
+from gridsieve.families import not_live
 from gridsieve.services.generation.request.request import Adapter
 from gridsieve.services.generation.request.session import Session
 from gridsieve.services.generation.rpc.messages import sampling_request
@@ -78,7 +78,7 @@ class Options:
     def of(cls, message: generation_pb2.LiveOpen, model: ServedModel) -> Self:
         """Raises InvalidRequest."""
         if model.live is None:
-            raise InvalidRequest(NOT_LIVE)
+            raise InvalidRequest(not_live())
         for index, each in enumerate(message.messages):
             _check_text(each.parts, f"open.messages[{index}].parts")
         if message.messages and message.messages[-1].role not in (prompt_pb2.ROLE_SYSTEM, prompt_pb2.ROLE_ASSISTANT):

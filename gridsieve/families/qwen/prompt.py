@@ -1,0 +1,169 @@
+"""Qwen's prompts.
+
+    Qwen2-VL      a video is one grid, whose slices are one position apart; the pixel budget applies to each frame
+    Qwen2.5-VL    the time between slices determines their distance in positions
+    Qwen3-VL      also 3.5, 3.6, 3.8, dense and mixture of experts: each slice is a grid, after its timestamp
+
+Of Qwen3-VL a video's placeholder becomes `<0.3 seconds><|vision_start|>(grid)<|vision_end|>` for each slice. The chat
+template's own <|vision_start|> and <|vision_end|> stay around all of them, as in transformers 5.24; older versions
+dropped them. All frames of a video share one pixel budget. Qwen3.5 and later models have no deepstack.
+Source: `Qwen2VLVideoProcessor`, index for index, `Qwen2_5_VLProcessor`, `Qwen3VLVideoProcessor` and `Qwen3VLProcessor`
+of transformers 5.24, which gives these two to Qwen3.5, too, and whose `Qwen3_5Model.get_rope_index` is Qwen3-VL's;
+Qwen2-VL, arXiv 2409.12191; Qwen2.5-VL, arXiv 2502.13923; Qwen3-VL, arXiv 2511.21631.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Self
+
+import numpy as np
+
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.contract.plan import Grid, SizePx
+from gridsieve.services.preprocessing.layouts.qwen_vl import QwenVL, VideoDefaults, at_least_a_token, at_most
+from gridsieve.services.preprocessing.prompt.layout import Expansion
+from gridsieve.services.preprocessing.prompt.positions import GridSpan
+from gridsieve.services.preprocessing.video.resize import smart_resize
+from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
+from gridsieve.services.preprocessing.video.timing import TimeBase
+
+_DEFAULTS = VideoDefaults(
+    patch_px=14,
+    size={"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+    max_tokens=128_000,
+    old_names=("image", "video"),
+)
+_LANES = 8
+_TOKENS_PER_SECOND = 4
+_DEFAULTS_OF_3 = VideoDefaults(
+    patch_px=16,
+    size={"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    max_tokens=768,
+    old_names=("image",),
+)
+_DEEPSTACK_INDEXES = (8, 16, 24)
+_WITHOUT_DEEPSTACK = ("qwen3_5", "qwen3_5_moe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2VL(QwenVL):
+    """The settings of one checkpoint."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        return cls.read(checkpoint, _DEFAULTS)
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """The indices of transformers, sometimes an odd number of them.
+
+        Two deviations: a video too short for one temporal patch yields its first frame (transformers divides by zero),
+        and an index that rounding puts after the last frame is left out (transformers fails).
+        """
+        patch = bounds.temporal_patch
+        if bounds.num_frames is not None:
+            frames = round(bounds.num_frames / patch) * patch
+        else:
+            max_frames = min(bounds.max_frames, total_frames) // patch * patch
+            wanted = total_frames / float(average_rate) * bounds.fps
+            frames = math.floor(min(max(wanted, bounds.min_frames), max_frames, total_frames) / patch) * patch
+        if frames == 0:
+            return (0,)
+        step = total_frames / frames
+        return tuple(index for index in _torch_arange(total_frames, step) if index < total_frames)
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """Height and width of each of a video's `frames` after resizing. Raises MediaRejected."""
+        budget = self.video_budget if wish.max_pixels is None else at_most(self.video_budget, wish.max_pixels)
+        if self.max_video_tokens is not None:
+            total = int(self.max_video_tokens * budget.factor_px**2 * 0.9)
+            share = total * self.frame_bounds.temporal_patch // frames
+            budget = replace(budget, max_px=max(min(budget.max_px, share), int(budget.min_px * 1.05)))
+        return smart_resize(height_px, width_px, budget)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """One grid."""
+        return (GridSpan(grid, Fraction(1)),)
+
+
+def _torch_arange(end: int, step: float) -> list[int]:
+    """Reproduces `torch.arange(0, end, step).int()`, rounding for rounding.
+
+    torch computes in pairs of lanes of 8 elements: it rounds the first element of each lane to float32, derives the
+    others from it in float64, and rounds them; elements that fill no pair are computed one by one. The result may have
+    one element more than end / step, which may be `end` itself.
+    """
+    count = math.ceil(end / step)
+    index = np.arange(count)
+    lane = (index // _LANES * _LANES * step).astype(np.float32).astype(np.float64) + index % _LANES * step
+    values = np.where(index < count // (2 * _LANES) * 2 * _LANES, lane, index * step).astype(np.float32)
+    return [int(value) for value in values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen25VL(Qwen2VL):
+    """tokens_per_second: positions for each second of video."""
+
+    tokens_per_second: Fraction
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        per_second = checkpoint.config.part("vision_config").number("tokens_per_second", _TOKENS_PER_SECOND)
+        return cls.read(checkpoint, _DEFAULTS, tokens_per_second=Fraction(str(per_second)))
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """One grid. Its time step is tokens_per_second · seconds_per_grid, 0 for an image; by time, each slice is at
+        ⌊tokens_per_second · its first frame's time⌋, from the first one."""
+        if base and base.starts_s:
+            places = [math.floor(self.tokens_per_second * start_s) for start_s in base.starts_s]
+            return (GridSpan(grid, Fraction(0), tuple(place - places[0] for place in places)),)
+        return (GridSpan(grid, self.tokens_per_second * base.seconds_per_grid if base else Fraction(0)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3VL(QwenVL):
+    """embed_levels: the number of tower layers that feed deepstack."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+        """Raises StartupError for settings that are not supported or contradict each other."""
+        indexes = checkpoint.config.part("vision_config").get("deepstack_visual_indexes", _DEEPSTACK_INDEXES)
+        levels = 0 if checkpoint.model_type in _WITHOUT_DEEPSTACK else len(indexes)
+        return cls.read(checkpoint, _DEFAULTS_OF_3, embed_levels=levels)
+
+    def sample_indices(self, total_frames: int, average_rate: Fraction, bounds: FrameBounds) -> tuple[int, ...]:
+        """Evenly spaced indices from the first frame to the last. Their number may be odd."""
+        wanted = int(total_frames / float(average_rate) * bounds.fps)
+        frames = bounds.num_frames or min(max(wanted, bounds.min_frames), bounds.max_frames, total_frames)
+        return tuple(np.linspace(0, total_frames - 1, frames).round().astype(int).tolist())
+
+    def video_size(self, height_px: int, width_px: int, frames: int, wish: FrameSampling) -> SizePx:
+        """Height and width of each of a video's `frames` after resizing. Raises MediaRejected.
+
+        Fewer frames than a temporal patch count as a whole patch (transformers fails).
+        """
+        patch, side = self.frame_bounds.temporal_patch, self.token_px
+        frames = max(frames, patch)
+        budget = self.video_budget
+        if self.max_video_tokens is not None:
+            share = min(self.max_video_tokens * side**2, budget.max_px // frames)
+            budget = replace(budget, max_px=max(share, int(budget.min_px * 1.05)) * frames)
+        if wish.max_pixels is not None:
+            budget = at_most(budget, min(budget.max_px, wish.max_pixels * frames))
+        grown = at_least_a_token(height_px, width_px, side)
+        return smart_resize(*grown, budget, frames, round(frames / patch) * patch)
+
+    def expansion(self, grid: Grid, base: TimeBase | None) -> Expansion:
+        """For each slice its timestamp, and its grid between vision markers. For an image one grid alone."""
+        one = GridSpan(Grid(1, grid.h, grid.w), Fraction(0))
+        if base is None:
+            return (one,)
+        return tuple(
+            part
+            for seconds in base.slices_s
+            for part in (f"<{seconds:.1f} seconds><|vision_start|>", one, "<|vision_end|>")
+        )

@@ -1,0 +1,130 @@
+"""Qwen's language models: transformers' text classes, with weights found by prefix.
+
+    Qwen2-VL      arXiv 2409.12191                      weight names of Qwen/Qwen2-VL-7B-Instruct
+    Qwen2.5-VL    arXiv 2502.13923                      Qwen/Qwen2.5-VL-7B-Instruct
+    Qwen3-VL      arXiv 2511.21631, deepstack           Qwen/Qwen3-VL-4B-Instruct, Qwen/Qwen3-VL-30B-A3B-Instruct
+                  is arXiv 2406.04334
+    Qwen3.5       and its line: transformers' classes   Qwen/Qwen3.5-9B, Qwen/Qwen3.5-35B-A3B
+
+Three of four layers of Qwen3.5 are gated delta networks, which keep a recurrent state, the fourth is gated attention
+with partial rotary embeddings. Its weights `mtp.*`, which predict several tokens, are read by `loading/mtp.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLRotaryEmbedding,
+    Qwen2_5_VLTextModel,
+)
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLRotaryEmbedding,
+    Qwen2VLTextModel,
+)
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextModel,
+    Qwen3_5TextRotaryEmbedding,
+)
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextModel,
+    Qwen3_5MoeTextRotaryEmbedding,
+)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLTextModel,
+    Qwen3VLTextRotaryEmbedding,
+)
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3VLMoeTextModel,
+    Qwen3VLMoeTextRotaryEmbedding,
+)
+
+from gridsieve.services.generation.loading.text_family import TextClasses, TextFamily
+
+# Published checkpoints of Qwen2-VL and 2.5 use the second; transformers 5 writes the first if asked not to keep the
+# original names.
+_PREFIXES_OF_2 = ("model.language_model.", "model.")
+_PREFIXES_OF_3 = ("model.language_model.",)
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+class _Deepstack:
+    """Adds deepstack features by row index; transformers uses a boolean mask, which makes the host wait for CUDA."""
+
+    def _deepstack_process(self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+        return hidden_states.index_add(1, visual_pos_masks, visual_embeds[None])
+
+
+class _Text(_Deepstack, Qwen3VLTextModel):
+    pass
+
+
+class _MoeText(_Deepstack, Qwen3VLMoeTextModel):
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers searches the source file of the class for a decorator; without it experts run one by one.
+        can_set: bool = Qwen3VLMoeTextModel._can_set_experts_implementation()
+        return can_set
+
+
+def _transpose_experts(text: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Published checkpoints store the weights of experts with their last two axes swapped."""
+    for name, parameter in text.named_parameters():
+        if not name.endswith(_EXPERTS) or name not in weights:
+            continue
+        experts, rows, columns = parameter.shape
+        if weights[name].shape == (experts, columns, rows) != (experts, rows, columns):
+            weights[name] = weights[name].transpose(1, 2).contiguous()
+
+
+QWEN2_VL = TextFamily.of(
+    Qwen2VLConfig,
+    TextClasses(Qwen2VLForConditionalGeneration, Qwen2VLTextModel, Qwen2VLRotaryEmbedding),
+    _PREFIXES_OF_2,
+)
+QWEN2_5_VL = TextFamily.of(
+    Qwen2_5_VLConfig,
+    TextClasses(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding),
+    _PREFIXES_OF_2,
+)
+QWEN3_VL, QWEN3_VL_MOE = (
+    TextFamily.of(
+        config_class,
+        classes,
+        _PREFIXES_OF_3,
+        embed_levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
+        # The dense model has no tensor-parallel plan, but its layers have the structure and names of Qwen3's.
+        plan=Qwen3Config.base_model_tp_plan,
+        change=_transpose_experts,
+    )
+    for config_class, classes in (
+        (Qwen3VLConfig, TextClasses(Qwen3VLForConditionalGeneration, _Text, Qwen3VLTextRotaryEmbedding)),
+        (Qwen3VLMoeConfig, TextClasses(Qwen3VLMoeForConditionalGeneration, _MoeText, Qwen3VLMoeTextRotaryEmbedding)),
+    )
+)
+QWEN3_5 = TextFamily.of(
+    Qwen3_5Config,
+    TextClasses(Qwen3_5ForConditionalGeneration, Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding),
+    _PREFIXES_OF_3,
+    change=_transpose_experts,
+)
+QWEN3_5_MOE = TextFamily.of(
+    Qwen3_5MoeConfig,
+    TextClasses(Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeTextModel, Qwen3_5MoeTextRotaryEmbedding),
+    _PREFIXES_OF_3,
+    change=_transpose_experts,
+)

@@ -1,0 +1,121 @@
+"""Qwen's vision towers: transformers' classes, and their output.
+
+    Qwen2-VL      the embedding                                       arXiv 2409.12191
+    Qwen2.5-VL    the same; most layers attend within windows         arXiv 2502.13923
+    Qwen3-VL      the embedding, then deepstack features, a level     arXiv 2511.21631, arXiv 2406.04334
+                  each, in the order of the text model's layers
+    Qwen3.5       Qwen3-VL's without deepstack, also 3.6 and 3.8
+
+`Qwen3_5VisionModel` of transformers 5.24 is `Qwen3VLVisionModel` without the mergers of deepstack, layer for layer.
+Those of dense models and of mixtures of experts are alike. All loaders raise what `make_tower` raises.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+    Qwen2_5_VLVisionRotaryEmbedding,
+)
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VisionTransformerPretrainedModel,
+    Qwen2VLVisionRotaryEmbedding,
+)
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, Qwen3VLVisionRotaryEmbedding
+
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.encoder.tower.packing import Array, PackedLayout, TowerShape
+from gridsieve.services.encoder.tower.tables import InterpolatedTable
+from gridsieve.services.encoder.tower.tower import Tower
+from gridsieve.services.encoder.tower.vision_model import RunOptions, make_tower, vision_config
+
+
+def load_qwen2_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    config = vision_config(checkpoint, Qwen2VLVisionConfig)
+    return make_tower(
+        checkpoint,
+        config,
+        Qwen2VisionTransformerPretrainedModel,
+        Qwen2VLVisionRotaryEmbedding,
+        shape=TowerShape(config.spatial_merge_size),
+        hidden=config.embed_dim,
+        embed_dim=config.hidden_size,
+        options=options,
+    )
+
+
+def load_qwen2_5_vl(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    config = vision_config(checkpoint, Qwen2_5_VLVisionConfig)
+    merge = config.spatial_merge_size
+    return make_tower(
+        checkpoint,
+        config,
+        Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen2_5_VLVisionRotaryEmbedding,
+        shape=TowerShape(merge, window_side=config.window_size // merge // config.patch_size),
+        keywords=_windows,
+        hidden=config.hidden_size,
+        embed_dim=config.out_hidden_size,
+        options=options,
+        windowed_layers=config.depth - len(config.fullatt_block_indexes),
+    )
+
+
+def load_qwen3_vl(checkpoint: Checkpoint, options: RunOptions, *, deepstack: bool = True) -> Tower:
+    config = vision_config(checkpoint, Qwen3VLVisionConfig)
+    table_side = math.isqrt(config.num_position_embeddings)
+    if not deepstack:
+        config.deepstack_visual_indexes = ()  # saved configs lack the field, whose default is Qwen3-VL's layers
+    return make_tower(
+        checkpoint,
+        config,
+        Qwen3VLVisionModel,
+        Qwen3VLVisionRotaryEmbedding,
+        shape=TowerShape(config.spatial_merge_size, table=InterpolatedTable(table_side, corner_axis)),
+        keywords=_entries,
+        levels=_levels,
+        embed_levels=len(config.deepstack_visual_indexes),
+        hidden=config.hidden_size,
+        embed_dim=config.out_hidden_size,
+        options=options,
+    )
+
+
+def load_qwen3_5(checkpoint: Checkpoint, options: RunOptions) -> Tower:
+    return load_qwen3_vl(checkpoint, options, deepstack=False)
+
+
+def corner_axis(places: Array, length: int, table_side: int) -> tuple[Array, Array]:
+    """The two table entries nearest to each place of an axis, and their weights: linear, with both ends aligned.
+
+    Computed in float32, in the order of transformers' operations, so that both round alike.
+    """
+    at = places.astype(np.float32) * np.float32(table_side - 1) / np.float32(max(length - 1, 1))
+    below = np.floor(at)
+    offsets = np.arange(2)
+    weights = 1 - np.abs(at[:, None] - below[:, None] - offsets.astype(np.float32))
+    return np.clip(below.astype(np.int64)[:, None] + offsets, 0, table_side - 1), np.maximum(weights, 0)
+
+
+def _windows(layout: PackedLayout[Tensor]) -> dict[str, Tensor | int | None]:
+    return {
+        "window_index": layout.order,
+        "cu_window_seqlens": layout.window_ends,
+        "max_window_seqlen": layout.longest_window,
+    }
+
+
+def _entries(layout: PackedLayout[Tensor]) -> dict[str, Tensor | None]:
+    return {"interp_indices": layout.interpolation_indices, "interp_weights": layout.interpolation_weights}
+
+
+def _levels(output: Any) -> Tensor:
+    return torch.stack([output.pooler_output, *output.deepstack_features])

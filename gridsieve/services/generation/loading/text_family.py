@@ -1,0 +1,54 @@
+"""What a family says of its language models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.generation.loading.weights import Named, as_stored
+
+
+@dataclass(frozen=True, slots=True)
+class TextClasses:
+    """Transformers' classes: of the whole model, of its text model (or a subclass that adds no state), and of the text
+    model's rotary embedding; None if it has none."""
+
+    whole: Any
+    text: Any
+    rotary: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TextFamily:
+    """How the language models of one model type differ from those of others.
+
+    config: reads the config of the whole model. Raises StartupError for what the family does not support.
+    classes: for a config.
+    prefixes: of the text model's weights; the first that the checkpoint has is used.
+    position_axes: see `LanguageModel`.
+    embed_levels: for a config, see `LanguageModel`.
+    stored: names of a vector that prompts name by the id after the vocabulary's last; the first that the checkpoint has
+        is read. Empty if there is none.
+    plan: transformers' tensor-parallel plan, if the text config has none.
+    named: for a config, maps a stored name after the prefix to the text model's.
+    change: changes the weights that were read to those that the text model takes.
+    """
+
+    config: Callable[[Checkpoint], Any]
+    classes: Callable[[Any], TextClasses]
+    prefixes: Sequence[str]
+    position_axes: int = 3
+    embed_levels: Callable[[Any], int] = lambda config: 0
+    stored: Sequence[str] = ()
+    plan: Mapping[str, str] | None = None
+    named: Callable[[Any], Named] = lambda config: as_stored
+    change: Callable[[nn.Module, dict[str, Tensor]], None] = lambda text, weights: None
+
+    @classmethod
+    def of(cls, config_class: Any, classes: TextClasses, prefixes: Sequence[str], **others: Any) -> Self:
+        """Of a model type whose models all have the same classes. config_class: transformers', of the whole model."""
+        return cls(lambda checkpoint: checkpoint.config_as(config_class), lambda _: classes, prefixes, **others)
