@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from gridsieve.services.generation.answers.events import Events, Inbox
+from gridsieve.services.generation.answers.responses import Responses
 from gridsieve.services.generation.request.request import Delta, Finished, FinishReason
-from gridsieve.services.generation.rpc.events import Events, Inbox
-from gridsieve.services.generation.rpc.responses import Responses
 from gridsieve.services.generation.stage_clock import StageClock
 from gridsieve.v1.generation_pb2 import Usage
 

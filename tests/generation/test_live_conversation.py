@@ -10,9 +10,9 @@ import pytest
 
 from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.common.contract.retention import Pruning
+from gridsieve.services.generation.live.conversation import Conversation
+from gridsieve.services.generation.live.frames import US_PER_S, Frame, Slice
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.live.conversation import Conversation
-from gridsieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
 from tests.tiny import BLOCK_TOKENS
 
 

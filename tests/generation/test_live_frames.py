@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
-from gridsieve.services.generation.rpc.live.snapshot import snapshot_of
-from gridsieve.services.generation.rpc.live.triggers import Triggers
+from gridsieve.services.generation.live.frames import Frames, Slice, Waiting
+from gridsieve.services.generation.live.snapshot import snapshot_of
+from gridsieve.services.generation.live.triggers import Triggers
 from gridsieve.services.generation.upstream.watch import ppm_header
 from gridsieve.v1 import generation_pb2
 

@@ -10,9 +10,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from prometheus_client import REGISTRY
 
-from gridsieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
-from gridsieve.services.generation.rpc.live.source_metrics import Sources
-from gridsieve.services.generation.rpc.live.streams import Streams, StreamTimes
+from gridsieve.services.generation.live.frames import MAX_LENGTH_S, Frames
+from gridsieve.services.generation.live.source_metrics import Sources
+from gridsieve.services.generation.live.streams import Streams, StreamTimes
 from gridsieve.services.generation.upstream.watch import WatchedFrame
 from gridsieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gridsieve.services.generation.answers.messages import delta_response
 from gridsieve.services.generation.request.request import Delta
-from gridsieve.services.generation.rpc.messages import delta_response
 
 TEXT = "日本 <é> 👩‍👩‍👧 \ufffd a"
 

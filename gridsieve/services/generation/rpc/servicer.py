@@ -22,26 +22,22 @@ from gridsieve.common.security.quotas import charge_of_request
 from gridsieve.common.serving.interceptors import passed_on
 from gridsieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.events import Events, Inbox
+from gridsieve.services.generation.answers.messages import sampling_request
+from gridsieve.services.generation.answers.responses import Responses
 from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.live.call import LiveCall
+from gridsieve.services.generation.live.sessions import LiveSessions
+from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.request import Request
-from gridsieve.services.generation.rpc.events import Events, Inbox
-from gridsieve.services.generation.rpc.live.call import LiveCall
-from gridsieve.services.generation.rpc.live.sessions import LiveSessions
-from gridsieve.services.generation.rpc.live.source_metrics import Sources
-from gridsieve.services.generation.rpc.messages import (
-    method_message,
-    note_item,
-    sampling_request,
-    usage_message,
-)
+from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
-from gridsieve.services.generation.rpc.responses import Responses
-from gridsieve.services.generation.rpc.served_model import ServedModel
 from gridsieve.services.generation.sampling.banned import spellings
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.tool_calls import CallReader, ToolUse
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2

@@ -28,8 +28,8 @@ from gridsieve.common.contract.errors import (
     Unavailable,
 )
 from gridsieve.common.contract.limits import MAX_PICTURE_BYTES
-from gridsieve.services.generation.rpc.live.frames import US_PER_S, microseconds
-from gridsieve.services.generation.rpc.live.source_metrics import Source
+from gridsieve.services.generation.live.frames import US_PER_S, microseconds
+from gridsieve.services.generation.live.source_metrics import Source
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.services.generation.upstream.watch import Watch, WatchedFrame
 from gridsieve.v1 import generation_pb2

@@ -6,6 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.events import Dated
+from gridsieve.services.generation.answers.messages import delta_response, finished_response, progress_response
+from gridsieve.services.generation.answers.metrics import (
+    GENERATED_TOKENS,
+    count_answer,
+    count_first_token,
+    count_next_token,
+)
 from gridsieve.services.generation.request.request import (
     Delta,
     Failed,
@@ -13,14 +21,6 @@ from gridsieve.services.generation.request.request import (
     FinishReason,
     PrefillStarted,
     Request,
-)
-from gridsieve.services.generation.rpc.events import Dated
-from gridsieve.services.generation.rpc.messages import delta_response, finished_response, progress_response
-from gridsieve.services.generation.rpc.metrics import (
-    GENERATED_TOKENS,
-    count_answer,
-    count_first_token,
-    count_next_token,
 )
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gridsieve.services.generation.rpc.live.frames import microseconds
-from gridsieve.services.generation.rpc.live.options import Ask
+from gridsieve.services.generation.live.frames import microseconds
+from gridsieve.services.generation.live.options import Ask
 from gridsieve.v1 import generation_pb2
 
 

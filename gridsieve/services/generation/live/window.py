@@ -19,8 +19,8 @@ from itertools import dropwhile
 from typing import TypeAlias
 
 from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.services.generation.live.frames import MAX_LENGTH_S, Slice, microseconds
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Slice, microseconds
 from gridsieve.v1 import prompt_pb2
 
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on

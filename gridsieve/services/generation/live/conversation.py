@@ -25,23 +25,23 @@ from gridsieve.common.contract.errors import (
 from gridsieve.common.contract.plan import Grid, PromptPlan
 from gridsieve.common.contract.wire import pruning_message
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.events import Events, Inbox
+from gridsieve.services.generation.answers.responses import Responses
 from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.live import prompts
+from gridsieve.services.generation.live.frames import Slice
+from gridsieve.services.generation.live.options import NOTHING_PRUNED, Ask, Options
+from gridsieve.services.generation.live.responses import LiveResponses
+from gridsieve.services.generation.live.window import Answered, Numbered, Window
 from gridsieve.services.generation.request import live_cuts
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from gridsieve.services.generation.request.session import Segment, Session
-from gridsieve.services.generation.rpc.events import Events, Inbox
-from gridsieve.services.generation.rpc.live import prompts
-from gridsieve.services.generation.rpc.live.frames import Slice
-from gridsieve.services.generation.rpc.live.options import NOTHING_PRUNED, Ask, Options
-from gridsieve.services.generation.rpc.live.responses import LiveResponses
-from gridsieve.services.generation.rpc.live.window import Answered, Numbered, Window
-from gridsieve.services.generation.rpc.responses import Responses
-from gridsieve.services.generation.rpc.served_model import ServedModel
 from gridsieve.services.generation.sampling.banned import spellings
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer
 from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.v1 import generation_pb2, prompt_pb2

@@ -12,12 +12,12 @@ from gridsieve.common.contract.errors import InvalidRequest, within
 from gridsieve.common.contract.requests import check_prompt
 from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED, Pruning
 from gridsieve.common.contract.wire import completed, pruning_message, pruning_of
+from gridsieve.services.generation.answers.messages import sampling_request
 from gridsieve.services.generation.families import NOT_LIVE
 from gridsieve.services.generation.request.request import Adapter
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.messages import sampling_request
-from gridsieve.services.generation.rpc.served_model import LiveModel, ServedModel
 from gridsieve.services.generation.sampling.params import SamplingRequest
+from gridsieve.services.generation.served_model import LiveModel, ServedModel
 from gridsieve.v1 import generation_pb2, prompt_pb2
 
 FPS, MAX_FPS = 2.0, 60.0

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.tensors import PIECE_BYTES
-from gridsieve.services.generation.rpc.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
+from gridsieve.services.generation.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
 from gridsieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.

@@ -14,18 +14,18 @@ from typing import Any
 import structlog
 
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
+from gridsieve.services.generation.answers.events import Inbox
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.rpc.events import Inbox
-from gridsieve.services.generation.rpc.live.conversation import Conversation, SegmentFailed, check_upstream
-from gridsieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames, Slice, Waiting
-from gridsieve.services.generation.rpc.live.options import Ask, Options
-from gridsieve.services.generation.rpc.live.raw_frame import picture_of
-from gridsieve.services.generation.rpc.live.responses import LiveResponses
-from gridsieve.services.generation.rpc.live.sessions import LiveSessions
-from gridsieve.services.generation.rpc.live.source_metrics import Sources
-from gridsieve.services.generation.rpc.live.streams import Streams
-from gridsieve.services.generation.rpc.live.triggers import Triggers
-from gridsieve.services.generation.rpc.served_model import ServedModel
+from gridsieve.services.generation.live.conversation import Conversation, SegmentFailed, check_upstream
+from gridsieve.services.generation.live.frames import SLICE_FRAMES, Frames, Slice, Waiting
+from gridsieve.services.generation.live.options import Ask, Options
+from gridsieve.services.generation.live.raw_frame import picture_of
+from gridsieve.services.generation.live.responses import LiveResponses
+from gridsieve.services.generation.live.sessions import LiveSessions
+from gridsieve.services.generation.live.source_metrics import Sources
+from gridsieve.services.generation.live.streams import Streams
+from gridsieve.services.generation.live.triggers import Triggers
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.services.generation.upstream.watch import WatchedFrame
 from gridsieve.v1 import generation_pb2

@@ -16,10 +16,10 @@ from gridsieve.common.contract.wire import grid_message, int32_tensor
 from gridsieve.common.response_queue import ResponseQueue
 from gridsieve.common.serving.status import status_message
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.live.frames import Frame, Slice
+from gridsieve.services.generation.live.snapshot import snapshot_of
+from gridsieve.services.generation.live.source_metrics import Source
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.live.frames import Frame, Slice
-from gridsieve.services.generation.rpc.live.snapshot import snapshot_of
-from gridsieve.services.generation.rpc.live.source_metrics import Source
 from gridsieve.v1 import generation_pb2
 from gridsieve.v1.generation_pb2 import (
     SNAPSHOTS_ANSWERS,
