@@ -66,7 +66,7 @@ class Watched:
         self.add(cut.segment)
 
     def ask(self, before: Any, shown: Slice | None, text: str, said: Sequence[int]) -> None:
-        plan = self.plan(prompts.question(before, [shown] if shown else [], [prompt_pb2.Part(text=text)]))
+        plan = self.plan(prompts.question(before, [shown] if shown else [], [text]))
         self.add(live_cuts.question(plan, self.session, self.ends, transient=False), said)
 
     def add(self, segment: Segment, said: Sequence[int] = ()) -> None:

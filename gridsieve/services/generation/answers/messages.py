@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.requests import check_tools
-from gridsieve.services.generation.request.request import Delta, FinishReason
+from gridsieve.services.generation.answers.text import Ended, Said, Told
+from gridsieve.services.generation.request.request import FinishReason
 from gridsieve.services.generation.sampling.detokenizer import REPLACEMENT, Tokenizer
 from gridsieve.services.generation.sampling.params import SamplingRequest, check_counts
 from gridsieve.services.generation.sampling.structured import ANY_OBJECT, MAX_SCHEMA_CHARACTERS
 from gridsieve.services.generation.sampling.token_bytes import token_bytes
-from gridsieve.services.generation.sampling.tool_calls import CallDelta, Tool, ToolUse
+from gridsieve.services.generation.sampling.tool_calls import Tool, ToolUse
 from gridsieve.services.generation.stage_clock import StageClock
-from gridsieve.services.generation.upstream.arriving_item import Progress
 from gridsieve.v1 import encoder_pb2, generation_pb2
 
 _REASONS = {
@@ -63,54 +62,60 @@ def _tool_use(request: generation_pb2.GenerateRequest) -> ToolUse | None:
     return ToolUse(callable_tools, required, choice.single_call)
 
 
-def progress_response(progress: Progress) -> generation_pb2.GenerateResponse:
+def response_of(
+    told: Told, usage: generation_pb2.Usage, clock: StageClock, tokenizer: Tokenizer
+) -> generation_pb2.GenerateResponse:
+    """usage: as `finished_message` takes it."""
+    match told:
+        case Said():
+            return generation_pb2.GenerateResponse(delta=delta_message(told, tokenizer))
+        case Ended():
+            return generation_pb2.GenerateResponse(finished=finished_message(told, usage, clock))
     return generation_pb2.GenerateResponse(
         progress=encoder_pb2.MediaProgress(
-            media_index=progress.media_index,
-            decoded_slices=progress.decoded_slices,
-            encoded_slices=progress.encoded_slices,
+            media_index=told.media_index,
+            decoded_slices=told.decoded_slices,
+            encoded_slices=told.encoded_slices,
         )
     )
 
 
-def delta_response(
-    delta: Delta, choice_index: int, tokenizer: Tokenizer, calls: Sequence[CallDelta] = ()
-) -> generation_pb2.GenerateResponse:
+def delta_message(said: Said, tokenizer: Tokenizer) -> generation_pb2.Delta:
+    delta, calls = said.delta, said.calls
     if not delta.logprobs and not calls:
-        plain = generation_pb2.Delta(choice_index=choice_index, text=delta.text, token_ids=delta.token_ids)
-        return generation_pb2.GenerateResponse(delta=plain)
+        return generation_pb2.Delta(choice_index=said.index, text=delta.text, token_ids=delta.token_ids)
     named = {one for top in delta.top_logprobs for one, _ in top}.union(delta.token_ids) if delta.logprobs else ()
     texts = {one: tokenizer.decode([one], skip_special_tokens=False) for one in named}
-    return generation_pb2.GenerateResponse(
-        delta=generation_pb2.Delta(
-            choice_index=choice_index,
-            text=delta.text,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            top_logprobs=[
-                generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
-                for top in delta.top_logprobs
-            ],
-            token_texts=texts,
-            token_bytes={one: token_bytes(tokenizer, one, text) for one, text in texts.items() if REPLACEMENT in text},
-            tool_calls=[
-                generation_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-                for call in calls
-            ],
-        )
+    return generation_pb2.Delta(
+        choice_index=said.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=delta.logprobs,
+        top_logprobs=[
+            generation_pb2.TopLogprobs(token_ids=[one for one, _ in top], logprobs=[value for _, value in top])
+            for top in delta.top_logprobs
+        ],
+        token_texts=texts,
+        token_bytes={one: token_bytes(tokenizer, one, text) for one, text in texts.items() if REPLACEMENT in text},
+        tool_calls=[
+            generation_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in calls
+        ],
     )
 
 
-def finished_response(
-    reason: FinishReason, usage: generation_pb2.Usage, clock: StageClock, choice_index: int
-) -> generation_pb2.GenerateResponse:
+def finished_message(ended: Ended, usage: generation_pb2.Usage, clock: StageClock) -> generation_pb2.Finished:
+    """usage: of the prompt, to which that of the answer is added."""
+    finished = ended.finished
+    usage.completion_tokens = finished.completion_tokens
+    usage.draft_tokens = finished.draft_tokens
+    usage.accepted_draft_tokens = finished.accepted_draft_tokens
+    usage.cached_prompt_tokens = ended.cached_tokens
     timings = generation_pb2.Timings(
         time_to_first_token_s=clock.first_token_ns * _NS,
         generate_s=clock.generate_ns * _NS,
         **{f"{stage.name.lower()}_s": duration_ns * _NS for stage, duration_ns in clock.stages_ns().items()},
     )
-    return generation_pb2.GenerateResponse(
-        finished=generation_pb2.Finished(
-            choice_index=choice_index, reason=_REASONS[reason], usage=usage, timings=timings
-        )
+    return generation_pb2.Finished(
+        choice_index=ended.index, reason=_REASONS[finished.reason], usage=usage, timings=timings
     )
