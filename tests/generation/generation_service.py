@@ -27,10 +27,10 @@ from gridsieve.services.generation.loading import load_language_model
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.model.states import RESERVED
-from gridsieve.services.generation.rpc.served_model import ServedModel
 from gridsieve.services.generation.rpc.servicer import GenerationServicer
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
 from gridsieve.services.generation.sampling.detokenizer import Tokenizer, load_tokenizer
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.encoder_pb2 import EncodeResponse

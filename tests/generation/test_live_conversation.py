@@ -6,13 +6,16 @@ import math
 from contextlib import nullcontext
 from unittest.mock import AsyncMock, Mock
 
+import numpy as np
 import pytest
 
 from gridsieve.common.contract.errors import MediaRejected
+from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import Pruning
-from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.live.conversation import Conversation
-from gridsieve.services.generation.rpc.live.frames import US_PER_S, Frame, Slice
+from gridsieve.services.generation.live.conversation import Conversation
+from gridsieve.services.generation.live.frames import US_PER_S, Frame, Slice
+from gridsieve.services.generation.request.live_cuts import SliceSegment
+from gridsieve.services.generation.request.session import Segment, Session
 from tests.tiny import BLOCK_TOKENS
 
 
@@ -27,8 +30,11 @@ async def test_a_slice_whose_decoder_fails_is_refused_and_the_session_keeps_what
     session, responses = Session("live", 64, 16, BLOCK_TOKENS), AsyncMock()
     wanted = Mock(pruning=Pruning(threshold=0.05, method="pixel_change"), max_pixels=None, window_s=math.inf)
     conversation = Conversation(wanted, session, responses, Mock(), media, Mock(), Mock(), dict)
-    conversation._shown = shown(0)
+    rows = np.arange(4, dtype=np.int32)
+    segment = Segment(rows, np.tile(rows, (3, 1)), 4)
+    first = SliceSegment(segment, Grid(1, 2, 2), rows, np.zeros(3, np.int32))
+    conversation._turn.add(shown(0), first, number=0, whole=True)
     with pytest.raises(MediaRejected, match="its decoder crashed"):
         await conversation.add(shown(1))
     assert media.open.call_count == 1
-    assert not responses.put.called
+    assert not responses.mock_calls

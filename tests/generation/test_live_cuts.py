@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import PromptPlan
+from gridsieve.services.generation.live import prompts
+from gridsieve.services.generation.live.frames import Frame, Slice, microseconds
 from gridsieve.services.generation.request import live_cuts
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.session import Segment, Session
-from gridsieve.services.generation.rpc.live import prompts
-from gridsieve.services.generation.rpc.live.frames import Frame, Slice, microseconds
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.rpc.messages import conversation_of
 from gridsieve.v1 import prompt_pb2
@@ -66,7 +66,7 @@ class Watched:
         self.add(cut.segment)
 
     def ask(self, before: Any, shown: Slice | None, text: str, said: Sequence[int]) -> None:
-        plan = self.plan(prompts.question(before, [shown] if shown else [], [prompt_pb2.Part(text=text)]))
+        plan = self.plan(prompts.question(before, [shown] if shown else [], [text]))
         self.add(live_cuts.question(plan, self.session, self.ends, transient=False), said)
 
     def add(self, segment: Segment, said: Sequence[int] = ()) -> None:

@@ -9,11 +9,12 @@ import pytest
 from PIL import Image
 
 from gridsieve.common.contract.errors import InvalidRequest
-from gridsieve.services.generation.rpc.live.frames import Frames, Slice, Waiting
-from gridsieve.services.generation.rpc.live.snapshot import snapshot_of
-from gridsieve.services.generation.rpc.live.triggers import Triggers
+from gridsieve.services.generation.live.ask import Ask
+from gridsieve.services.generation.live.frames import US_PER_S, Frames, Slice, Waiting
+from gridsieve.services.generation.live.snapshot import snapshot_of
+from gridsieve.services.generation.live.triggers import Trigger, Triggers
+from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.generation.upstream.watch import ppm_header
-from gridsieve.v1 import generation_pb2
 
 
 def slices(fps: float, times_s: list[float]) -> list[tuple[float, float]]:
@@ -104,8 +105,8 @@ def test_slices_that_wait_have_bounded_bytes() -> None:
 
 def test_a_trigger_is_asked_at_each_of_its_beats() -> None:
     """Of a camera with 25 frames a second, whose slices end after 0.52, 1.52, 2.52, ... s: 4.52 - 2.52 is below 2."""
-    message = generation_pb2.LiveTrigger(ask={"parts": [{"text": "What moves?"}]}, every_s=2)
-    frames, triggers, asked_at = Frames(2), Triggers([message]), list[int]()
+    trigger = Trigger(Ask("", ["What moves?"], SamplingRequest(), transient=False), every_us=2 * US_PER_S)
+    frames, triggers, asked_at = Frames(2), Triggers([trigger]), list[int]()
     for number in range(1000):
         if made := frames.add(b"picture", number / 25):
             asked_at += [number for _ in triggers.pulled(made.time_us, 0, (), 1)]

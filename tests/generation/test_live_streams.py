@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client import REGISTRY
 
-from gridsieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Frames
-from gridsieve.services.generation.rpc.live.source_metrics import Sources
-from gridsieve.services.generation.rpc.live.streams import Streams, StreamTimes
+from gridsieve.services.generation.live.frames import MAX_LENGTH_S, Frames
+from gridsieve.services.generation.live.source_metrics import Sources
+from gridsieve.services.generation.live.streams import Streams, StreamState, StreamTimes
 from gridsieve.services.generation.upstream.watch import WatchedFrame
-from gridsieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_PLAYING
 
 # The first frames of intervals of 0.5 s, of a camera with 25 frames a second.
 SAMPLED_S = (0.0, 0.52, 1.0, 1.52)
@@ -41,22 +39,22 @@ def test_the_frames_of_another_stream_go_on_by_the_time_that_passed_and_all_are_
 
 
 async def test_a_source_that_lasts_longer_than_a_session_may_ends_once() -> None:
-    frames, told = Frames(2), list[Any]()
+    frames, told = Frames(2), list[tuple[StreamState, str]]()
 
     async def film() -> AsyncIterator[WatchedFrame]:
         for time_s in (3.0, 3.0 + MAX_LENGTH_S + 1):
             yield WatchedFrame(b"P6", time_s, 0)
 
-    async def tell(stream: Any) -> None:
-        told.append(stream)
+    async def tell(state: StreamState, reason: str) -> None:
+        told.append((state, reason))
 
     watch = Mock(open=AsyncMock(), events=film)
     media = Mock(watch=Mock(return_value=watch))
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:  # which ends once the source is not watched any more
         see = lambda picture, time_s, _: frames.add(picture, time_s)  # noqa: E731
         Streams(media, 2, dict, see, frames.end_stream, tell, group).watch("rtsp://camera.test/", True, Mock())
-    assert [each.state for each in told] == [STREAM_STATE_PLAYING, STREAM_STATE_ENDED]
-    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1].reason
+    assert [state for state, _ in told] == [StreamState.PLAYING, StreamState.ENDED]
+    assert f"within {MAX_LENGTH_S} s of the first frame's, 3" in told[1][1]
 
 
 def test_sources_of_one_name_are_up_if_all_are_and_leave_no_series_behind() -> None:

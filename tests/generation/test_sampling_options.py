@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError
-from gridsieve.services.generation.rpc.messages import sampling_request
+from gridsieve.services.generation.answers.messages import sampling_request
 from gridsieve.services.generation.sampling.defaults import HONOURED, NEUTRAL, SamplingDefaults, sampling_defaults
 from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.v1.generation_pb2 import GenerateRequest, Sampling

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gridsieve.services.generation.answers.messages import delta_message
+from gridsieve.services.generation.answers.text import Said
 from gridsieve.services.generation.request.request import Delta
-from gridsieve.services.generation.rpc.messages import delta_response
 
 TEXT = "日本 <é> 👩‍👩‍👧 \ufffd a"
 
@@ -36,7 +37,7 @@ def test_the_bytes_of_tokens_add_up_to_the_text(make: Callable[[], Tokenizer]) -
     tokenizer = make()
     ids = tuple(tokenizer.encode(TEXT).ids)
     logprobs = (-1.0,) * len(ids)
-    delta = delta_response(Delta(tokenizer.decode(ids), ids, logprobs), 0, tokenizer).delta
+    delta = delta_message(Said(0, Delta(tokenizer.decode(ids), ids, logprobs)), tokenizer)
     assert delta.text == TEXT
     parts = [delta.token_bytes.get(token_id, delta.token_texts[token_id].encode()) for token_id in ids]
     assert b"".join(parts) == TEXT.encode()

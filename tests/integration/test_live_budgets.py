@@ -32,7 +32,7 @@ PICTURE_BYTES = 10 * (FRAME_BYTES + 20)
 # Generation in which sessions are idle sooner.
 HASTY = f"""
 import runpy
-from gridsieve.services.generation.rpc.live import sessions
+from gridsieve.services.generation.live import sessions
 sessions.IDLE_S = {IDLE_S}
 runpy.run_module("gridsieve.services.generation", run_name="__main__", alter_sys=True)
 """

@@ -38,10 +38,10 @@ from gridsieve.services.generation.loading import check_ranks
 from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.rpc.metrics import count_step, watch
-from gridsieve.services.generation.rpc.served_model import LiveModel, ServedModel
 from gridsieve.services.generation.rpc.servicer import SERVICE, GenerationServicer
 from gridsieve.services.generation.sampling.defaults import sampling_defaults
 from gridsieve.services.generation.sampling.detokenizer import load_tokenizer
+from gridsieve.services.generation.served_model import LiveModel, ServedModel
 from gridsieve.services.generation.settings import GenerationSettings, check_pruning
 from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build
 from gridsieve.services.generation.upstream.media import MediaClient

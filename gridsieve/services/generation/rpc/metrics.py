@@ -9,42 +9,17 @@ from prometheus_client import Counter, Gauge, Histogram
 from gridsieve.common.byte_semaphore import ByteSemaphore
 from gridsieve.common.contract.plan import MediaPlan
 from gridsieve.common.contract.retention import METHODS, Pruning, method_of
-from gridsieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
+from gridsieve.common.telemetry.metrics import FINE_SECONDS_BUCKETS, STAGE_BUSY_SECONDS, age_seconds
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.stats import Step
-from gridsieve.services.generation.request.request import FinishReason
-from gridsieve.services.generation.stage_clock import Stage, StageClock
 from gridsieve.v1.generation_pb2 import Usage
 
 _PREFIX = "gridsieve_generation_"
-_NS = 1e-9
 
-FIRST_TOKEN_SECONDS = Histogram(
-    f"{_PREFIX}time_to_first_token_seconds", "From a request's arrival to its first token", buckets=SECONDS_BUCKETS
-)
-STAGE_SECONDS = Histogram(
-    f"{_PREFIX}stage_seconds",
-    "Shares of the time to first token by stage; the sums of all stages are the time to first token's sum",
-    ["stage"],
-    buckets=SECONDS_BUCKETS,
-)
-INTER_TOKEN_SECONDS = Histogram(
-    f"{_PREFIX}inter_token_seconds", "Time between consecutive tokens of an answer", buckets=FINE_SECONDS_BUCKETS
-)
-ANSWERS = Counter(f"{_PREFIX}answers_total", "Finished answers by finish reason", ["reason"])
 PROMPT_TOKENS = Counter(f"{_PREFIX}prompt_tokens_total", "Prompt tokens, before and after pruning", ["pruning"])
 MEDIA_TOKENS = Counter(
     f"{_PREFIX}media_tokens_total", "Tokens of media items, before and after pruning", ["method", "pruning"]
 )
-CACHED_TOKENS = Counter(
-    f"{_PREFIX}cached_prompt_tokens_total", "Prompt tokens, after pruning, found in the prefix cache"
-)
-PREFIX_LOOKUPS = Counter(
-    f"{_PREFIX}prefix_lookups_total",
-    "Requests by whether a part of their prompt was found in the prefix cache",
-    ["outcome"],
-)
-GENERATED_TOKENS = Counter(f"{_PREFIX}generated_tokens_total", "Tokens generated")
 QUEUE = Gauge(f"{_PREFIX}engine_requests", "Answers in the engine by state", ["state"])
 QUEUE_OLDEST_SECONDS = Gauge(
     f"{_PREFIX}engine_oldest_seconds", "Longest time that an answer has been in this state; 0 if none is", ["state"]
@@ -81,16 +56,10 @@ ACCEPTED_DRAFT_TOKENS = Counter(f"{_PREFIX}accepted_draft_tokens_total", "Draft 
 
 for _busy in ("transfer", "prefill"):
     STAGE_BUSY_SECONDS.labels(_busy)
-for _stage in Stage:
-    STAGE_SECONDS.labels(_stage.name.lower())
-for _reason in FinishReason:
-    ANSWERS.labels(_reason.value)
 for _when in ("before", "after"):
     PROMPT_TOKENS.labels(_when)
     for _method in METHODS:
         MEDIA_TOKENS.labels(_method, _when)
-for _outcome in ("hit", "miss"):
-    PREFIX_LOOKUPS.labels(_outcome)
 for _phase in ("prefill", "decode"):
     COMPUTED_TOKENS.labels(_phase)
 
@@ -143,20 +112,3 @@ def count_prompt(usage: Usage, media: Sequence[MediaPlan], prunings: Sequence[Pr
         method = method_of(pruning, item.modality)
         MEDIA_TOKENS.labels(method, "before").inc(item.grid.tokens)
         MEDIA_TOKENS.labels(method, "after").inc(counted.num_kept)
-
-
-def count_first_token(clock: StageClock, cached_tokens: int) -> None:
-    """Counts a request's first token. cached_tokens: of its prompt, found in the prefix cache."""
-    FIRST_TOKEN_SECONDS.observe(clock.first_token_ns * _NS)
-    for stage, duration_ns in clock.stages_ns().items():
-        STAGE_SECONDS.labels(stage.name.lower()).observe(duration_ns * _NS)
-    CACHED_TOKENS.inc(cached_tokens)
-    PREFIX_LOOKUPS.labels("hit" if cached_tokens else "miss").inc()
-
-
-def count_next_token(since_last_ns: int) -> None:
-    INTER_TOKEN_SECONDS.observe(since_last_ns * _NS)
-
-
-def count_answer(reason: FinishReason) -> None:
-    ANSWERS.labels(reason.value).inc()

@@ -22,26 +22,19 @@ from gridsieve.common.security.quotas import charge_of_request
 from gridsieve.common.serving.interceptors import passed_on
 from gridsieve.common.serving.observed import MAX_REQUEST_ID_CHARACTERS, bound_request_id, is_request_id
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.events import Events, Inbox
+from gridsieve.services.generation.answers.messages import response_of, sampling_request
+from gridsieve.services.generation.answers.text import Answers
 from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.live.call import LiveCall
+from gridsieve.services.generation.live.sessions import LiveSessions
+from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.request import Request
-from gridsieve.services.generation.rpc.events import Events, Inbox
-from gridsieve.services.generation.rpc.live.call import LiveCall
-from gridsieve.services.generation.rpc.live.sessions import LiveSessions
-from gridsieve.services.generation.rpc.live.source_metrics import Sources
-from gridsieve.services.generation.rpc.messages import (
-    method_message,
-    note_item,
-    sampling_request,
-    usage_message,
-)
+from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
-from gridsieve.services.generation.rpc.responses import Responses
-from gridsieve.services.generation.rpc.served_model import ServedModel
-from gridsieve.services.generation.sampling.banned import spellings
-from gridsieve.services.generation.sampling.detokenizer import Detokenizer
-from gridsieve.services.generation.sampling.sampler import SamplingParams
 from gridsieve.services.generation.sampling.tool_calls import CallReader, ToolUse
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
 from gridsieve.v1 import generation_pb2, generation_pb2_grpc, prompt_pb2
@@ -95,10 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         wanted = sampling_request(request)
         self._check_tools(request.prompt, wanted.tool_use)
         adapter = model.adapters.find(request.adapter) if request.HasField("adapter") else None
-        grammar = None
-        if wanted.is_constrained:
-            grammar = await asyncio.to_thread(model.grammars.compile, wanted.json_schema, wanted.tool_use)
-        bad_words = await asyncio.to_thread(spellings, model.tokenizer, wanted.bad_words) if wanted.bad_words else ()
+        grammar, bad_words = await model.constraints(wanted)
         if adapter:
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
@@ -114,10 +104,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
             prompt, listener = model.pruned(plan, num_kept, session.bounded), events.listener
-            detokenizer = self._detokenizer(first)
-            question = Request(request_id, prompt, session.media_keys, first, detokenizer, listener(0), adapter, salt)
+            finder = model.stop_finder(first)
+            question = Request(request_id, prompt, session.media_keys, first, finder, listener(0), adapter, salt)
             for index, each in enumerate(others, 1):
-                question.add_sibling(f"{request_id}#{index}", each, self._detokenizer(each), listener(index))
+                question.add_sibling(f"{request_id}#{index}", each, model.stop_finder(each), listener(index))
             answers = (question, *question.siblings)
             # Submitted before its media are selected, so that the text before them is prefilled in the meantime.
             self._engine.submit(question)
@@ -130,12 +120,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
-                responses = Responses(
-                    question, len(answers), usage, clock, model.tokenizer, _readers(wanted.tool_use, len(answers))
-                )
-                while not responses.complete:
-                    for response in responses.of(await events.next()):
-                        yield response
+                readers = _readers(wanted.tool_use, len(answers))
+                told = Answers(question, len(answers), clock, model.tokenizer, readers)
+                while not told.complete:
+                    for part in told.of(await events.next()):
+                        yield response_of(part, usage, clock, model.tokenizer)
             except BaseException as error:
                 record_stages(clock, error)
                 raise
@@ -173,10 +162,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         elif not self._model.reads_calls:
             why = "the checkpoint's chat template teaches no form of tool calls that is read here (Hermes)"
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
-
-    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
-        """For the engine, which must find stop strings in the text."""
-        return Detokenizer(self._model.tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     async def _receive_media(
         self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events

@@ -84,7 +84,8 @@ class MediaClient:
         adapter: Adapter | None = None,
         timeout: float | None = None,
         metadata: Metadata = (),
-        select: prompt_pb2.Select | None = None,
+        first_slice: int = 0,
+        reference: bytes = b"",
         replica: str | None = None,
         files: Sequence[bytes | bytearray] = (),
     ) -> AsyncIterator[MediaSession]:
@@ -92,7 +93,7 @@ class MediaClient:
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
         media are encoded.
-        timeout, metadata: of the upstream call. select: first_slice and reference of the media that are selected.
+        timeout, metadata: of the upstream call. first_slice, reference: of the media that are selected, see `Select`.
         replica: calls with the same one prefer the same replica; default: those about the same first media item. files:
         those that the prompt announces by their sizes, in order; the larger ones of other prompts are detached from it.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
@@ -102,8 +103,8 @@ class MediaClient:
             prompt, files = detach_files(prompt)
         check_prompt(prompt, self._max_inline_bytes)
         asked = prunings_of(prompt, pruning, self._usual_method)
-        select = select or prompt_pb2.Select()
-        prunings = tuple(replace(each, first_slice=select.first_slice) for each in asked)
+        prunings = tuple(replace(each, first_slice=first_slice) for each in asked)
+        select = prompt_pb2.Select(first_slice=first_slice, reference=reference, parts=self._in_parts)
         with (
             self._encoder_affinity.of(replica or media_key(prompt, files)) as same_encoder,
             self._encode_call(prompt, files, pruning, select, adapter, timeout, (*metadata, *same_encoder))
@@ -157,8 +158,7 @@ class MediaClient:
         timeout: float | None,
         metadata: Metadata,
     ) -> RetriedCall:
-        sent = prompt_pb2.Select(first_slice=select.first_slice, reference=select.reference, parts=self._in_parts)
-        requests = partial(_encode_requests, prompt, files, pruning, sent, adapter)
+        requests = partial(_encode_requests, prompt, files, pruning, select, adapter)
         retries = self._encoder_retries
         return RetriedCall(self._encoder.Encode, requests, retries, timeout, metadata, self._receiver)
 

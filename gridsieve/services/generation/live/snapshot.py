@@ -6,7 +6,7 @@ import io
 
 from PIL import Image
 
-from gridsieve.services.generation.rpc.live.raw_frame import pixels_of
+from gridsieve.services.generation.live.raw_frame import pixels_of
 
 # A response holds no more than 8 MiB. The caller has the larger files that it sent.
 MAX_FILE_BYTES = 4 * 2**20

@@ -14,27 +14,24 @@ from typing import Any
 import structlog
 
 from gridsieve.common.contract.errors import InvalidRequest, Overloaded, Unavailable, steps_of
+from gridsieve.services.generation.answers.events import Inbox
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.rpc.events import Inbox
-from gridsieve.services.generation.rpc.live.conversation import Conversation, SegmentFailed, check_upstream
-from gridsieve.services.generation.rpc.live.frames import SLICE_FRAMES, Frames, Slice, Waiting
-from gridsieve.services.generation.rpc.live.options import Ask, Options
-from gridsieve.services.generation.rpc.live.raw_frame import picture_of
-from gridsieve.services.generation.rpc.live.responses import LiveResponses
-from gridsieve.services.generation.rpc.live.sessions import LiveSessions
-from gridsieve.services.generation.rpc.live.source_metrics import Sources
-from gridsieve.services.generation.rpc.live.streams import Streams
-from gridsieve.services.generation.rpc.live.triggers import Triggers
-from gridsieve.services.generation.rpc.served_model import ServedModel
+from gridsieve.services.generation.live.ask import Ask
+from gridsieve.services.generation.live.conversation import Conversation, check_upstream
+from gridsieve.services.generation.live.frames import SLICE_FRAMES, DropReason, Frames, Slice, Waiting
+from gridsieve.services.generation.live.options import Options, ask_of
+from gridsieve.services.generation.live.raw_frame import picture_of
+from gridsieve.services.generation.live.responses import LiveResponses
+from gridsieve.services.generation.live.segments import SegmentFailed
+from gridsieve.services.generation.live.sessions import LiveSessions
+from gridsieve.services.generation.live.source_metrics import Sources
+from gridsieve.services.generation.live.streams import Streams
+from gridsieve.services.generation.live.triggers import Triggers
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.services.generation.upstream.watch import WatchedFrame
 from gridsieve.v1 import generation_pb2
-from gridsieve.v1.generation_pb2 import (
-    DROP_REASON_LATE,
-    DROP_REASON_NO_ROOM,
-    DROP_REASON_UNAVAILABLE,
-    LiveRequest,
-)
+from gridsieve.v1.generation_pb2 import LiveRequest
 
 MAX_WAITING_QUESTIONS = 16
 
@@ -66,12 +63,12 @@ class LiveCall:
             structlog.contextvars.bind_contextvars(source_name=wanted.source_name)
         self._engine, self._media, self._sources, self._options = engine, media, sources, options
         self._session = session = wanted.session(request_id)
-        self._responses = LiveResponses(session, wanted.snapshots)
+        self._responses = LiveResponses(session, model.tokenizer, wanted.snapshots)
         self.responses = self._responses.queue
         self._conversation = Conversation(wanted, session, self._responses, engine, media, model, inbox, options)
         self._sessions, self._charge, self._charged_bytes = sessions, charge, 0
         self._frames = Frames(wanted.fps, sessions.hold)
-        self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DROP_REASON_LATE))
+        self._waiting: Waiting[Ask] = Waiting(lambda late: self._responses.count_dropped(late.used, DropReason.LATE))
         self._asked: list[Ask] = []  # questions that are not finished, in no order
         self._triggers = Triggers(wanted.triggers)
         self._came, self._closed = asyncio.Event(), False
@@ -87,9 +84,7 @@ class LiveCall:
         session, self._running = self._session, asyncio.current_task()
         try:
             await self._open()
-            reserved = len(session.blocks) * session.block_tokens
-            accepted = generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved)
-            await self._responses.put(accepted=accepted)
+            await self._responses.put_accepted()
             async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:
                 streams = Streams(
                     self._media,
@@ -97,7 +92,7 @@ class LiveCall:
                     self._options,
                     self._see_streamed,
                     self._end_stream,
-                    self._responses.put,
+                    self._responses.put_stream,
                     group,
                 )
                 if self._wanted.source:
@@ -148,7 +143,7 @@ class LiveCall:
     def give_up_pictures(self) -> None:
         self._conversation.give_up_pictures()
         self._responses.give_up_picture()
-        self._responses.count_dropped(self._frames.give_up(), DROP_REASON_NO_ROOM)
+        self._responses.count_dropped(self._frames.give_up(), DropReason.NO_ROOM)
 
     def end(self, error: Exception) -> None:
         self._ended_by = error
@@ -167,7 +162,7 @@ class LiveCall:
                     await self._take_frame(request.frame)
                 case "clip":
                     self._kind = kind
-                    await streams.add(request.clip)
+                    await streams.add(request.clip.data, request.clip.begins)
                 case "ask":
                     await streams.caught_up()
                     try:
@@ -194,8 +189,7 @@ class LiveCall:
         self._responses.count_frames(1)
         try:
             # Pixels are copied in a thread, so that others run between the copies.
-            raw = frame.HasField("raw")
-            picture = await asyncio.to_thread(picture_of, frame) if raw else frame.picture
+            picture = await asyncio.to_thread(_picture_of, frame.raw) if frame.HasField("raw") else frame.picture
             self._see(picture, frame.time_s)
         except InvalidRequest as error:
             await self._responses.refuse_frames(1, error, self._responses.usage.frames - 1)
@@ -206,7 +200,7 @@ class LiveCall:
         try:
             piece = self._frames.add(picture, time_s, self._responses.usage.frames - 1, filmed_s)
         except Overloaded:
-            self._responses.count_dropped(1, DROP_REASON_NO_ROOM)
+            self._responses.count_dropped(1, DropReason.NO_ROOM)
             self._came.set()
             return
         self._add(piece)
@@ -215,7 +209,7 @@ class LiveCall:
         """Takes a frame of a stream."""
         self._responses.count_frames(frame.replaced + 1)
         if frame.replaced:
-            self._responses.count_dropped(frame.replaced, DROP_REASON_LATE)
+            self._responses.count_dropped(frame.replaced, DropReason.LATE)
         self._see(picture, time_s, frame.filmed_s)
 
     def _end_stream(self) -> None:
@@ -237,7 +231,7 @@ class LiveCall:
             try:
                 self._charge(held_bytes - self._charged_bytes)
             except (InvalidRequest, Overloaded):
-                self._responses.count_dropped(self._waiting.take_oldest_slice().used, DROP_REASON_NO_ROOM)
+                self._responses.count_dropped(self._waiting.take_oldest_slice().used, DropReason.NO_ROOM)
             else:
                 self._charged_bytes = held_bytes
                 return
@@ -245,7 +239,7 @@ class LiveCall:
     def _question(self, message: generation_pb2.LiveAsk) -> Ask:
         if len(self._asked) > MAX_WAITING_QUESTIONS:
             raise Overloaded(f"{MAX_WAITING_QUESTIONS} questions wait, and no more may", field="ask")
-        return Ask.of(message)
+        return ask_of(message)
 
     async def _work(self) -> None:
         while self._waiting or not self._closed:
@@ -281,7 +275,7 @@ class LiveCall:
                 log.warning("a live session goes on without a service", error=str(error))
             self._goes_without = True
             if isinstance(piece, Slice):
-                self._responses.count_dropped(piece.used, DROP_REASON_UNAVAILABLE)
+                self._responses.count_dropped(piece.used, DropReason.UNAVAILABLE)
                 await self._responses.tell_dropped()
             else:
                 await self._responses.finish_without_answer(piece.id, error)
@@ -305,3 +299,7 @@ def _wrong_frame(piece: Slice, error: InvalidRequest) -> int:
             error.field = "frame.picture"
             return (piece.first if place % SLICE_FRAMES == 0 else piece.last).number
     return piece.last.number
+
+
+def _picture_of(raw: generation_pb2.RawFrame) -> bytes:
+    return picture_of(raw.width, raw.height, lambda: raw.rgb)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from fractions import Fraction
 from itertools import takewhile
 from typing import Generic, TypeVar
@@ -31,6 +32,15 @@ MAX_HELD = 8
 US_PER_S = 1_000_000
 
 T = TypeVar("T")
+
+
+class DropReason(Enum):
+    """Why frames are not used, see the message of this name."""
+
+    LATE = "late"
+    UNAVAILABLE = "unavailable"
+    REFUSED = "refused"
+    NO_ROOM = "no_room"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -171,7 +181,9 @@ class Waiting(Generic[T]):
         if answering and self._held < MAX_HELD:
             self._held += 1
         elif len(last) > self._held:
-            self._drop(self._all.pop())
+            replaced = self._all.pop()
+            assert isinstance(replaced, Slice)
+            self._drop(replaced)
         self._all.append(piece)
         self._drop_oldest()
 

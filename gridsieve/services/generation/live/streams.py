@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from enum import Enum
 from fractions import Fraction
 from typing import Any
 
@@ -28,18 +29,24 @@ from gridsieve.common.contract.errors import (
     Unavailable,
 )
 from gridsieve.common.contract.limits import MAX_PICTURE_BYTES
-from gridsieve.services.generation.rpc.live.frames import US_PER_S, microseconds
-from gridsieve.services.generation.rpc.live.source_metrics import Source
+from gridsieve.services.generation.live.frames import US_PER_S, microseconds
+from gridsieve.services.generation.live.source_metrics import Source
 from gridsieve.services.generation.upstream.media import MediaClient
 from gridsieve.services.generation.upstream.watch import Watch, WatchedFrame
-from gridsieve.v1 import generation_pb2
-from gridsieve.v1.generation_pb2 import STREAM_STATE_ENDED, STREAM_STATE_LOST, STREAM_STATE_PLAYING
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # What a source may do at any time, without ending the session.
 _LOST = (InvalidRequest, MediaForbidden, Overloaded, Unavailable)
 
 log = structlog.get_logger()
+
+
+class StreamState(Enum):
+    """See the message of this name."""
+
+    ENDED = "ended"
+    LOST = "lost"
+    PLAYING = "playing"
 
 
 class _Over(Exception):
@@ -79,8 +86,8 @@ class Streams:
     """The streams of one session.
 
     options: makes the arguments of an upstream call that begins now. see: takes each frame, with its picture file and
-    its time. end: called once a stream is over. tell: sends a response, given as its field of LiveResponse. group: runs
-    what reads the streams; an error there ends the session.
+    its time. end: called once a stream is over. tell: sends a state, and why it is so. group: runs what reads
+    the streams; an error there ends the session.
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class Streams:
         options: Callable[[], dict[str, Any]],
         see: Callable[[bytes | bytearray, float, WatchedFrame], None],
         end: Callable[[], None],
-        tell: Callable[..., Awaitable[None]],
+        tell: Callable[[StreamState, str], Awaitable[None]],
         group: asyncio.TaskGroup,
     ) -> None:
         self._media, self._fps, self._options = media, fps, options
@@ -107,12 +114,12 @@ class Streams:
         """Watches a source until the session is closed. reopens: whatever ends it, and before its first frame, too."""
         self._source = self._group.create_task(self._watch(url, reopens, source))
 
-    async def add(self, clip: generation_pb2.LiveClip) -> None:
-        """Sends a clip to preprocessing. Raises InvalidRequest for one of no bytes or too many."""
-        if not 1 <= len(clip.data) <= MAX_PICTURE_BYTES:
+    async def add(self, data: bytes, begins: bool) -> None:
+        """Sends a clip to preprocessing. begins: another stream. Raises InvalidRequest for no bytes or too many."""
+        if not 1 <= len(data) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
-            raise InvalidRequest(field="clip.data", limit=limit, value=f"{len(clip.data)} bytes")
-        if clip.begins or not self._begun:
+            raise InvalidRequest(field="clip.data", limit=limit, value=f"{len(data)} bytes")
+        if begins or not self._begun:
             await self._end_clips()
             self._begun = True
             self._sent_bytes = self._read_bytes = 0
@@ -120,8 +127,8 @@ class Streams:
             self._reading = self._group.create_task(self._read_clips(self._clips))
             await self._clips.open()
         if self._clips:
-            self._sent_bytes += len(clip.data)
-            await self._clips.send(clip.data)
+            self._sent_bytes += len(data)
+            await self._clips.send(data)
 
     async def caught_up(self) -> None:
         """Returns when all clips so far are read, or cannot be."""
@@ -150,16 +157,16 @@ class Streams:
                 else:
                     self._read_bytes = event
                     self._progress.set()
-            state, reason = STREAM_STATE_ENDED, ""
+            state, reason = StreamState.ENDED, ""
         except _Over as over:
-            state, reason = STREAM_STATE_ENDED, str(over)
+            state, reason = StreamState.ENDED, str(over)
         except (InvalidRequest, Overloaded, Unavailable) as error:
             if not isinstance(error, Unavailable):
                 error.field = "clip"
             if isinstance(error, InvalidRequest) and not isinstance(error, MediaDamaged):
                 raise
             log.warning("clips of a live session were lost", error=str(error))
-            state, reason = STREAM_STATE_LOST, str(error)
+            state, reason = StreamState.LOST, str(error)
         finally:
             watch.cancel()
             if self._clips is watch:
@@ -185,11 +192,11 @@ class Streams:
                     raise
             if over:
                 source.ended()
-                await self._tell_over(STREAM_STATE_ENDED, reason)
+                await self._tell_over(StreamState.ENDED, reason)
                 return
             log.warning("the source of a live session was lost", error=reason)
             source.lost()
-            await self._tell_over(STREAM_STATE_LOST, reason)
+            await self._tell_over(StreamState.LOST, reason)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -204,14 +211,14 @@ class Streams:
                     if not plays:
                         plays = True
                         source.plays()
-                        await self._tell(stream=generation_pb2.LiveStream(state=STREAM_STATE_PLAYING))
+                        await self._tell(StreamState.PLAYING, "")
                     yield event
         finally:
             watch.cancel()
 
-    async def _tell_over(self, state: generation_pb2.StreamState, reason: str) -> None:
+    async def _tell_over(self, state: StreamState, reason: str) -> None:
         self._end()
-        await self._tell(stream=generation_pb2.LiveStream(state=state, reason=reason))
+        await self._tell(state, reason)
 
     def _show(self, frame: WatchedFrame) -> None:
         try:

@@ -1,4 +1,7 @@
-"""What a live session says: its responses in order, and what is counted since it was opened."""
+"""What a live session says: its responses in order, and what is counted since it was opened.
+
+It makes the messages; what tells it knows none.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,15 @@ from gridsieve.common.contract.wire import grid_message, int32_tensor
 from gridsieve.common.response_queue import ResponseQueue
 from gridsieve.common.serving.status import status_message
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.messages import delta_message, finished_message
+from gridsieve.services.generation.answers.text import Said
+from gridsieve.services.generation.live.ask import Answer
+from gridsieve.services.generation.live.frames import DropReason, Frame, Slice
+from gridsieve.services.generation.live.snapshot import snapshot_of
+from gridsieve.services.generation.live.source_metrics import Source
+from gridsieve.services.generation.live.streams import StreamState
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.live.frames import Frame, Slice
-from gridsieve.services.generation.rpc.live.snapshot import snapshot_of
-from gridsieve.services.generation.rpc.live.source_metrics import Source
+from gridsieve.services.generation.sampling.detokenizer import Tokenizer
 from gridsieve.v1 import generation_pb2
 from gridsieve.v1.generation_pb2 import (
     SNAPSHOTS_ANSWERS,
@@ -41,19 +49,47 @@ class LiveResponses:
 
     source: Source | None = None
 
-    def __init__(self, session: Session, snapshots: generation_pb2.Snapshots = SNAPSHOTS_UNSPECIFIED) -> None:
+    def __init__(
+        self, session: Session, tokenizer: Tokenizer, snapshots: generation_pb2.Snapshots = SNAPSHOTS_UNSPECIFIED
+    ) -> None:
         self.queue: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self.usage = generation_pb2.LiveUsage()
-        self._session, self._snapshots = session, snapshots
+        self._session, self._tokenizer, self._snapshots = session, tokenizer, snapshots
         self._seen: Frame | None = None  # the last frame of the last slice
-        self._dropped: Counter[generation_pb2.DropReason] = Counter()  # frames, not yet told
+        self._dropped: Counter[DropReason] = Counter()  # frames, not yet told
 
-    async def put(self, **response: Any) -> None:
+    async def put_accepted(self) -> None:
+        """Says that the session is open."""
+        reserved_tokens = len(self._session.blocks) * self._session.block_tokens
+        accepted = generation_pb2.LiveAccepted(request_id=self._session.id, reserved_tokens=reserved_tokens)
+        await self._put(accepted=accepted)
+
+    async def put_stream(self, state: StreamState, reason: str) -> None:
+        """Tells of the session's stream. reason: why it is in this state."""
+        stream = generation_pb2.LiveStream(state=f"STREAM_STATE_{state.name}", reason=reason)
+        await self._put(stream=stream)
+
+    async def put_evicted(self, segments: int, tokens: int) -> None:
+        """Counts rows that went, and tells of the segments that did, if there are any."""
+        self.usage.evicted_tokens += tokens
+        if segments:
+            await self._put(evicted=generation_pb2.LiveEvicted(segments=segments, tokens=tokens))
+
+    async def put_restarted(self, segments: int) -> None:
+        """Says that the session begins again with so many segments."""
+        await self._put(restarted=generation_pb2.LiveRestarted(segments=segments))
+
+    async def put_said(self, ask_id: str, said: Said) -> None:
+        """Sends the next part of an answer."""
+        delta = delta_message(said, self._tokenizer)
+        await self._put(delta=generation_pb2.LiveDelta(ask_id=ask_id, delta=delta))
+
+    async def _put(self, **response: Any) -> None:
         """Sends a response, given as its field of LiveResponse, after what was dropped before it."""
         await self.tell_dropped()
         await self.queue.put(LiveResponse(**response))
 
-    def count_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
+    def count_dropped(self, frames: int, reason: DropReason) -> None:
         """Counts frames that were not used. The next response is sent after these numbers."""
         if frames:
             self._dropped[reason] += frames
@@ -62,7 +98,8 @@ class LiveResponses:
     async def tell_dropped(self) -> None:
         told, self._dropped = self._dropped, Counter()
         for reason, frames in told.items():
-            await self.queue.put(LiveResponse(dropped=generation_pb2.LiveDropped(frames=frames, reason=reason)))
+            dropped = generation_pb2.LiveDropped(frames=frames, reason=f"DROP_REASON_{reason.name}")
+            await self.queue.put(LiveResponse(dropped=dropped))
 
     def count_frames(self, frames: int) -> None:
         """Counts frames that came."""
@@ -88,7 +125,7 @@ class LiveResponses:
             usage=self.used(),
             **await self._filmed(SNAPSHOTS_SLICES),
         )
-        await self.put(slice=told)
+        await self._put(slice=told)
 
     def give_up_picture(self) -> None:
         """Forgets the last frame's picture: without another slice, there are no snapshots."""
@@ -96,7 +133,7 @@ class LiveResponses:
 
     async def refuse_frames(self, frames: int, error: InvalidRequest, number: int) -> None:
         """Says that frames were refused, because of the one of this number. The session goes on."""
-        self._sum_dropped(frames, generation_pb2.DROP_REASON_REFUSED)
+        self._sum_dropped(frames, DropReason.REFUSED)
         told = generation_pb2.LiveDropped(
             frames=frames,
             reason=generation_pb2.DROP_REASON_REFUSED,
@@ -104,16 +141,24 @@ class LiveResponses:
             frame=number,
             error_field=error.field,
         )
-        await self.put(dropped=told)
+        await self._put(dropped=told)
 
-    async def finish(self, ask_id: str, finished: generation_pb2.Finished) -> None:
-        """Ends a question."""
+    async def finish(self, ask_id: str, answer: Answer | None) -> None:
+        """Ends a question. answer: None: it was cancelled before it was computed."""
+        finished = generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_CANCELLED)
+        if answer:
+            self.usage.completion_tokens += answer.completion_tokens
+            finished.usage.prompt_tokens_full = finished.usage.prompt_tokens = answer.prompt_tokens
+            finished.usage.cached_prompt_tokens = answer.held_tokens
+            finished.usage.completion_tokens = answer.completion_tokens
+            if answer.ended:
+                finished = finished_message(answer.ended, finished.usage, answer.clock)
         reason = generation_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
         tokens = finished.usage.prompt_tokens, finished.usage.completion_tokens
         log.info("answer ended", reason=reason, prompt_tokens=tokens[0], completion_tokens=tokens[1])
         filmed = await self._filmed(SNAPSHOTS_ANSWERS, SNAPSHOTS_SLICES)
         told = generation_pb2.LiveFinished(ask_id=ask_id, finished=finished, usage=self.used(), **filmed)
-        await self.put(finished=told)
+        await self._put(finished=told)
 
     async def finish_without_answer(self, ask_id: str, error: GridsieveError) -> None:
         """Ends a question that was refused, or for which a service was missing. The session goes on."""
@@ -128,7 +173,7 @@ class LiveResponses:
             error_field=error.field,
             **await self._filmed(SNAPSHOTS_ANSWERS, SNAPSHOTS_SLICES),
         )
-        await self.put(finished=told)
+        await self._put(finished=told)
 
     def used(self) -> generation_pb2.LiveUsage:
         """The session so far, in a message of its own."""
@@ -137,7 +182,7 @@ class LiveResponses:
         used.held_tokens = self._session.held
         return used
 
-    def _sum_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
+    def _sum_dropped(self, frames: int, reason: DropReason) -> None:
         self.usage.dropped_frames += frames
         if self.source:
             self.source.count_dropped(frames, reason)

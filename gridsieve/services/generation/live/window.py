@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import TypeAlias
 
+from gridsieve.common.contract.errors import PromptTooLong
 from gridsieve.common.contract.limits import MAX_INLINE_BYTES
+from gridsieve.services.generation.live.frames import MAX_LENGTH_S, Slice, microseconds
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.live.frames import MAX_LENGTH_S, Slice, microseconds
-from gridsieve.v1 import prompt_pb2
 
 # With how many of its last segments a session begins again, at most. Their pictures, of so many bytes at most, stay on
 # the host.
@@ -32,7 +32,7 @@ MAX_REPEATED, MAX_REPEATED_BYTES = 32, MAX_INLINE_BYTES
 class Answered:
     """A question with its answer."""
 
-    parts: Sequence[prompt_pb2.Part]
+    texts: Sequence[str]
     answer: str
 
 
@@ -41,7 +41,12 @@ Numbered: TypeAlias = tuple[int, Slice | Answered]
 
 
 class Window:
-    """window_s: how old a slice may be, beside the newest one. recurrent: whether the model has a recurrent state."""
+    """window_s: how old a slice may be, beside the newest one. recurrent: whether the model has a recurrent state.
+
+    opening: rows of text before the first slice, the last time that the session began with one.
+    """
+
+    opening = 0
 
     def __init__(self, session: Session, window_s: float, recurrent: bool) -> None:
         self._session, self._recurrent = session, recurrent
@@ -58,6 +63,17 @@ class Window:
         while len(self._last) > MAX_REPEATED or size_bytes > MAX_REPEATED_BYTES:
             _, first = self._last.popleft()
             size_bytes -= first.size_bytes if isinstance(first, Slice) else 0
+
+    def check_fits(self, tokens: int) -> None:
+        """Raises PromptTooLong if a slice of so many tokens is too large for an empty window."""
+        if (needed := self.opening + tokens) > (window_tokens := self._session.window_tokens):
+            raise PromptTooLong(
+                f"the messages before a session's first frame and a slice need {needed} tokens, its window has "
+                f"{window_tokens}",
+                value=needed,
+                limit=window_tokens,
+                remedy="raise `window_tokens`, or lower `max_pixels`",
+            )
 
     def keep_less(self) -> bool:
         """Forgets the oldest slice that the session would begin again with, and what came before it.

@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from prometheus_client import Counter, Gauge, Histogram
 
 from gridsieve.common.telemetry.metrics import SECONDS_BUCKETS
-from gridsieve.v1 import generation_pb2
+from gridsieve.services.generation.live.frames import DropReason
 
 _PREFIX = "gridsieve_generation_source_"
-_REASONS = {
-    value: name.removeprefix("DROP_REASON_").lower() for name, value in generation_pb2.DropReason.items() if value
-}
 
 UP = Gauge(f"{_PREFIX}up", "1 while frames of the source come, 0 while it is lost or not opened yet", ["source"])
 FRAMES = Counter(f"{_PREFIX}frames_total", "Frames that came of the source", ["source"])
@@ -44,7 +41,7 @@ class Source:
         self._played = False
         same.append(self)
         self._frames, self._reopened, self._lag = FRAMES.labels(name), REOPENED.labels(name), LAG_SECONDS.labels(name)
-        self._dropped = {value: DROPPED.labels(name, reason) for value, reason in _REASONS.items()}
+        self._dropped = {reason: DROPPED.labels(name, reason.value) for reason in DropReason}
         self._before, self._after = (TOKENS.labels(name, when) for when in ("before", "after"))
         self._show()
 
@@ -64,7 +61,7 @@ class Source:
     def count_frames(self, frames: int) -> None:
         self._frames.inc(frames)
 
-    def count_dropped(self, frames: int, reason: generation_pb2.DropReason) -> None:
+    def count_dropped(self, frames: int, reason: DropReason) -> None:
         self._dropped[reason].inc(frames)
 
     def count_slice(self, lag_s: float, tokens_full: int, tokens: int) -> None:
@@ -81,8 +78,8 @@ class Source:
             return
         for metric in (FRAMES, REOPENED, LAG_SECONDS):
             metric.remove(self._name)
-        for reason in _REASONS.values():
-            DROPPED.remove(self._name, reason)
+        for reason in DropReason:
+            DROPPED.remove(self._name, reason.value)
         for when in ("before", "after"):
             TOKENS.remove(self._name, when)
 

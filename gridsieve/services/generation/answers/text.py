@@ -1,11 +1,19 @@
-"""Turns the events of one request, as they arrive, into the responses of its stream, and counts them."""
+"""Turns the events of one request, as they arrive, into the text and the tool calls of its answers, and counts them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.events import Dated
+from gridsieve.services.generation.answers.metrics import (
+    GENERATED_TOKENS,
+    count_answer,
+    count_first_token,
+    count_next_token,
+)
 from gridsieve.services.generation.request.request import (
     Delta,
     Failed,
@@ -14,24 +22,35 @@ from gridsieve.services.generation.request.request import (
     PrefillStarted,
     Request,
 )
-from gridsieve.services.generation.rpc.events import Dated
-from gridsieve.services.generation.rpc.messages import delta_response, finished_response, progress_response
-from gridsieve.services.generation.rpc.metrics import (
-    GENERATED_TOKENS,
-    count_answer,
-    count_first_token,
-    count_next_token,
-)
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
 from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader
 from gridsieve.services.generation.stage_clock import Stage, StageClock
 from gridsieve.services.generation.upstream.arriving_item import Progress
-from gridsieve.v1 import generation_pb2
-from gridsieve.v1.generation_pb2 import GenerateResponse
 
 
-class Responses:
-    """The responses of one request.
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The next part of an answer. index: of the answer. calls: what the part adds to tool calls."""
+
+    index: int
+    delta: Delta
+    calls: Sequence[CallDelta] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an answer. cached_tokens: of its prompt, found in the prefix cache."""
+
+    index: int
+    finished: Finished
+    cached_tokens: int
+
+
+Told: TypeAlias = Progress | Said | Ended
+
+
+class Answers:
+    """The answers of one request.
 
     answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
     readers: for each answer, of its tool calls; empty if answers cannot call tools.
@@ -41,15 +60,12 @@ class Responses:
         self,
         question: Request,
         answers: int,
-        usage: generation_pb2.Usage,
         clock: StageClock,
         tokenizer: Tokenizer,
         readers: Mapping[int, CallReader],
     ) -> None:
         self._question = question
-        self._tokenizer = tokenizer
         self._readers = readers
-        self._usage = usage
         self._clock = clock
         self._unfinished = answers
         stops = bool(question.sampling.stop)
@@ -60,8 +76,8 @@ class Responses:
     def complete(self) -> bool:
         return not self._unfinished
 
-    def of(self, events: Iterable[Dated]) -> Iterator[GenerateResponse]:
-        """The responses to events. Tokens of one answer that arrived together, as its caller reads slowly, become one.
+    def of(self, events: Iterable[Dated]) -> Iterator[Told]:
+        """What events tell. Tokens of one answer that arrived together, as its caller reads slowly, are one part.
 
         Raises the error of Failed, and exceptions.
         """
@@ -71,11 +87,11 @@ class Responses:
                 self._count(at_ns, index)
                 deltas.setdefault(index, []).append(event)
                 continue
-            yield from self._delta_responses(deltas)
+            yield from self._said(deltas)
             deltas = {}
             match event:
                 case Progress():
-                    yield progress_response(event)
+                    yield event
                 case PrefillStarted():
                     self._clock.finish(Stage.WAIT_FOR_PREFILL, at_ns)
                 case Finished():
@@ -89,20 +105,16 @@ class Responses:
                             reason = FinishReason.TOOL_CALLS
                     for text, calls in pieces:
                         if text or calls:
-                            yield delta_response(Delta(text, ()), index, self._tokenizer, calls)
+                            yield Said(index, Delta(text, ()), calls)
                     count_answer(reason)
-                    self._usage.completion_tokens = event.completion_tokens
-                    self._usage.draft_tokens = event.draft_tokens
-                    self._usage.accepted_draft_tokens = event.accepted_draft_tokens
-                    self._usage.cached_prompt_tokens = self._question.cached_tokens
-                    yield finished_response(reason, self._usage, self._clock, index)
+                    yield Ended(index, replace(event, reason=reason), self._question.cached_tokens)
                 case Failed():
                     raise event.error
                 case Exception():
                     raise event
-        yield from self._delta_responses(deltas)
+        yield from self._said(deltas)
 
-    def _delta_responses(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[GenerateResponse]:
+    def _said(self, deltas: Mapping[int, Sequence[Delta]]) -> Iterator[Said]:
         for index, several in deltas.items():
             joined, calls = Delta.joined(several), list[CallDelta]()
             GENERATED_TOKENS.inc(len(joined.token_ids))
@@ -113,7 +125,7 @@ class Responses:
             if reader := self._readers.get(index):
                 text, calls = reader.add(joined.text)
                 joined = replace(joined, text=text)
-            yield delta_response(joined, index, self._tokenizer, calls)
+            yield Said(index, joined, calls)
 
     def _count(self, at_ns: int, index: int) -> None:
         if self._clock.token(at_ns):

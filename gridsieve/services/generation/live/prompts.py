@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.tensors import PIECE_BYTES
-from gridsieve.services.generation.rpc.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
+from gridsieve.services.generation.live.frames import SLICE_FRAMES, US_PER_S, Frame, Slice
 from gridsieve.v1 import prompt_pb2
 
 # Words of turns of which only their end is taken.
@@ -27,12 +27,14 @@ _A_SLICE = prompt_pb2.Media(
     )
 )
 
+# The conversation so far, before the present turn; None: one that ends with an answer.
+Before: TypeAlias = Sequence[prompt_pb2.Message] | None
 # A prompt, and the pictures that it announces, in order.
 Announcing: TypeAlias = tuple[prompt_pb2.Prompt, Sequence[bytes | bytearray]]
 
 
-def turn_slice(before: Sequence[prompt_pb2.Message] | None, piece: Slice, max_pixels: int | None) -> Announcing:
-    """A turn that begins with a slice. before: the conversation so far; None: one that ends with an answer.
+def turn_slice(before: Before, piece: Slice, max_pixels: int | None) -> Announcing:
+    """A turn that begins with a slice.
 
     The slice is shown again, because the size of frames may depend on their number.
     """
@@ -58,14 +60,12 @@ def still_slice(shown: Slice, piece: Slice, grid: Grid) -> prompt_pb2.Prompt:
     return _prompt((), prompt_pb2.Part(video=prompt_pb2.Media(embeds=embeds)))
 
 
-def question(
-    before: Sequence[prompt_pb2.Message] | None, seen: Sequence[Slice], parts: Sequence[prompt_pb2.Part]
-) -> prompt_pb2.Prompt:
-    """A question, after one slice of its turn or two; or without any, after the conversation `before`; None: one that
-    ends with an answer.
+def question(before: Before, seen: Sequence[Slice], texts: Sequence[str]) -> prompt_pb2.Prompt:
+    """A question, after one slice of its turn or two; or without any, after the conversation `before`.
 
     Of one slice nothing but its end counts, and of two their times, too, so another video is in their place.
     """
+    parts = [prompt_pb2.Part(text=text) for text in texts]
     if len(seen) > 1:
         frames = [replace(frame, picture=_A_PIXEL) for each in seen for frame in (each.first, each.last)]
         return _prompt((), _video(frames, None)[0], *parts)
@@ -74,14 +74,9 @@ def question(
     return _prompt(_answered() if before is None else before, *parts)
 
 
-def told(
-    before: Sequence[prompt_pb2.Message] | None,
-    seen: Sequence[Slice],
-    parts: Sequence[prompt_pb2.Part],
-    answer: str,
-) -> prompt_pb2.Prompt:
+def told(before: Before, seen: Sequence[Slice], texts: Sequence[str], answer: str) -> prompt_pb2.Prompt:
     """As `question`, with its answer and one more turn."""
-    prompt = question(before, seen, parts)
+    prompt = question(before, seen, texts)
     for role, text in ((prompt_pb2.ROLE_ASSISTANT, answer), (prompt_pb2.ROLE_USER, _A_TURN)):
         prompt.messages.add(role=role, parts=[prompt_pb2.Part(text=text)])
     return prompt

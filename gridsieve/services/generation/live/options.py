@@ -1,11 +1,10 @@
-"""What a live session's `open` and its questions ask for, checked."""
+"""What a live session's `open` and its questions ask for, checked: their messages end here."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from gridsieve.common.contract.errors import InvalidRequest, within
@@ -13,11 +12,13 @@ from gridsieve.common.contract.requests import check_prompt
 from gridsieve.common.contract.retention import EVS_CAUSAL, NONE, PIXEL_CHANGE, SUGGESTED, Pruning
 from gridsieve.common.contract.wire import completed, pruning_message, pruning_of
 from gridsieve.families import not_live
+from gridsieve.services.generation.answers.messages import sampling_request
+from gridsieve.services.generation.live.ask import Ask
+from gridsieve.services.generation.live.frames import microseconds
+from gridsieve.services.generation.live.triggers import Trigger
 from gridsieve.services.generation.request.request import Adapter
 from gridsieve.services.generation.request.session import Session
-from gridsieve.services.generation.rpc.messages import sampling_request
-from gridsieve.services.generation.rpc.served_model import LiveModel, ServedModel
-from gridsieve.services.generation.sampling.params import SamplingRequest
+from gridsieve.services.generation.served_model import LiveModel, ServedModel
 from gridsieve.v1 import generation_pb2, prompt_pb2
 
 FPS, MAX_FPS = 2.0, 60.0
@@ -26,31 +27,6 @@ MAX_TRIGGERS = 16
 MAX_ASK_ID_CHARACTERS = 128
 SOURCE_NAME, MAX_SOURCE_NAME_CHARACTERS = "source", 64
 NOTHING_PRUNED = Pruning(method=NONE)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ask:
-    """A question. wanted: how its answer is sampled. cancelled: set once it is to end."""
-
-    id: str
-    parts: Sequence[prompt_pb2.Part]
-    wanted: SamplingRequest
-    transient: bool
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @classmethod
-    def of(cls, message: generation_pb2.LiveAsk) -> Self:
-        """Raises InvalidRequest, with the field's name within the message."""
-        if len(message.ask_id) > MAX_ASK_ID_CHARACTERS:
-            limit = f"at most {MAX_ASK_ID_CHARACTERS} characters"
-            raise InvalidRequest(field="ask.ask_id", limit=limit, value=f"{len(message.ask_id)} characters")
-        _check_text(message.parts, "ask.parts")
-        prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=message.parts)])
-        check_prompt(prompt)
-        wanted = sampling_request(generation_pb2.GenerateRequest(prompt=prompt, sampling=message.sampling))
-        if wanted.n != 1:
-            raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
-        return cls(message.ask_id, list(message.parts), wanted, message.transient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +43,7 @@ class Options:
     answer_tokens: int
     window_s: float
     adapter: Adapter | None
-    triggers: Sequence[generation_pb2.LiveTrigger]
+    triggers: Sequence[Trigger]
     live: LiveModel
     source: str
     source_name: str
@@ -109,7 +85,7 @@ class Options:
             limit = f"at most {MAX_SOURCE_NAME_CHARACTERS} printable characters"
             raise InvalidRequest(field="open.source_name", limit=limit, value=name[:MAX_SOURCE_NAME_CHARACTERS])
         pruning = _pruning(message.pruning, model.pruning_methods)
-        _check_triggers(message.triggers, pruning)
+        triggers = _triggers(message.triggers, pruning)
         return cls(
             messages=tuple(message.messages),
             pruning=pruning,
@@ -119,7 +95,7 @@ class Options:
             answer_tokens=answer,
             window_s=window_s,
             adapter=model.adapters.find(message.adapter) if message.HasField("adapter") else None,
-            triggers=message.triggers,
+            triggers=triggers,
             live=model.live,
             source=message.source,
             source_name=message.source_name or SOURCE_NAME,
@@ -132,24 +108,44 @@ class Options:
         return Session(request_id, self.window_tokens, self.answer_tokens, self.live.block_tokens)
 
 
-def _check_triggers(messages: Sequence[generation_pb2.LiveTrigger], pruning: Pruning) -> None:
+def ask_of(message: generation_pb2.LiveAsk) -> Ask:
+    """Raises InvalidRequest, with the field's name within the message."""
+    if len(message.ask_id) > MAX_ASK_ID_CHARACTERS:
+        limit = f"at most {MAX_ASK_ID_CHARACTERS} characters"
+        raise InvalidRequest(field="ask.ask_id", limit=limit, value=f"{len(message.ask_id)} characters")
+    _check_text(message.parts, "ask.parts")
+    prompt = prompt_pb2.Prompt(messages=[prompt_pb2.Message(role=prompt_pb2.ROLE_USER, parts=message.parts)])
+    check_prompt(prompt)
+    wanted = sampling_request(generation_pb2.GenerateRequest(prompt=prompt, sampling=message.sampling))
+    if wanted.n != 1:
+        raise InvalidRequest(field="ask.sampling.n", limit="1", value=wanted.n)
+    return Ask(message.ask_id, [part.text for part in message.parts], wanted, message.transient)
+
+
+def _triggers(messages: Sequence[generation_pb2.LiveTrigger], pruning: Pruning) -> Sequence[Trigger]:
+    """Raises InvalidRequest."""
     if len(messages) > MAX_TRIGGERS:
         raise InvalidRequest(field="open.triggers", limit=f"at most {MAX_TRIGGERS}", value=len(messages))
+    triggers = []
     for index, message in enumerate(messages):
         name = f"open.triggers[{index}]"
         with within(name):
-            Ask.of(message.ask)
-        if not (message.HasField("every_s") or message.HasField("on_change")):
+            ask = ask_of(message.ask)
+        every_s = message.every_s if message.HasField("every_s") else None
+        on_change = message.on_change if message.HasField("on_change") else None
+        if every_s is None and on_change is None:
             raise InvalidRequest("must have every_s or on_change", field=name)
-        if message.HasField("every_s") and not 0 < message.every_s < math.inf:
-            raise InvalidRequest(field=f"{name}.every_s", limit="above 0, and finite", value=message.every_s)
-        if message.HasField("on_change"):
-            if not 0 < message.on_change <= 1:
+        if every_s is not None and not 0 < every_s < math.inf:
+            raise InvalidRequest(field=f"{name}.every_s", limit="above 0, and finite", value=every_s)
+        if on_change is not None:
+            if not 0 < on_change <= 1:
                 limit = "above 0, and at most 1"
-                raise InvalidRequest(field=f"{name}.on_change", limit=limit, value=message.on_change)
+                raise InvalidRequest(field=f"{name}.on_change", limit=limit, value=on_change)
             if pruning.method != PIXEL_CHANGE:
                 text = f"needs the pruning {PIXEL_CHANGE}, which compares pixels"
                 raise InvalidRequest(text, field=f"{name}.on_change", value=pruning.method)
+        triggers.append(Trigger(ask, None if every_s is None else microseconds(every_s), on_change))
+    return triggers
 
 
 def _check_text(parts: Sequence[prompt_pb2.Part], name: str) -> None:

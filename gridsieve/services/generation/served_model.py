@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -15,9 +16,12 @@ from gridsieve.services.generation.model.adapters import Adapters
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.request.prompt_limit import PromptLimit
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
+from gridsieve.services.generation.sampling.banned import Spelling, spellings
 from gridsieve.services.generation.sampling.defaults import SamplingDefaults
-from gridsieve.services.generation.sampling.detokenizer import Tokenizer
-from gridsieve.services.generation.sampling.structured import Grammars
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
+from gridsieve.services.generation.sampling.params import SamplingRequest
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.sampling.structured import Grammar, Grammars
 from gridsieve.services.generation.sampling.tool_calls import writes_calls
 from gridsieve.services.generation.upstream.arriving_item import ModelInput
 from gridsieve.v1 import prompt_pb2
@@ -108,6 +112,19 @@ class ServedModel:
         if default.method == self.usual_method:
             default.ClearField("method")
         return completed(pruning, default)
+
+    async def constraints(self, wanted: SamplingRequest) -> tuple[Grammar | None, Sequence[Spelling]]:
+        """The grammar of a request's answers, if they have one, and the spellings of its bad words; in a thread."""
+        grammar, bad_words = None, tuple[Spelling, ...]()
+        if wanted.is_constrained:
+            grammar = await asyncio.to_thread(self.grammars.compile, wanted.json_schema, wanted.tool_use)
+        if wanted.bad_words:
+            bad_words = await asyncio.to_thread(spellings, self.tokenizer, wanted.bad_words)
+        return grammar, bad_words
+
+    def stop_finder(self, sampling: SamplingParams) -> Detokenizer | None:
+        """For the engine, which must find stop strings in the text; None: there are none to find."""
+        return Detokenizer(self.tokenizer, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     def pruned(self, plan: PromptPlan, num_kept: Sequence[int], bounded: Sequence[bool] = ()) -> PrunedPrompt:
         """A prompt of which no media item has arrived. num_kept: how many tokens of each are kept, or most."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from gridsieve.common.contract.errors import Overloaded
-from gridsieve.services.generation.rpc.live.frames import Frame
+from gridsieve.services.generation.live.frames import Frame
 
 IDLE_S = 60.0
 # Of the room for pictures: beyond it, sessions keep none to begin again with.

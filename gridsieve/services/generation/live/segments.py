@@ -1,0 +1,124 @@
+"""Computes the segments of a live session, each by a request of the engine, and the answers to its questions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gridsieve.common.contract.errors import GridsieveError, PromptTooLong
+from gridsieve.common.telemetry.logs import add_request_stats
+from gridsieve.services.generation.answers.events import Events, Inbox
+from gridsieve.services.generation.answers.text import Answers, Ended, Said
+from gridsieve.services.generation.engine.engine import Engine
+from gridsieve.services.generation.live.ask import Answer, Ask
+from gridsieve.services.generation.live.responses import LiveResponses
+from gridsieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
+from gridsieve.services.generation.request.session import Segment, Session
+from gridsieve.services.generation.sampling.detokenizer import Detokenizer
+from gridsieve.services.generation.sampling.sampler import SamplingParams
+from gridsieve.services.generation.served_model import LiveModel, ServedModel
+from gridsieve.services.generation.stage_clock import StageClock
+
+
+class SegmentFailed(Exception):
+    """The engine could not compute a segment, of which a part may have stayed, so the session cannot go on."""
+
+    def __init__(self, error: GridsieveError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class SessionFull(PromptTooLong):
+    """A segment does not fit after what the session holds, so the session begins again."""
+
+
+class Segments:
+    """The engine, as one session uses it. inbox: of the running event loop. responses: tell the parts of answers."""
+
+    def __init__(
+        self,
+        session: Session,
+        live: LiveModel,
+        adapter: Adapter | None,
+        responses: LiveResponses,
+        engine: Engine,
+        model: ServedModel,
+        inbox: Inbox,
+    ) -> None:
+        self._session, self._live, self._adapter, self._responses = session, live, adapter, responses
+        self._engine, self._model, self._inbox = engine, model, inbox
+
+    async def compute(self, segment: Segment) -> None:
+        """Computes a segment that has no answer: the token after it is sampled, and of no use.
+
+        Raises SessionFull beyond the model's positions, and SegmentFailed.
+        """
+        events = Events(self._inbox, 1)
+        self._engine.submit(self._request(segment, SamplingParams(1), None, events.listener(0)))
+        while True:
+            for _, _, event in await events.next():
+                if isinstance(event, Failed):
+                    raise SegmentFailed(event.error)
+                if isinstance(event, Finished):
+                    return
+
+    async def answer(self, ask: Ask, segment: Segment, params: SamplingParams, clock: StageClock) -> Answer:
+        """Computes the segment of a question, and its answer until that ends or is cancelled. Raises as `compute`."""
+        model, held = self._model, self._session.held
+        events = Events(self._inbox, 1)
+        question = self._request(segment, params, model.stop_finder(params), events.listener(0))
+        question.cached_tokens = held
+        tokens = question.prompt.tokens
+        self._engine.submit(question)
+        add_request_stats(prompt_tokens_full=tokens - held, prompt_tokens=tokens - held)
+        try:
+            text, ended = await self._say(ask, Answers(question, 1, clock, model.tokenizer, {}), events)
+        except GridsieveError as error:
+            raise SegmentFailed(error) from error
+        if ended is None:
+            await asyncio.wrap_future(self._engine.interrupt(self._session))
+        return Answer(text, ended, tokens, held, len(question.output_ids), clock)
+
+    async def _say(self, ask: Ask, answers: Answers, events: Events) -> tuple[str, Ended | None]:
+        """Sends the parts of an answer. Returns its text so far, and how it ended; None if it was cancelled."""
+        text = ""
+        stop = asyncio.create_task(ask.cancelled.wait())
+        arrives = asyncio.create_task(events.next())
+        try:
+            while True:
+                await asyncio.wait((stop, arrives), return_when=asyncio.FIRST_COMPLETED)
+                if not arrives.done():
+                    return text, None
+                for told in answers.of(arrives.result()):
+                    if isinstance(told, Ended):
+                        return text, told
+                    if isinstance(told, Said):
+                        text += told.delta.text
+                        await self._responses.put_said(ask.id, told)
+                arrives = asyncio.create_task(events.next())
+        finally:
+            stop.cancel()
+            arrives.cancel()
+
+    def _request(
+        self,
+        segment: Segment,
+        params: SamplingParams,
+        detokenizer: Detokenizer | None,
+        on_event: Callable[[Event], None],
+    ) -> Request:
+        """The request that computes a segment. Raises SessionFull beyond the model's positions."""
+        session, last = self._session, segment.next_position + params.max_new_tokens
+        if last > (trained := self._live.positions):
+            raise SessionFull(
+                f"a window of the session needs position {last}, the model was trained on {trained}",
+                value=last,
+                limit=trained,
+                remedy="lower `window_tokens`",
+            )
+        prompt = session.begin(segment, self._model.input.embed_levels)
+        keys = (b"",) * len(prompt.plan.media)  # one item at most: all media rows of the segment
+        number = f"{session.id}/{session.count}"
+        request = Request(number, prompt, keys, params, detokenizer, on_event, self._adapter, session=session)
+        request.embeds = [segment.embeds] * len(keys)
+        return request
