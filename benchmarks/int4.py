@@ -27,7 +27,7 @@ from gridsieve.services.compute.int4_linear import Int4Linear, Int4Weight
 from gridsieve.services.compute.packed_linear import JoinedLinear
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.families import load_language_model
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.sampling.sampler import SamplingParams

@@ -87,7 +87,7 @@ class LiveCall:
         session, self._running = self._session, asyncio.current_task()
         try:
             await self._open()
-            reserved = len(session.blocks) * session.block_tokens
+            reserved = len(session.lease.blocks) * session.block_tokens
             accepted = generation_pb2.LiveAccepted(request_id=session.id, reserved_tokens=reserved)
             await self._responses.put(accepted=accepted)
             async with AsyncExitStack() as watched, asyncio.TaskGroup() as group:

@@ -297,7 +297,6 @@ class Conversation:
         events = Events(self._inbox, 1)
         detokenizer = Detokenizer(model.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
         question = self._request(segment, params, detokenizer, events.listener(0))
-        question.cached_tokens = held
         tokens = question.prompt.tokens
         usage = generation_pb2.Usage(prompt_tokens_full=tokens, prompt_tokens=tokens, cached_prompt_tokens=held)
         self._engine.submit(question)
