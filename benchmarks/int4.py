@@ -26,8 +26,8 @@ from gridsieve.common.process import keep_freed_memory
 from gridsieve.services.compute.int4_linear import Int4Linear, Int4Weight
 from gridsieve.services.compute.packed_linear import JoinedLinear
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.sampling.sampler import SamplingParams

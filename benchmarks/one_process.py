@@ -22,8 +22,8 @@ from gridsieve.common.contract.retention import Pruning, num_kept
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.tower.loading import load_tower
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.request.encoded_media import MediaItem
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt

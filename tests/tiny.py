@@ -20,9 +20,9 @@ from gridsieve.common.contract.plan import FrameShape, Grid, MediaPlan, Modality
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.payoff import Payoff
 from gridsieve.services.generation.engine.stats import Step
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
-from gridsieve.services.generation.kv_cache.state_slots import StateSlots
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import LaunchedStep, OtherRanks, Runner, SampledStep
 from gridsieve.services.generation.model.states import RESERVED

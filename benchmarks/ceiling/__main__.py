@@ -39,8 +39,8 @@ from gridsieve.common.security.credentials import NO_CREDENTIALS
 from gridsieve.common.serving.probe import is_serving, serves_http
 from gridsieve.services.compute.graphs import Captured
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.attention.block_plan import BlockPlan
 from gridsieve.services.generation.model.attention.flash_infer import FlashInferCache
 from gridsieve.services.generation.model.runner import Runner

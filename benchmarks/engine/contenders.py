@@ -20,8 +20,8 @@ from benchmarks.timing import Timed
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.process import keep_freed_memory
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.request.request import Delta, Event, Failed, Finished
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, load_tokenizer

@@ -17,7 +17,7 @@ from benchmarks.gpu.device import Moment, wait
 from gridsieve.common.contract.errors import GridsieveError
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.stats import Step
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.memory.blocks import BlockAllocator
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import LaunchedStep, Runner, SampledStep
 from gridsieve.services.generation.request.batch import Chunk

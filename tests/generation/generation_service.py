@@ -21,9 +21,9 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid, Modality, PromptPlan
 from gridsieve.common.contract.retention import EVS, METHODS, Pruning
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
-from gridsieve.services.generation.kv_cache.state_slots import StateSlots
 from gridsieve.services.generation.loading import load_language_model
+from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.language_model import LanguageModel
 from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.model.states import RESERVED

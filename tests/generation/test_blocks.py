@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
-from gridsieve.services.generation.request.request import ROOT
+from gridsieve.services.generation.memory.blocks import ROOT, BlockAllocator
 
 
 def test_a_single_request_gets_neighbouring_blocks() -> None:

@@ -78,7 +78,7 @@ def assert_law_of_any_mix(models: Models, data: st.DataObject) -> None:
     event(f"media not sent again: {any(each.spared for each in asked)}")
     event(f"media prefilled before they were complete: {engine.runner.early}")
     event(f"preempted: {stats.totals.preemptions > 0}")
-    event(f"blocks reclaimed: {any(each.request.reclaimed for each in asked)}")
+    event(f"blocks reclaimed: {any(each.request.holding.reclaimed for each in asked)}")
     event(f"draft tokens: {stats.totals.draft_tokens > 0}, accepted: {stats.totals.accepted_draft_tokens > 0}")
     assert_law(models, engine, [asking for asking in questions for _ in range(asking.answers)], asked)
     assert (stats.blocks_used, stats.states_used) == (0, 0)

@@ -16,8 +16,8 @@ from gridsieve.common.contract import errors
 from gridsieve.common.contract.plan import FrameShape, Grid, Modality, PromptPlan
 from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.wire import int32_tensor
-from gridsieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.encoded_media_cache import encoded_media_key
 from gridsieve.services.generation.stage_clock import StageClock
 from gridsieve.services.generation.upstream.arriving_item import Progress
 from gridsieve.v1 import prompt_pb2, tensor_pb2

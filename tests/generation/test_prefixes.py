@@ -20,12 +20,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from gridsieve.services.generation.engine.engine import Engine
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
-from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.state_slots import NO_STATE, StateSlots
 from gridsieve.services.generation.model.runner import LaunchedStep, SampledStep
 from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.request.batch import Chunk, media_rows
-from gridsieve.services.generation.request.request import NO_STATE, Adapter, Event, Failed, Finished, Request
+from gridsieve.services.generation.request.request import Adapter, Event, Failed, Finished, Request
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.oracle import Item, Text
 from tests.tiny import BLOCK_TOKENS, Asked, WholeWords, make_request, media_item
@@ -60,14 +60,14 @@ class SequenceRunner:
             adapter = chunk.request.adapter and chunk.request.adapter.digest
             sequence = [(adapter, *self.row(chunk, token)) for token in range(chunk.end)]
             for token in range(chunk.end):
-                slot = chunk.request.blocks[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
+                slot = chunk.request.holding.blocks[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
                 if token >= chunk.start:
                     self.slots[slot] = tuple(sequence[: token + 1])
                 assert self.slots[slot] == tuple(sequence[: token + 1]), f"{chunk} reads another sequence at {token}"
-            if chunk.request.next_states:
-                seen = self.states[chunk.request.state]
+            if chunk.request.holding.states.next:
+                seen = self.states[chunk.request.holding.states.current]
                 assert seen == tuple(sequence[: chunk.start]), f"{chunk} begins with the state of another sequence"
-                for tokens, slot in chunk.request.next_states:
+                for tokens, slot in chunk.request.holding.states.next:
                     self.states[slot] = tuple(sequence[:tokens])
             for rows in media_rows(chunk, 0):
                 embeds = chunk.request.embeds[rows.media_index]

@@ -11,9 +11,10 @@ import pytest
 
 from gridsieve.common.contract.errors import PeerContract
 from gridsieve.common.contract.plan import MAX_POSITION, Grid, Int32Array, Modality, PromptPlan, Run
+from gridsieve.services.generation.memory.block_table import BlockTable
 from gridsieve.services.generation.request.batch import Chunk, decodes_first, pack
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
-from gridsieve.services.generation.request.request import Adapter, BlockTable
+from gridsieve.services.generation.request.request import Adapter
 from gridsieve.services.generation.sampling.sampler import SamplingParams
 from tests.generation.generation_peers import media_plan
 from tests.oracle import Item, Text
@@ -74,7 +75,7 @@ def test_chunks_of_one_adapter_are_adjacent() -> None:
     chunks = []
     for number, (adapter, count) in enumerate(zip(named, tokens, strict=True)):
         request = make_request(str(number), [Text((10 + number,) * 3)], SamplingParams(1), adapter).request
-        request.blocks = BlockTable([number])
+        request.holding.blocks = BlockTable([number])
         chunks.append(Chunk(request, 0, count, samples=False))
     packed, _ = pack(decodes_first(chunks), BLOCK_TOKENS)
     assert packed.num_decodes == 7

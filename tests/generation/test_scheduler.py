@@ -7,7 +7,8 @@ from fractions import Fraction
 import numpy as np
 
 from gridsieve.services.generation.engine.scheduler import Scheduler
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
+from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.memory import Memory
 from gridsieve.services.generation.request.batch import Chunk
 from gridsieve.services.generation.request.request import Request, Status
 from gridsieve.services.generation.request.session import Segment, Session
@@ -25,7 +26,8 @@ class Desk:
         self, blocks: int = 64, max_num_batched_tokens: int = 16, max_num_seqs: int = 8, live_blocks: int = 0
     ) -> None:
         allocator = BlockAllocator(blocks, BLOCK_TOKENS)
-        self.scheduler = Scheduler(allocator, max_num_batched_tokens, max_num_seqs, live_blocks=live_blocks)
+        memory = Memory(allocator, max_num_seqs, live_blocks=live_blocks)
+        self.scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs)
         self.arrivals = 0
 
     def add(self, prompt_tokens: int, new_tokens: int, *, video: bool = False) -> Request:
@@ -89,13 +91,13 @@ def test_a_request_awaiting_media_loses_its_blocks_before_one_whose_media_arrive
     awaits, waits = desk.add(8, 1, video=True), desk.add(8, 1, video=True)
     desk.step()
     desk.deliver(waits)
-    while awaits.blocks:
-        assert len(waits.blocks) == 2
+    while awaits.holding.blocks:
+        assert len(waits.holding.blocks) == 2
         desk.step()
     assert runs.status is Status.RUNNING
-    assert len(waits.blocks) == 2
+    assert len(waits.holding.blocks) == 2
     while desk.step():
-        assert awaits.blocks == [], "it is prefilled again before its media arrive"
+        assert awaits.holding.blocks == [], "it is prefilled again before its media arrive"
     assert waits.status is Status.DONE
     assert desk.scheduler.preemptions == 0
 

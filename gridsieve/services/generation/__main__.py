@@ -32,9 +32,9 @@ from gridsieve.families import family_of
 from gridsieve.services.compute.device import device_of, name_of
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.payoff import Payoff
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
-from gridsieve.services.generation.kv_cache.state_slots import StateSlots
 from gridsieve.services.generation.loading import check_ranks
+from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.states import RESERVED
 from gridsieve.services.generation.parallel.group import WorkerRanks
 from gridsieve.services.generation.rpc.metrics import count_step, watch

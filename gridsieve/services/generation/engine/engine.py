@@ -31,11 +31,12 @@ from gridsieve.services.generation.engine.scheduler import Scheduler
 from gridsieve.services.generation.engine.speculation import HeadDrafts
 from gridsieve.services.generation.engine.stats import EngineStats, Step
 from gridsieve.services.generation.engine.stepper import Stepper
-from gridsieve.services.generation.kv_cache.blocks import BlockAllocator
-from gridsieve.services.generation.kv_cache.encoded_media import EncodedMediaCache
-from gridsieve.services.generation.kv_cache.state_slots import StateSlots
+from gridsieve.services.generation.memory.blocks import BlockAllocator
+from gridsieve.services.generation.memory.memory import Memory
+from gridsieve.services.generation.memory.state_slots import StateSlots
 from gridsieve.services.generation.model.runner import OutOfStep, Runner
 from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.encoded_media_cache import EncodedMediaCache
 from gridsieve.services.generation.request.request import Request, Status
 from gridsieve.services.generation.request.session import Session
 
@@ -76,10 +77,9 @@ class Engine:
     ) -> None:
         self._model = runner.model
         drafts = HeadDrafts(payoff) if runner.drafter else None
-        self._scheduler = Scheduler(
-            allocator, max_num_batched_tokens, max_num_seqs, max_draft_tokens, states, drafts, live_blocks
-        )
-        self._capacity_tokens = (allocator.total - live_blocks) * allocator.block_tokens
+        memory = Memory(allocator, max_num_seqs, states, live_blocks)
+        self._scheduler = Scheduler(memory, max_num_batched_tokens, max_num_seqs, max_draft_tokens, drafts)
+        self._capacity_tokens = memory.shared_blocks * memory.block_tokens
         self._max_requests = max_num_seqs + max_waiting
         self._encoded_media = EncodedMediaCache(max_last_rows=allocator.block_tokens - 1)
         self._commands: SimpleQueue[tuple[Request | None, Callable[[], None]]] = SimpleQueue()

@@ -93,7 +93,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, scheduler: Scheduler, totals: Totals) -> EngineStats:
-        states = scheduler.states
+        allocator, states = scheduler.memory.allocator, scheduler.memory.states
         return cls(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -102,13 +102,13 @@ class EngineStats:
             running_since_ns=_since_ns(scheduler.running),
             waiting_since_ns=_since_ns(scheduler.waiting),
             awaiting_media_since_ns=_since_ns(scheduler.awaiting_media),
-            blocks_used=scheduler.allocator.used,
-            blocks_idle=scheduler.allocator.idle,
-            blocks_total=scheduler.allocator.total,
+            blocks_used=allocator.used,
+            blocks_idle=allocator.idle,
+            blocks_total=allocator.total,
             states_used=states.used if states else 0,
             snapshots=states.snapshots if states else 0,
             states_total=states.total if states else 0,
-            sessions=len(scheduler.sessions),
+            sessions=len(scheduler.memory.leases) - len(scheduler.opening),
             totals=totals,
         )
 

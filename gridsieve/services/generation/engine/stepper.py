@@ -135,7 +135,7 @@ class Stepper:
         with self.lock:
             for before, chunk in zip(chunks, drafted, strict=True):
                 if chunk.end < before.end:
-                    self._scheduler.shorten(chunk)
+                    self._scheduler.memory.shorten_step(chunk.request, chunk.end)
         return drafted
 
     def _extend(self, step: SampledStep, sampled: Mapping[Chunk, Sequence[SampledToken] | Exception]) -> None:
@@ -244,7 +244,7 @@ class Stepper:
                 self._send(request, Finished(reason, *counts))
                 return accepted
         if len(sampled) <= chunk.num_draft_tokens:
-            self._scheduler.mark_rejected(chunk)
+            self._scheduler.memory.drop_step(request)
         return len(sampled) - 1
 
     def _publish(self, sampled: SampledStep, accepted: int) -> None:

@@ -60,7 +60,7 @@ class LiveResponses:
 
     async def put_accepted(self) -> None:
         """Says that the session is open."""
-        reserved_tokens = len(self._session.blocks) * self._session.block_tokens
+        reserved_tokens = len(self._session.lease.blocks) * self._session.block_tokens
         accepted = generation_pb2.LiveAccepted(request_id=self._session.id, reserved_tokens=reserved_tokens)
         await self._put(accepted=accepted)
 

@@ -67,7 +67,6 @@ class Segments:
         model, held = self._model, self._session.held
         events = Events(self._inbox, 1)
         question = self._request(segment, params, model.stop_finder(params), events.listener(0))
-        question.cached_tokens = held
         tokens = question.prompt.tokens
         self._engine.submit(question)
         add_request_stats(prompt_tokens_full=tokens - held, prompt_tokens=tokens - held)

@@ -180,7 +180,7 @@ class Drafter:
         rows = torch.stack([output for chunk in chunks if (output := self._output(chunk)) is not None])
         places = np.array([chunk.known_end - 1 for chunk in chunks])
         contexts = [
-            Context(place, place + 1, chunk.request.blocks.array)
+            Context(place, place + 1, chunk.request.holding.blocks.array)
             for place, chunk in zip(places.tolist(), chunks, strict=True)
         ]
         if not self._counts_tokens:
@@ -212,7 +212,7 @@ class Drafter:
             if not self._head.sizes.ahead:
                 fill(each.tokens(0), own[at:end], positions[:, at:end])
             media.extend(media_rows(each.tokens(1), at))
-            contexts.append(Context(each.read.first, each.end, each.request.blocks.array))
+            contexts.append(Context(each.read.first, each.end, each.request.holding.blocks.array))
             hidden.extend(each.read.waiting)
             if each.end < each.read.end:  # the last one waits on
                 hidden[-1] = hidden[-1][: each.end - each.read.end]

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridsieve.services.compute.transfers import to_device
+from gridsieve.services.generation.memory.state_slots import NO_STATE
 from gridsieve.services.generation.request.batch import Packed, StateUse
-from gridsieve.services.generation.request.request import NO_STATE
 
 ZERO, PADDING = NO_STATE, 1
 # Slots that hold no sequence's state: those two.

@@ -193,14 +193,15 @@ def pack(chunks: Sequence[Chunk], block_tokens: int) -> tuple[Packed, tuple[Medi
         unread_rows=np.array([row for row, chunk in enumerate(chunks) if chunk.request.num_unread], np.int64),
         logit_rows=np.array(logit_rows, np.int64),
         adapted=tuple(_adapted_rows(chunks)),
-        states=tuple(_state_use(chunk) for chunk in chunks if chunk.request.next_states),
+        states=tuple(_state_use(chunk) for chunk in chunks if chunk.request.holding.states.next),
     )
     return packed, tuple(media)
 
 
 def _state_use(chunk: Chunk) -> StateUse:
-    *saves, (_, write) = chunk.request.next_states
-    return StateUse(chunk.request.state, write, tuple((tokens - chunk.start, slot) for tokens, slot in saves))
+    states = chunk.request.holding.states
+    *saves, (_, write) = states.next
+    return StateUse(states.current, write, tuple((tokens - chunk.start, slot) for tokens, slot in saves))
 
 
 def _adapted_rows(chunks: Sequence[Chunk]) -> Iterator[AdaptedRows]:
@@ -238,7 +239,7 @@ def media_rows(chunk: Chunk, at: int) -> Iterator[MediaRows]:
 
 
 def _context(chunk: Chunk, block_tokens: int) -> Context:
-    return Context(chunk.start, chunk.end, chunk.request.blocks.array[: -(-chunk.end // block_tokens)])
+    return Context(chunk.start, chunk.end, chunk.request.holding.blocks.array[: -(-chunk.end // block_tokens)])
 
 
 def _fill_decodes(chunks: Sequence[Chunk], ids: Int64Array, positions: Int64Array) -> None:

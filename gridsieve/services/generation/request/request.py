@@ -1,33 +1,31 @@
-"""One request as the engine sees it: its pruned prompt, the answer so far, and its blocks in the KV cache.
+"""One request as the engine sees it: its pruned prompt, the answer so far, and what it holds in memory.
 
 It knows neither the scheduler nor the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import chain
 from time import monotonic_ns
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from gridsieve.common.contract.errors import GridsieveError
-from gridsieve.common.contract.plan import Int32Array, salted
+from gridsieve.common.contract.plan import salted
+from gridsieve.services.generation.memory.blocks import ROOT
+from gridsieve.services.generation.memory.holding import Holding
+from gridsieve.services.generation.memory.lease import Borrowed
 from gridsieve.services.generation.request.encoded_media import EncodedMedia, MediaItem
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.request.session import Session
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer
 from gridsieve.services.generation.sampling.sampler import SampledToken, SamplingParams, SamplingState
-
-# The parent of the first block of a sequence that is computed without an adapter, for a prompt without a cache salt.
-ROOT = 0
-# The slot of the recurrent state before the first token.
-NO_STATE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,36 +120,6 @@ TRANSITIONS = {
 }
 
 
-class BlockTable(list[int]):
-    """The blocks of a sequence, in order, also as an array, which steps read.
-
-    Changed by `+=`, by assigning to slices and by `del` alone: the array follows these.
-    """
-
-    def __init__(self, blocks: Iterable[int] = ()) -> None:
-        super().__init__(blocks)
-        self._array = np.empty(0, np.int32)
-        self._filled = 0  # entries of the array that are those of the list
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._filled = 0
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._filled = 0
-        super().__delitem__(key)
-
-    @property
-    def array(self) -> Int32Array:
-        """int32 [blocks]. Valid until a block is replaced or removed."""
-        if self._filled != len(self):
-            if len(self._array) < len(self):
-                self._array, self._filled = np.empty(2 * len(self), np.int32), 0
-            self._array[self._filled : len(self)] = self[self._filled :]
-            self._filled = len(self)
-        return self._array[: self._filled]
-
-
 class Request:
     """One prompt and its answer. After `Engine.submit` only the engine's thread changes it.
 
@@ -165,7 +133,7 @@ class Request:
         and not in the engine's thread.
     adapter: None to compute with the model alone.
     cache_salt: sequences of other salts share no blocks with it; empty: none.
-    session: whose rows the prompt begins with, and whose blocks it borrows; None: it has blocks of its own.
+    session: whose rows the prompt begins with, and whose lease it borrows; None: it has blocks of its own.
     """
 
     def __init__(
@@ -199,34 +167,21 @@ class Request:
         self.status = Status.NEW
         self.since_ns = 0  # when it got its status, on the monotonic clock
         self.arrival = -1  # assigned by the engine in the order of submission
-        self.blocks = BlockTable()
-        self.num_pinned_blocks = 0  # first blocks, whose media rows only the cache has: not released before the end
-        self.num_computed_tokens = 0  # tokens whose keys and values are in the KV cache
-        # Slots of recurrent states, of models that have any. `state`: after the computed tokens; `pinned_state`: after
-        # the pinned blocks. As (tokens, slot): `next_states` are written by the current step, the last one after all of
-        # its tokens; `saved_states` become snapshots once the blocks before them are cached.
-        self.state = self.pinned_state = NO_STATE
-        self.next_states: list[tuple[int, int]] = []
-        self.saved_states: list[tuple[int, int]] = []
-        self.shared_tokens = 0  # first tokens that were found in blocks, whether or not a snapshot was at their end
-        self.answer_serial = ROOT  # of the last block of the answer that has a snapshot
-        self.num_cached_blocks = 0  # first blocks that are cached in the allocator, or equal to a cached block
-        self.parent_serial = self.root  # serial of the last of these blocks
-        self.cached_tokens = 0  # prompt tokens that other requests had computed
+        # What it holds in memory, which `Memory` alone changes.
+        self.holding: Holding = (
+            Borrowed(session.lease, session.held) if session else Holding(_root(adapter, cache_salt))
+        )
         self.draft_tokens = self.accepted_draft_tokens = 0
         self.accepted_per_step: float | None = None  # a moving average of the steps in which it had draft tokens
-        self.reclaimed = False  # its blocks were taken away before it finished
         self.prefill_announced = False
 
     def __repr__(self) -> str:
-        return f"Request({self.id}, {self.status.value}, {self.num_computed_tokens}/{self.tokens} computed)"
+        return f"Request({self.id}, {self.status.value}, {self.holding.num_computed_tokens}/{self.tokens} computed)"
 
     @property
-    def root(self) -> int:
-        """Parent of its first block: ROOT, or below it and different for every adapter and cache salt, so that
-        sequences of different ones share no blocks."""
-        digest = salted(self.adapter.digest if self.adapter else b"", self.cache_salt)
-        return ROOT - int.from_bytes(digest)
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that other requests, or the session, had computed."""
+        return self.holding.cached_tokens
 
     @property
     def max_tokens(self) -> int:
@@ -287,6 +242,19 @@ class Request:
         self.encoded_media[media_index] = encoded
         self.embeds[media_index] = encoded.last_rows
 
+    def with_media(self, encoded_media: Sequence[EncodedMedia]) -> tuple[PrunedPrompt, list[int]]:
+        """Its prompt as it is once the first items are delivered, and for each the end of all rows but its last ones.
+
+        encoded_media: complete items.
+        """
+        prompt, ends = self.prompt.undelivered(), list[int]()
+        for index, encoded in enumerate(encoded_media):
+            prompt.deliver(index, encoded.kept, encoded.id)
+        for index, encoded in enumerate(encoded_media):
+            assert encoded.last_rows is not None
+            ends.append(prompt.rows_end(index, prompt.num_kept[index] - encoded.last_rows.shape[1]))
+        return prompt, ends
+
     def append(self, sampled: SampledToken) -> tuple[Delta, FinishReason | None]:
         """Appends a token that was read. Returns its event, and the reason if the answer ends with it."""
         token_id = sampled.token_id
@@ -328,3 +296,13 @@ class Request:
         assert status in TRANSITIONS[self.status], f"{self} cannot become {status.value}"
         self.status = status
         self.since_ns = monotonic_ns()
+
+    def end(self) -> bool:
+        """Gives its session, if it has one, what stays of it. Returns whether anything stays."""
+        return self.session is not None and self.session.end(self.holding.num_computed_tokens, self.output_ids)
+
+
+def _root(adapter: Adapter | None, cache_salt: str) -> int:
+    """Parent of the first block: ROOT, or below it and different for every adapter and cache salt, so that sequences
+    of different ones share no blocks."""
+    return ROOT - int.from_bytes(salted(adapter.digest if adapter else b"", cache_salt))

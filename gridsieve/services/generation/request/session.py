@@ -7,7 +7,7 @@
 
 A segment is a slice with the text before it, or a question with its answer. Positions are never renumbered, so nothing
 of what stays changes. A segment is computed by a `Request` whose prompt is all rows that are held and then its own; the
-request borrows the blocks. In between, the session belongs to its call.
+request borrows its lease. In between, the session belongs to its call.
 
 It knows neither the scheduler nor the model.
 """
@@ -31,6 +31,7 @@ from gridsieve.common.contract.plan import (
     PromptPlan,
     Run,
 )
+from gridsieve.services.generation.memory.lease import Lease
 from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 
 
@@ -69,9 +70,7 @@ class Session:
 
     window_tokens: rows that it holds at most before a segment is computed, its own ones included for a slice.
     answer_tokens: for how many more there is room.
-    blocks: those that it owns while it is open; the first ones hold its rows.
-    state: the slot of the recurrent state after its rows, of models that have any; 0 (`request.NO_STATE`): none. It is
-    the scheduler's.
+    lease: its blocks, of which the first ones hold its rows, and the recurrent state after them.
     ids: int32 [held]; positions: int32 [3, held]; numbers: int32 [held], the segment of each row.
     next_position: of the next row of text. count: segments so far. first: the oldest one, but for 0, that was not
     evicted.
@@ -82,8 +81,7 @@ class Session:
     window_tokens: int
     answer_tokens: int
     block_tokens: int
-    blocks: list[int] = field(default_factory=list)
-    state: int = 0
+    lease: Lease = field(init=False)
     ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     positions: Int32Array = field(default_factory=lambda: np.empty((3, 0), np.int32))
     numbers: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
@@ -93,6 +91,9 @@ class Session:
     unsaid: tuple[int, ...] = ()
     _computing: tuple[Segment, PrunedPrompt] | None = None  # the segment of its request, if it has one
 
+    def __post_init__(self) -> None:
+        self.lease = Lease(-(-(self.window_tokens + self.answer_tokens) // self.block_tokens))
+
     @property
     def held(self) -> int:
         return self.ids.size
@@ -100,7 +101,7 @@ class Session:
     @property
     def num_blocks(self) -> int:
         """How many blocks it needs."""
-        return -(-(self.window_tokens + self.answer_tokens) // self.block_tokens)
+        return self.lease.num_blocks
 
     def evict(self, rows: int = 0, before: int = 0) -> int:
         """Evicts the segments below number `before`, and older ones until `rows` more fit into the window.
@@ -123,8 +124,7 @@ class Session:
                 remedy="raise `window_tokens`, or lower `max_pixels`",
             )
         self.first = oldest
-        first, end = start // self.block_tokens, (start + gone) // self.block_tokens
-        self.blocks = [*self.blocks[:first], *self.blocks[end:], *self.blocks[first:end]]
+        self.lease.rotate(start // self.block_tokens, (start + gone) // self.block_tokens)
         kept = np.r_[:start, start + gone : self.held] if gone else slice(None)
         self.ids, self.positions, self.numbers = self.ids[kept], self.positions[:, kept], self.numbers[kept]
         return gone

@@ -29,8 +29,8 @@ from gridsieve.common.contract.retention import EVS, Pruning, num_kept, referenc
 from gridsieve.common.contract.wire import prunings_of
 from gridsieve.common.handover import Receiver
 from gridsieve.common.retries import Retries
-from gridsieve.services.generation.kv_cache.encoded_media import encoded_media_key
 from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.encoded_media_cache import encoded_media_key
 from gridsieve.services.generation.request.prompt_limit import Limit, advice
 from gridsieve.services.generation.request.request import Adapter
 from gridsieve.services.generation.stage_clock import Stage, StageClock

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from gridsieve.services.generation.request.request import ROOT
+# The parent of the first block of a sequence that is computed without an adapter, for a prompt without a cache salt.
+ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class CachedBlock:
     """A full block whose content can be looked up.
 
     serial: identifies this content until it is evicted; never used again for another.
-    parent: serial of the block before it. For the first block of a sequence: `Request.root`.
+    parent: serial of the block before it. For the first block of a sequence: `Holding.root`.
     content: everything that its keys and values depend on besides the blocks before it.
     owners: objects that must stay alive as long as the block is cached.
     """

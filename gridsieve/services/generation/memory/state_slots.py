@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gridsieve.services.generation.request.request import NO_STATE
+# The slot of the recurrent state before the first token.
+NO_STATE = 0
 
 
 class StateSlots:
