@@ -74,12 +74,14 @@ class Scheduler:
     def add(self, request: Request, encoded_media: Sequence[EncodedMedia]) -> None:
         """Queues a new request and its siblings, and gives it the media whose rows are in the cache.
 
-        The request's `max_tokens` must fit into the whole cache. encoded_media: what is known of its first media items.
+        The request's `max_tokens` must fit into what leases leave, or into its own. encoded_media: what is known of its
+        first media items.
         """
+        known = request.with_media(encoded_media) if encoded_media else None
         for each in (request, *request.siblings):
             self.memory.begin(each)
-        if encoded_media:
-            prompt, ends = request.with_media(encoded_media)
+        if known:
+            prompt, ends = known
             for index in range(self.memory.pin_media(request, prompt, prompt.ready, ends)):
                 request.reuse_media(index, encoded_media[index])
         self.memory.reuse(request)

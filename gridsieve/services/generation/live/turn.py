@@ -1,7 +1,7 @@
 """The present turn of a live session: what its slices have shown, and what the next one builds on.
 
     begin    [slice, whole][what changed][what changed][text][text]( still )   question, answer │ begin
-             last_whole                   shown, cut    wait to be computed
+             last_whole                                 wait to be computed; shown, cut: of the last one
 
 It knows neither how slices are encoded nor the engine.
 """

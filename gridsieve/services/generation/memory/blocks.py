@@ -2,7 +2,7 @@
 
     request's tokens:  [0 ............ 15][16 ........... 31][32 .. 37]
     block table:              7                  2               5        block_tokens = 16
-    slots in the cache:   112 … 127           32 … 47         80 … 85
+    rows of the cache:    112 … 127           32 … 47         80 … 85
     cached as:         (root, "0 … 15") ◀─ (serial of 7, "16 … 31")       block 5 is not full
 
 A full block is cached under its content and the serial of the block before it. Lookups compare the whole content, never

@@ -88,9 +88,9 @@ class Memory:
 
     def begin(self, holder: Holder) -> None:
         """Admits a request, whose `max_tokens` must fit into what it can ever have."""
-        holder.holding.begin(self.states)
         capacity = holder.holding.capacity(self.shared_blocks)
         assert self.allocator.blocks_for(holder.max_tokens) <= capacity, f"{holder} can never fit"
+        holder.holding.begin(self.states)
         self._holders[holder] = None
 
     def pin_media(self, holder: Holder, prompt: Rows, ready: int, ends: Sequence[int]) -> int:

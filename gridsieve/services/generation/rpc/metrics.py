@@ -1,4 +1,4 @@
-"""Generation's Prometheus metrics, in addition to those of every service."""
+"""Prometheus metrics of the engine and the caches; those of answers and of sources are with these."""
 
 from __future__ import annotations
 
