@@ -83,7 +83,8 @@ lint: setup site  ## Check style, types, import layers, protos and the links of 
 
 site: setup  ## Build the pages as a site, in build/site
 	@rm -rf build/pages && mkdir -p build/pages
-	@git ls-files -z ':!tests' ':!*.safetensors' | xargs -0 cp --parents --no-dereference --target-directory build/pages
+	@git ls-files -z --cached --others --exclude-standard ':!tests' ':!*.safetensors' \
+	  | xargs -0 sh -c 'for name; do [ ! -e "$$name" ] || cp --parents -P "$$name" build/pages; done' _
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: setup  ## Format the code
@@ -149,4 +150,4 @@ down:  ## Stop the containers
 	docker compose --profile dashboard down
 
 clean:  ## Remove generated files
-	rm -rf .venv .gpu gridsieve/v1 .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf .venv .gpu build gridsieve/v1 .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -3,7 +3,7 @@
     here                                   there: Python 3.12, torch 2.11 or later with CUDA 13, a Hopper card
     build/gpu-bundle.tar.xz    ─────────▶  tar -xf build/gpu-bundle.tar.xz  in this folder
                                              .gpu/           packages, FlashInfer's kernels among them
-                                             gridsieve/v1/  generated code
+                                             gridsieve/v1/   generated code
                                            make test-gpu, make bench-gpu
 
 Packages are those of this environment, in the same versions, built for Python 3.12; torch and what comes with it are

@@ -7,8 +7,10 @@ from typing import Any
 import typer
 
 from gridsieve.cli.options import JsonOption, print_json
+from gridsieve.cli.terminal import reported_errors
 from gridsieve.common.contract.plan import Modality
 from gridsieve.common.contract.retention import AFTER_TOWER, BEFORE_TOWER
+from gridsieve.common.process import ExitStatus
 from gridsieve.families import ModelFamily, families
 
 
@@ -19,7 +21,8 @@ def models(as_json: JsonOption = False) -> None:
 
     Example: gridsieve models --json
     """
-    rows = families().values()
+    with reported_errors(cannot_start=ExitStatus.CANNOT_START, as_json=as_json):
+        rows = families().values()
     if as_json:
         print_json({"families": [_family_json(each) for each in rows]})
         return

@@ -60,8 +60,8 @@ class ModelFamily:
     divisible: bool = False
 
     def load(self, part: Literal["prompt", "tower", "text"]) -> Any:
-        """Imports one of its parts. Raises ImportError or AttributeError for a row that names what its folder lacks."""
-        return EntryPoint(self.model_type, f"{self.folder}.{getattr(self, part)}", GROUP).load()
+        """Imports one of its parts. Raises StartupError for a row that names what its folder lacks."""
+        return _imported(EntryPoint(self.model_type, f"{self.folder}.{getattr(self, part)}", GROUP))
 
     @property
     def video_methods(self) -> tuple[str, ...]:
@@ -210,15 +210,22 @@ FAMILIES = (
 )
 
 
+def _imported(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise StartupError(f"entry point {point.name} = {point.value} cannot be imported: {error}") from error
+
+
 @cache
 def families() -> Mapping[str, ModelFamily]:
     """All rows by model type: those above, and those of installed distributions.
 
-    Raises StartupError for a distribution's row that is none, or whose model type another row has.
+    Raises StartupError for a distribution's row that cannot be imported, is none, or has the model type of another row.
     """
     rows = {row.model_type: row for row in FAMILIES}
     for point in entry_points(group=GROUP):
-        row = point.load()
+        row = _imported(point)
         if not isinstance(row, ModelFamily) or row.model_type in rows:
             raise StartupError(
                 f"entry point {point.name} = {point.value}: {row!r} is no family, or one of a taken type"

@@ -109,6 +109,12 @@ def test_a_family_of_another_distribution_replaces_none(site: Path) -> None:
         families()
 
 
+def test_a_family_that_cannot_be_imported_is_named(site: Path) -> None:
+    (site / "other_vl" / "__init__.py").write_text("")
+    with pytest.raises(StartupError, match=r"entry point other_vl = other_vl:ROW cannot be imported: .*'ROW'"):
+        families()
+
+
 def _renamed(checkpoint: Path, folder: Path, model_type: str) -> Checkpoint:
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())

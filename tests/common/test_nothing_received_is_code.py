@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = [path for package in ("services", "common", "gridsieve") for path in (ROOT / package).rglob("*.py")]
+SOURCES = list((ROOT / "gridsieve").rglob("*.py"))
 
 # Modules that read objects of any class from bytes. The queues, pipes and managers of multiprocessing pickle.
 MODULES = frozenset(
