@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridsieve.bench.clips import FPS, KINDS, clips, stamped
-from gridsieve.bench.workload import Entry, Question, Workload, read_workload, synthesised
+from gridsieve.bench.workload import Entry, Question, Workload, read_workload
 from gridsieve.client.prompt import Image, Text, Video
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.common.contract.retention import Pruning
@@ -160,17 +160,6 @@ def test_a_clip_has_its_length_and_size_and_the_same_frames_with_new_bytes_when_
     assert len({film, first, second}) == 3
     assert decoded(film).shape == (seconds * FPS, height, width, 3)
     assert np.array_equal(decoded(first), decoded(film))
-
-
-def test_synthetic_clips_are_unique_unless_they_repeat() -> None:
-    entries = synthesised(0)
-
-    def films(unique: bool) -> set[bytes | None]:
-        load = Workload(entries, unique=unique)
-        parts = [load.question(number, PLAIN).read() for number in range(2 * len(entries))]
-        return {part.data for each in parts for part in each if isinstance(part, Video)}
-
-    assert (len(films(True)), len(films(False))) == (2 * len(entries), len(KINDS))
 
 
 def test_mp4_files_of_a_workload_are_made_unique_and_others_are_left(tmp_path: Path) -> None:

@@ -110,24 +110,19 @@ def test_two_services_start_over_a_stale_socket_file_with_a_client_certificate_i
     [
         (["--device=cuda", "--tower-tensor-parallel=2"], ["--device", "cuda:1"], True),
         (["--device=cuda:0"], ["--device=cuda:1"], False),
+        (["--device=auto"], ["--device=cuda"], False),
     ],
 )
 def test_generation_starts_once_the_encoder_of_its_gpu_serves(
-    record: Path, encoder: list[str], generation: list[str], waits: bool
+    record: Path, monkeypatch: pytest.MonkeyPatch, encoder: list[str], generation: list[str], waits: bool
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for auto, there is no GPU
     reports: list[str] = []
     flags = {"encoder": [*encoder, "--slow-start"], "generation": generation}
     with patch.object(launcher, "REPORT_S", 0.25), LocalStack(flags=flags, report=reports.append):
         order = events(record)
     assert (order.index(("encoder", "serving")) < order.index(("generation", "started"))) == waits
     assert any("encoder" in each for each in reports)
-
-
-@pytest.mark.parametrize(("encoder", "generation"), [("cpu", "cuda"), ("auto", "auto")])
-def test_on_a_cpu_services_wait_for_none(monkeypatch: pytest.MonkeyPatch, encoder: str, generation: str) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # there is no GPU
-    stack = LocalStack(flags={"encoder": [f"--device={encoder}"], "generation": ["--device", generation]})
-    assert not stack._gpus("encoder") & stack._gpus("generation")
 
 
 async def test_a_cancelled_start_leaves_nothing_running(record: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from demo.example import QUESTIONS
-from tests.gridsieve.checkout import ROOT, copy_to
+from tests.gridsieve.checkout import ROOT, copy_to, environment, site_packages
 
 MOVES, HAPPENS = (question.answer for question in QUESTIONS)
 MARK = "--- next command ---"
@@ -52,42 +52,28 @@ def commands() -> Iterator[str]:
 
 
 def installed(folder: Path) -> None:
-    """What `make setup` would install: the environment of the tests, by hard links, and the generated code."""
-    environment = folder / ".venv"
-    shutil.copytree(sys.prefix, environment, symlinks=True, copy_function=linked)
-    names = [*environment.glob("bin/*"), environment / "pyvenv.cfg", *environment.rglob("__editable__*gridsieve*")]
-    for path in (path for path in names if path.is_file() and not path.is_symlink()):
-        content = path.read_bytes()
-        path.unlink()  # the other link stays as it is
-        for ours, theirs in ((sys.prefix, environment), (ROOT, folder)):
-            content = content.replace(os.fsencode(ours), os.fsencode(theirs))
-        path.write_bytes(content)
-        path.chmod(0o755)
+    """What `make setup` would install: an environment with the command, and the generated code."""
+    programs = environment(folder / ".venv")
+    (site_packages(folder / ".venv") / "editable.pth").write_text(str(folder))
+    (programs / "gridsieve").write_text(f"#!{programs}/python\nfrom gridsieve.__main__ import app\n\napp()\n")
+    (programs / "gridsieve").chmod(0o755)
     shutil.copytree(ROOT / "gridsieve/v1", folder / "gridsieve/v1")
-    for name in (".venv/.installed", "gridsieve/v1/.generated"):
-        (folder / name).touch()
-
-
-def linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # of another file system
-        shutil.copy2(source, target)
 
 
 @pytest.mark.parametrize(
-    ("count", "ready"),
+    "ready",
     [
-        pytest.param(10, True, marks=pytest.mark.timeout(600), id="installed"),
-        pytest.param(12, False, marks=[pytest.mark.deep, pytest.mark.timeout(1800)], id="from nothing"),
+        pytest.param(True, marks=pytest.mark.timeout(600), id="installed"),
+        pytest.param(False, marks=[pytest.mark.deep, pytest.mark.timeout(1800)], id="from nothing"),
     ],
 )
-def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, count: int, ready: bool) -> None:
+def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, ready: bool) -> None:
+    """Ready: without `make demo`, which installs everything. test_demo.py of integration/ runs what it shows."""
     folder = tmp_path / "gridsieve"
     copy_to(folder)
     if ready:
         installed(folder)
-    asked = list(commands())[:count]
+    asked = list(commands())[1:10] if ready else list(commands())[:12]
     script = ["set -e"]
     for command in asked:
         served = re.match(r"gridsieve serve [^#]*", command)
@@ -99,11 +85,12 @@ def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, cou
         (result,) = (result for command, result in results.items() if command.startswith(beginning))
         return result
 
-    demo = of("make demo")
-    for question in QUESTIONS:
-        assert demo.count(question.answer) == 3, demo  # the correct answer, then those at two rates
-    *_, whole, pruned = next(re.findall(r"\d+", line) for line in demo.splitlines() if "first token" in line)
-    assert int(pruned) < int(whole), demo  # of the larger model
+    if not ready:
+        demo = of("make demo")
+        *_, whole, pruned = next(re.findall(r"\d+", line) for line in demo.splitlines() if "first token" in line)
+        assert int(pruned) < int(whole), demo  # of the larger model
+        rows = [line.split() for line in of("gridsieve bench").splitlines()]
+        assert ["Successful", "requests:", "32", "32"] in rows
     assert of("gridsieve ask").strip() == of("python examples/ask.py").splitlines()[1].strip() == MOVES
     assert of("gridsieve live").splitlines()[-2].endswith(f" s: {HAPPENS}")
     assert of("python -").strip().startswith(MOVES)
@@ -112,9 +99,6 @@ def test_the_first_commands_of_the_readme_work_as_they_stand(tmp_path: Path, cou
     chat = json.loads(of("curl 127.0.0.1:8000/v1/chat/completions"))
     assert chat["choices"][0]["message"]["content"] == MOVES
     assert chat["usage"]["gridsieve"]["media"][0]["pruning_rate"] == 0.75
-    if not ready:
-        rows = [line.split() for line in of("gridsieve bench").splitlines()]
-        assert ["Successful", "requests:", "32", "32"] in rows
     assert json.loads(of("curl 127.0.0.1:8000/v1/files"))["id"].startswith("file-")
 
 

@@ -6,16 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-from tests.gridsieve.checkout import ROOT, copy_to, files
+from tests.gridsieve.checkout import ROOT, copy_to, environment, files, site_packages
 
 # Packages of this checkout and of the tests' own environment must not be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -38,18 +36,6 @@ async def ask(client: GridsieveClient) -> None:
 """
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def environment(folder: Path, *, alone: bool = False) -> Path:
-    """The `bin` folder of a new virtual environment. alone: without the packages of the tests' own."""
-    venv.create(folder)
-    if not alone:
-        (site_packages(folder) / "others.pth").write_text(sysconfig.get_path("purelib"))
-    return folder / "bin"
-
-
-def site_packages(folder: Path) -> Path:
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
 
 
 def install(programs: Path, *packages: str) -> None:
@@ -115,6 +101,7 @@ def test_the_wheel_holds_every_file_of_its_packages_and_the_code_of_the_protos(w
     assert held == expected
 
 
+@pytest.mark.deep  # `make lint` checks the names in the sources
 def test_a_type_checker_knows_the_names_of_the_installed_package(unpacked: Run, tmp_path: Path) -> None:
     (tmp_path / "typed.py").write_text(TYPED)
     python = unpacked("python", "-c", "import sys; print(sys.executable)").stdout.strip()

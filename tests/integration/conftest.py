@@ -14,20 +14,33 @@ import pytest
 
 from demo.checkpoint import TINY, write_checkpoint
 from gridsieve.client.client import GridsieveClient
-from gridsieve.common.process import free_port
+from gridsieve.common.checkpoint import DEMO_MODEL
 from tests import media
 from tests.adapters import write_adapter
 from tests.families import load_reference
 from tests.integration.collector import Collector, collecting
-from tests.integration.fleet import TIMED, Fleet, Service, Stack, exported, metric_in, running, started, until
+from tests.integration.fleet import (
+    TIMED,
+    Fleet,
+    Service,
+    Stack,
+    exported,
+    media_port,
+    metric_in,
+    running,
+    started,
+    until,
+)
 from tests.integration.gateway import Gateway, gateway
 from tests.integration.load import is_answered_soon
 from tests.scripted import write_scripted
 
+LOCALHOST = "localhost=127.0.0.0/8,localhost=::1"
+UNCOMPILED = ("--compile", "off")  # half a minute of processor time
 DECODE_MEMORY_BYTES = 192 * 2**20
 FETCH_MAX_BYTES = 1_000_000
 UPLOAD_MAX_BYTES = 1_000_000
-DRAIN_S = 4.0
+DRAIN_S = 2.0
 SHORT_DRAIN_S = 1.0
 # The adapter that changes the tower, too.
 SEEING = "seeing"
@@ -51,9 +64,11 @@ def upload_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def another_generation(stack: Stack, model: Path, folder: Path, *flags: str) -> Iterator[Service]:
+def another_generation(
+    stack: Stack, model: Path, folder: Path, *flags: str, program: str | None = None
+) -> Iterator[Service]:
     """Generation with other flags, behind the preprocessing and the encoder of a stack. folder: of its log."""
-    service = Service("generation", model, folder, (*flags, *upstream_of(stack)))
+    service = Service("generation", model, folder, (*flags, *upstream_of(stack)), program=program)
     with started(service):
         yield service
 
@@ -94,7 +109,7 @@ def stack(
     from; elsewhere only public addresses.
     """
     preprocessing = ["--decode-workers", "1", "--decode-memory-bytes", str(DECODE_MEMORY_BYTES)]
-    preprocessing += ["--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1", "--allow-media-domain", "*"]
+    preprocessing += ["--allow-media-domain", LOCALHOST, "--allow-media-domain", "*"]
     preprocessing += ["--upload-root", str(upload_root)]
     preprocessing += ["--fetch-ports", f"80,{fetch_port}", "--fetch-max-bytes", str(FETCH_MAX_BYTES)]
     adapters = [f"{folder.name}={folder}" for folder in adapted]
@@ -111,10 +126,42 @@ def stack(
 
 
 @pytest.fixture(scope="session")
+def live_stack(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stack with a generation service that holds live sessions. Tests leave it running and idle."""
+    flags = ("--kv-cache-tokens", "16384", "--live-tokens", "8192")
+    with another_generation(stack, tiny_checkpoint, tmp_path_factory.mktemp("live"), *flags) as generation:
+        yield Stack({**stack.services, "generation": generation})
+
+
+@pytest.fixture(scope="session")
+def live_door(live_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(live_stack.address, tmp_path_factory.mktemp("door")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def demo(fetch_port: int) -> Iterator[Stack]:
+    """The three services with the embedded model, and room for live sessions."""
+    flags = {
+        "preprocessing": ("--fetch-ports", str(fetch_port), "--allow-media-domain", LOCALHOST),
+        "encoder": UNCOMPILED,
+        "generation": ("--kv-cache-tokens", "16384", "--live-tokens", "12288", *UNCOMPILED),
+    }
+    with running(DEMO_MODEL, flags=flags) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The three services with a model that calls two tools, whatever it is asked."""
     with running(write_scripted(tmp_path_factory.mktemp("scripted"))) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def scripted_door(scripted: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with gateway(scripted.address, tmp_path_factory.mktemp("tools")) as started:
+        yield started
 
 
 @pytest.fixture
@@ -128,6 +175,14 @@ def door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]
     """A gateway before the stack, which takes uploads."""
     uploads = ("--upload-root", str(upload_root), "--upload-max-bytes", str(UPLOAD_MAX_BYTES))
     with gateway(stack.address, media_root, *uploads) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def drawing_door(stack: Stack, media_root: Path, upload_root: Path) -> Iterator[Gateway]:
+    """A gateway before the stack that tells kept tokens, and takes uploads up to the default limit."""
+    flags = ("--encoder", stack.addresses["encoder"], "--upload-root", str(upload_root))
+    with gateway(stack.address, media_root, *flags) as started:
         yield started
 
 
@@ -145,8 +200,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def fetch_port() -> int:
-    """The port of localhost that the stack and the fleet may fetch from."""
-    return free_port()
+    return media_port()
 
 
 @pytest.fixture
@@ -185,11 +239,11 @@ def fleet_of_all_tests(tmp_path_factory: pytest.TempPathFactory, fetch_port: int
     def addresses(services: tuple[Service, Service]) -> str:
         return ",".join(each.address for each in services)
 
-    fetching = ("--fetch-ports", str(fetch_port), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
+    fetching = ("--fetch-ports", str(fetch_port), "--allow-media-domain", LOCALHOST)
     preprocessing = two("preprocessing", "--decode-workers", "2", "--media-root", str(folder), *fetching)
     upstream: tuple[str, ...] = ("--preprocessing", addresses(preprocessing), "--threads", "1")
     encoder = two(
-        "encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES), "--compile", "off"
+        "encoder", *upstream, "--batch-tokens", "16", "--output-buffer-bytes", str(LONG_ITEM_BYTES), *UNCOMPILED
     )
     upstream = (*upstream, "--encoder", addresses(encoder), "--drain-s", str(DRAIN_S))
     upstream = (*upstream, "--kv-cache-tokens", "17408", "--live-tokens", "1024")

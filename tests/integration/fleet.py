@@ -14,13 +14,14 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import grpc
 
 from gridsieve.cli.launcher import SERVICES
 from gridsieve.common.process import free_port
-from gridsieve.common.security.credentials import NO_CREDENTIALS
+from gridsieve.common.security.credentials import NO_CREDENTIALS, Credentials
 from gridsieve.common.serving.probe import is_serving
 from tests.awake import awake
 from tests.integration.forks import Forked
@@ -56,11 +57,17 @@ runpy.run_module("gridsieve.services.{{name}}", run_name="__main__", alter_sys=T
 """
 
 
+@cache
+def media_port() -> int:
+    """The port of localhost that the stack and the fleet may fetch from."""
+    return free_port()
+
+
 @dataclass
 class Service:
     """One process of a service on a loopback address; `close` kills it.
 
-    program: Python code that runs the service, instead of its module.
+    program: Python code that runs the service, instead of its module. credentials: of its health check.
     """
 
     name: str
@@ -71,6 +78,7 @@ class Service:
     metrics_port: int = field(default_factory=free_port)
     program: str | None = None
     process: subprocess.Popen[bytes] | Forked | None = None
+    credentials: Credentials = NO_CREDENTIALS
 
     @property
     def running(self) -> bool:
@@ -108,7 +116,7 @@ class Service:
     def serving(self) -> bool:
         """Whether its health check answers SERVING."""
         try:
-            return is_serving(self.address, NO_CREDENTIALS, timeout_s=1)
+            return is_serving(self.address, self.credentials, timeout_s=1)
         except grpc.RpcError:
             return False
 

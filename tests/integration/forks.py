@@ -1,6 +1,6 @@
 """Services that start in a moment: they are forked from a process that has imported torch and transformers.
 
-test_serve.py and test_guarded.py start services as users do.
+test_serve.py starts services as users do.
 """
 
 from __future__ import annotations

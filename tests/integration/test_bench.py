@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +98,6 @@ def test_failures_by_http_have_status_and_code_and_a_missing_server_is_told(door
     told = json.loads(gone.stdout)["error"]
     assert (gone.exit_code, told["reason"]) == (1, "UNAVAILABLE")
     assert told["message"].startswith(f"no server answers at {nobody}")
-
-
-@pytest.mark.deep
-def test_bench_can_start_the_services_itself() -> None:
-    command = [sys.executable, "-m", "gridsieve", "bench", "--start", "--requests", "4", "--warmup", "0"]
-    report = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150, check=True).stdout
-    assert "three services started for this run, with random weights" in report
-    assert ["Successful", "requests:", "4"] in [line.split() for line in report.splitlines()]
 
 
 def test_the_cost_of_a_load_is_read_from_the_services_metrics(stack: Stack) -> None:

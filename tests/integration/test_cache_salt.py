@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +12,7 @@ from gridsieve import GridsieveClient, InvalidRequest, Video
 from tests import media
 from tests.integration.conftest import idle, metric
 from tests.integration.fleet import Stack
-from tests.integration.gateway import Gateway, data_url, gateway, question, video
+from tests.integration.gateway import Gateway, data_url, question, video
 
 OPTIONS: Any = {"max_new_tokens": 8, "temperature": 0, "logprobs": True, "pruning_rate": 0.5, "pruning_method": "evs"}
 # Of a clip: sampled frames, and slices of two frames.
@@ -23,15 +21,8 @@ TOO_LONG, UNPRINTABLE = "x" * 257, "a\nb"
 
 
 @pytest.fixture(scope="module")
-def door(stack: Stack, media_root: Path) -> Iterator[Gateway]:
-    with gateway(stack.address, media_root, "--encoder", stack.addresses["encoder"]) as started:
-        yield started
-
-
-@pytest.fixture
-def http(door: Gateway) -> Iterator[httpx.Client]:
-    with door.http() as client:
-        yield client
+def door(drawing_door: Gateway) -> Gateway:
+    return drawing_door
 
 
 async def work_done(stack: Stack) -> tuple[int, int]:

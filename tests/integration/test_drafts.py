@@ -12,17 +12,15 @@ from benchmarks.drafts import DRAFTING
 from demo.example import CLIP as DEMO_CLIP
 from demo.example import QUESTIONS
 from gridsieve import GridsieveClient, Video
-from gridsieve.cli.launcher import LocalStack
 from gridsieve.client.answer import Answer
 from gridsieve.client.prompt import Options
-from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.common.checkpoint import DEMO_MODEL, Checkpoint
 from tests import media
 from tests.drafts import SPECFORGE, write_head
-from tests.integration.conftest import another_generation
+from tests.integration.conftest import UNCOMPILED, another_generation
 from tests.integration.fleet import Service, Stack
 
 CLIP = media.clip(8, fps=4)
-OFF = ["--compile", "off"]  # half a minute of processor time
 SCHEMA = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 30, "maxItems": 40}
 
 
@@ -56,14 +54,14 @@ async def test_wrong_drafts_change_no_answer_and_stop(client: GridsieveClient, d
     assert 0 < alone.usage.draft_tokens < 200  # three a step, had it not stopped
 
 
-async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer() -> None:
+async def test_most_tokens_that_the_demos_head_drafts_are_those_of_the_answer(demo: Stack, tmp_path: Path) -> None:
     usages = []
-    flags = {"encoder": OFF, "generation": [*DRAFTING["generation"], *OFF]}
-    async with LocalStack(flags=flags) as demo, GridsieveClient(demo.address) as asked:
-        for rate in (0.0, 0.75):
-            answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate, pruning_method="evs")
-            assert answer.text == QUESTIONS[-1].answer
-            usages.append(answer.usage)
+    with another_generation(demo, DEMO_MODEL, tmp_path, *DRAFTING["generation"], *UNCOMPILED) as drafting:
+        async with GridsieveClient(drafting.address) as asked:
+            for rate in (0.0, 0.75):
+                answer = await asked.ask(DEMO_CLIP, QUESTIONS[-1].text, pruning_rate=rate, pruning_method="evs")
+                assert answer.text == QUESTIONS[-1].answer
+                usages.append(answer.usage)
     assert 2 * sum(each.accepted_draft_tokens for each in usages) > sum(each.draft_tokens for each in usages)
 
 

@@ -79,10 +79,14 @@ MIXED = (Video(data=BRIEF, fps=8), Image(data=TALL), Text("and"), Video(data=BRI
 
 
 async def test_at_rate_0_the_answer_is_that_of_transformers_generate(served: Served, client: GridsieveClient) -> None:
-    family, reference = FAMILIES[served.family], load_reference(served.family, served.folder)
-    preprocessing, folder = served.addresses["preprocessing"], served.folder
-    for parts in (MIXED[:2], MIXED):
-        inputs = await model_inputs(preprocessing, parts, QUESTION, family, folder, reference.config)
+    await check_answers(served, client, load_reference(served.family, served.folder), MIXED[:2], MIXED)
+
+
+async def check_answers(served: Served, client: GridsieveClient, reference: Any, *mixes: tuple[Part, ...]) -> None:
+    """Compares answers about mixes of media with those of transformers' `generate`."""
+    family, preprocessing = FAMILIES[served.family], served.addresses["preprocessing"]
+    for parts in mixes:
+        inputs = await model_inputs(preprocessing, parts, QUESTION, family, served.folder, reference.config)
         check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
 
 
@@ -97,13 +101,8 @@ async def test_llava_answers_questions_about_images_as_transformers_generate(
 ) -> None:
     folder, reference = checkpoints(kind), load_reference(kind, checkpoints(kind))
     with running(folder) as stack:
-        addresses = stack.addresses
-        async with GridsieveClient(addresses["generation"]) as client:
-            for parts in (IMAGES[:1], IMAGES):
-                inputs = await model_inputs(
-                    addresses["preprocessing"], parts, QUESTION, FAMILIES[kind], folder, reference.config
-                )
-                check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+        async with GridsieveClient(stack.address) as client:
+            await check_answers(Served(kind, folder, stack.addresses), client, reference, IMAGES[:1], IMAGES)
             with pytest.raises(InvalidRequest, match="video is not supported: this model takes images only"):
                 await client.ask(Video(data=BRIEF), QUESTION)
 
@@ -130,11 +129,7 @@ async def test_models_with_tiles_and_pooled_videos_answer_as_transformers_genera
     with running(folder) as stack:
         addresses = stack.addresses
         async with GridsieveClient(addresses["generation"]) as client:
-            for parts in TILED_MIXES:
-                inputs = await model_inputs(
-                    addresses["preprocessing"], parts, QUESTION, FAMILIES[name], folder, reference.config
-                )
-                check_answer(await client.ask(list(parts), QUESTION, **GREEDY), reference, inputs)
+            await check_answers(Served(name, folder, addresses), client, reference, *TILED_MIXES)
             video = Video(data=BRIEF, fps=8)
             inputs = await model_inputs(
                 addresses["preprocessing"], [video], QUESTION, FAMILIES[name], folder, reference.config

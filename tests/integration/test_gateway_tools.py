@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from tests import media
-from tests.integration.fleet import Stack
-from tests.integration.gateway import Gateway, data_url, gateway
+from tests.integration.gateway import Gateway, data_url
 from tests.scripted import LOOK
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -27,9 +26,8 @@ MEDIA = {"CLIP": data_url("video/mp4", media.clip(8, fps=4)), "PICTURE": data_ur
 
 
 @pytest.fixture(scope="module")
-def door(scripted: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with gateway(scripted.address, tmp_path_factory.mktemp("tools")) as served:
-        yield served
+def door(scripted_door: Gateway) -> Gateway:
+    return scripted_door
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from demo.example import CLIP, QUESTIONS
 from gridsieve.__main__ import app
 from gridsieve.cli.inspection import inspect_media
-from gridsieve.cli.launcher import SERVICES, Endpoint, LocalStack
+from gridsieve.cli.launcher import SERVICES
 from gridsieve.client.answer import Accepted
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.credentials import Access, credentials_of
@@ -34,11 +34,11 @@ from gridsieve.client.encoding import encode
 from gridsieve.client.live_events import LiveFinished
 from gridsieve.client.prompt import Pruning, Video
 from gridsieve.common.channels import open_channel
+from gridsieve.common.checkpoint import DEMO_MODEL
 from gridsieve.common.contract import errors
-from gridsieve.common.process import free_port
 from tests import media
-from tests.integration.conftest import idle, metric
-from tests.integration.fleet import exported, metric_in, until
+from tests.integration.conftest import UNCOMPILED, idle, metric
+from tests.integration.fleet import Service, Stack, exported, metric_in, started, until
 from tests.integration.gateway import gateway
 from tests.integration.gateway import question as http_question
 from tests.integration.test_metrics import documented, families, seen
@@ -56,7 +56,7 @@ class Guarded:
     tokens: by caller; bob may call generation, inspector the other two services.
     """
 
-    stack: LocalStack
+    stack: Stack
     secrets: Path
     tokens: Mapping[str, str]
 
@@ -84,18 +84,20 @@ def made_secrets(folder: Path) -> tuple[Path, dict[str, str]]:
     return secrets, tokens
 
 
-def flags_of(service: str, secrets: Path, endpoints: Mapping[str, Endpoint]) -> list[str]:
+def flags_of(service: str, secrets: Path, addresses: Mapping[str, str]) -> tuple[str, ...]:
     """gRPC's names of the addresses do not tell that the services share a host."""
     own = secrets / service
     flags = ["--tls-cert", f"{own}/cert.pem", "--tls-key", f"{own}/key.pem", "--tls-client-ca", f"{own}/ca.pem"]
     flags += ["--auth-tokens-file", f"{own}/tokens"]
-    if service != "preprocessing":
+    if service == "preprocessing":
+        flags += ["--media-root", str(CLIP.parent)]
+    else:
         flags += ["--upstream-tls-ca", f"{own}/ca.pem", "--upstream-token-file", f"{own}/token"]
-        flags += ["--preprocessing", f"ipv4:{endpoints['preprocessing'].address}"]
+        flags += ["--preprocessing", f"ipv4:{addresses['preprocessing']}", *UNCOMPILED]
     if service == "generation":
-        flags += ["--encoder", f"ipv4:{endpoints['encoder'].address}", "--no-reflection"]
+        flags += ["--encoder", f"ipv4:{addresses['encoder']}", "--no-reflection"]
         flags += ["--max-requests-per-client", str(MAX_REQUESTS), "--max-bytes-per-client", str(MAX_BYTES)]
-    return flags
+    return tuple(flags)
 
 
 def environment_of(secrets: Path) -> dict[str, str]:
@@ -111,18 +113,13 @@ def environment_of(secrets: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     secrets, tokens = made_secrets(tmp_path_factory.mktemp("guarded"))
-    endpoints = {service: Endpoint(f"127.0.0.1:{free_port()}", free_port()) for service in SERVICES}
-    flags = {service: flags_of(service, secrets, endpoints) for service in SERVICES}
-    stack = LocalStack(media_root=CLIP.parent, endpoints=endpoints, flags=flags)
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in environment_of(secrets).items():
-            environment.setenv(name, value)
-        stack.start()
-    try:
-        yield Guarded(stack, secrets, tokens)
-    finally:
-        stack.end_at_once()
-        stack.stop()
+    services = {name: Service(name, DEMO_MODEL, secrets) for name in SERVICES}
+    made = Guarded(Stack(services), secrets, tokens)
+    for each in services.values():
+        each.flags = flags_of(each.name, secrets, made.stack.addresses)
+        each.credentials = credentials_of(made.access("alice"))
+    with started(*services.values()):
+        yield made
 
 
 @pytest.fixture

@@ -6,17 +6,15 @@ Requests that do not need the killed service go on, and nothing stays reserved f
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from gridsieve.client.client import GridsieveClient
-from gridsieve.common.contract.errors import GridsieveError, Unavailable
+from gridsieve.common.contract.errors import Unavailable
 from tests import media
 from tests.awake import SOON_S, within
-from tests.integration.fleet import Fleet, Service, at_rest, until
+from tests.integration.fleet import Fleet, at_rest, until
 from tests.integration.gateway import data_url, gateway, image, question
 from tests.integration.load import Asked, is_answered_soon, one_in_each_stage, short_clip
 from tests.integration.pruning import held_in_pruning
@@ -90,40 +88,6 @@ async def test_a_gateway_is_healthy_while_questions_about_media_can_be_answered(
         await until(lambda: told() == 200)
         body = question(image(data_url("image/png", media.picture(56, 56))), "What?", max_tokens=1)
         assert (await asyncio.to_thread(http.post, "/v1/chat/completions", json=body)).status_code == 200
-
-
-@pytest.mark.deep
-async def test_no_request_fails_when_a_replica_is_killed_under_load(fleet: Fleet) -> None:
-    await asyncio.to_thread(fleet.start, fleet.preprocessing[1], fleet.encoder[1])
-    outcomes: Counter[str] = Counter()
-    both_killed = False
-    numbers = count()
-
-    async def ask_until_both_are_killed() -> None:
-        async with GridsieveClient(fleet.generation.address) as client:
-            while not both_killed:
-                number = next(numbers)
-                clips = [short_clip(2000 + 2 * number), short_clip(2001 + 2 * number)]
-                try:
-                    await client.ask(clips, "What moves?", pruning_rate=0.5, max_new_tokens=3, timeout_s=60)
-                    outcomes["answered"] += 1
-                except GridsieveError as error:
-                    outcomes[repr(error)] += 1
-
-    def has_answered(replica: Service) -> bool:
-        return replica.metric("gridsieve_requests_total", code="OK") > 0
-
-    clients = [asyncio.create_task(ask_until_both_are_killed()) for _ in range(4)]
-    for replicas, holds in ((fleet.encoder, "encoder_queue_slices"), (fleet.preprocessing, "requests_running")):
-        await until(lambda replicas=replicas: all(map(has_answered, replicas)))  # type: ignore[misc]
-        await until(lambda last=replicas[1], holds=holds: f"gridsieve_{holds}" in last.in_use())  # type: ignore[misc]
-        replicas[1].kill()
-        before = outcomes.total()
-        await until(lambda before=before: outcomes.total() >= before + len(clients))  # type: ignore[misc]
-    both_killed = True
-    await asyncio.gather(*clients)
-    assert outcomes == {"answered": outcomes.total()}
-    await at_rest(fleet.first, within_s=SOON_S)
 
 
 @pytest.mark.deep

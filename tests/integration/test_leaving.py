@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from gridsieve.client.client import GridsieveClient
 from gridsieve.common.contract.errors import DeadlinePassed
 from tests.awake import SOON_S, within
 from tests.integration.fleet import Fleet, at_rest, until
-from tests.integration.load import Asked, long_clip, one_in_each_stage, quick
+from tests.integration.load import Asked, long_clip, one_in_each_stage
 from tests.integration.pruning import held_in_pruning
 
 
@@ -35,14 +34,6 @@ async def test_a_deadline_that_passes_while_media_is_encoded_frees_everything(
     await at_rest(fleet.first, within_s=SOON_S)
 
 
-async def leave(fleet: Fleet, *asked: Asked) -> None:
-    """Ends these requests; none may have ended by itself."""
-    for each in asked:
-        assert not each.task.done()
-        await each.leave()
-    await at_rest(fleet.first, within_s=SOON_S)
-
-
 @pytest.mark.deep
 async def test_a_caller_that_disconnects_while_an_item_is_pruned_ends_the_call_at_once(
     fleet: Fleet, fleet_client: GridsieveClient, tmp_path: Path
@@ -50,33 +41,9 @@ async def test_a_caller_that_disconnects_while_an_item_is_pruned_ends_the_call_a
     """Pruning itself is not interrupted: the item is held until it is done."""
     async with held_in_pruning(fleet, fleet_client, tmp_path, seed=14) as held:
         await held.others_go_on()
-        await leave(fleet, held.asked)
+        assert not held.asked.task.done()
+        await held.asked.leave()
+        await at_rest(fleet.first, within_s=SOON_S)
         await until(lambda: held.encoder.metric("gridsieve_requests_total", code="CANCELLED") == 1, within_s=SOON_S)
         held.release()
         await at_rest([held.encoder], within_s=SOON_S)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("deadline", [False, True])
-async def test_a_request_that_ends_at_any_moment_frees_everything(
-    fleet: Fleet, fleet_client: GridsieveClient, deadline: bool
-) -> None:
-    """Planning and transfer take milliseconds, so requests are ended at many moments of an undisturbed run."""
-    seed, moments, cut_short = 1200 if deadline else 1100, 15, 0
-    took_s = []
-    for number in range(4):
-        started_s = asyncio.get_running_loop().time()
-        await quick(fleet_client, seed + number).task
-        took_s.append(asyncio.get_running_loop().time() - started_s)
-    for moment in range(moments):
-        after_s = min(took_s) * (moment + 0.5) / moments
-        asked = quick(fleet_client, seed + 4 + moment, after_s if deadline else 60)
-        if deadline:
-            await within(after_s + SOON_S, asked.task)
-            assert isinstance(asked.failed, DeadlinePassed) or asked.tokens == 2
-        else:
-            await asyncio.sleep(after_s)
-            await asked.leave()
-        cut_short += asked.tokens < 2
-        await at_rest(fleet.first, within_s=SOON_S)
-    assert cut_short > moments / 2

@@ -62,6 +62,13 @@ def served(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -
 
 # Tests of what the family decides; the others are served by one of them.
 EVERY_FAMILY = pytest.mark.parametrize("served", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True, scope="module")
+# Of what the family decides in a session's windows, which tests of generation cover for all three.
+DEEP_FAMILY = pytest.mark.parametrize(
+    "served",
+    ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.deep) for name in ("qwen3_vl", "qwen3_5"))],
+    indirect=True,
+    scope="module",
+)
 
 
 @dataclass
@@ -177,7 +184,7 @@ async def test_slices_in_which_nothing_changes_leave_answers_as_they_are(served:
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-@EVERY_FAMILY
+@DEEP_FAMILY
 async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -> None:
     """A scene that stands still costs hardly anything; cuts fill the window, and the oldest slices leave it."""
     pruning = prompt_pb2.Pruning()  # by what changes
@@ -196,7 +203,7 @@ async def test_what_changes_is_kept_and_what_is_old_is_evicted(served: Served) -
         assert (await live.ask(QUESTION))[0]
 
 
-@EVERY_FAMILY
+@DEEP_FAMILY
 async def test_what_changes_slowly_or_a_little_is_kept_once_it_lasts(served: Served) -> None:
     """Dusk, then equal files that are a little brighter, then a question, and nothing new."""
     levels = [np.full((112, 112, 3), 100 - 3 * number, np.uint8) for number in range(8)]
@@ -234,7 +241,7 @@ async def test_a_session_begins_again_with_frames_of_another_size(served: Served
         assert [each.restarted.segments for each in live.seen if each.HasField("restarted")] == [0]
 
 
-@EVERY_FAMILY
+@DEEP_FAMILY
 async def test_a_slice_that_can_never_fit_is_refused_alone(served: Served) -> None:
     """Its frames are of another size: 64 tokens of Qwen3-VL and more of Qwen2.5-VL, after some 20 of text."""
     large = [media.picture(448, 448, seed) for seed in range(2)]
@@ -274,23 +281,6 @@ async def test_frames_beyond_the_bytes_of_a_client_are_dropped_and_no_session_en
         assert (dropped.frames, dropped.reason) == (2, generation_pb2.DROP_REASON_NO_ROOM)
         for live in (first, second):
             assert (await live.ask(QUESTION))[0]
-
-
-async def test_a_cancelled_answer_ends_and_the_session_goes_on(served: Served) -> None:
-    async with watching(served.address) as live:
-        await live.show(PICTURES[:2], (0, 0.5))
-        long = Sampling(max_new_tokens=100, temperature=0, ignore_eos=True)
-        for name in ("first", "second"):
-            await live.send(ask=LiveAsk(ask_id=name, parts=[prompt_pb2.Part(text=QUESTION)], sampling=long))
-        await live.until("delta")
-        await live.send(cancel={})
-        for name in ("first", "second"):
-            finished = await live.until("finished")
-            assert (finished.ask_id, finished.finished.reason) == (name, generation_pb2.FINISH_REASON_CANCELLED)
-        await live.show(PICTURES[2:4], (1, 1.5))
-        assert (await live.ask(SECOND))[0]
-        await live.send(close={})
-        assert await live.call.read() is grpc.aio.EOF
 
 
 async def test_a_session_is_a_line_in_the_logs_and_so_is_each_answer(served: Served) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from gridsieve.common.security.credentials import NO_CREDENTIALS
 from gridsieve.v1 import generation_pb2
 from gridsieve.v1.generation_pb2 import SNAPSHOTS_ANSWERS, LiveFrame, LiveOpen, LiveRequest, RawFrame
 from gridsieve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.integration.fleet import Service, Stack, running, started
+from tests.integration.conftest import another_generation
+from tests.integration.fleet import Service, Stack
 from tests.integration.test_live import GREEDY, PICTURES, QUESTION, Watching, video, watching
 
 IDLE_S = 1.0
@@ -40,15 +41,11 @@ SMALL: Any = {"window_tokens": 256, "answer_tokens": 64}
 
 
 @pytest.fixture(scope="module")
-def stack(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    model, folder = checkpoints("qwen2_5_vl"), tmp_path_factory.mktemp("hasty")
-    with running(model) as whole:
-        upstream = [flag for name in ("preprocessing", "encoder") for flag in (f"--{name}", whole.addresses[name])]
-        flags = (*upstream, "--kv-cache-tokens", "65536", "--live-tokens", "40960")
-        flags = (*flags, "--media-buffer-bytes", str(PICTURE_BYTES))
-        hasty = Service("generation", model, folder, flags, program=HASTY)
-        with started(hasty):
-            yield Stack({**whole.services, "generation": hasty})
+def hasty(stack: Stack, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    flags = ("--kv-cache-tokens", "65536", "--live-tokens", "40960", "--media-buffer-bytes", str(PICTURE_BYTES))
+    folder = tmp_path_factory.mktemp("hasty")
+    with another_generation(stack, tiny_checkpoint, folder, *flags, program=HASTY) as service:
+        yield service
 
 
 async def show_pixels(live: Watching, first: int, end: int) -> None:
@@ -60,14 +57,14 @@ async def show_pixels(live: Watching, first: int, end: int) -> None:
             await live.until("slice")
 
 
-async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(stack: Stack) -> None:
+async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(hasty: Service) -> None:
     """The slice after that is taken whole, because nothing is there to compare it with."""
-    async with GridsieveClient(stack.address) as client, AsyncExitStack() as others:
-        idle = await others.enter_async_context(watching(stack.address, snapshots=SNAPSHOTS_ANSWERS, **SMALL))
+    async with GridsieveClient(hasty.address) as client, AsyncExitStack() as others:
+        idle = await others.enter_async_context(watching(hasty.address, snapshots=SNAPSHOTS_ANSWERS, **SMALL))
         await show_pixels(idle, 0, 4)
         await asyncio.sleep(IDLE_S)
         for _ in range(4):  # each holds the last slice of two frames
-            live = await others.enter_async_context(watching(stack.address, **SMALL))
+            live = await others.enter_async_context(watching(hasty.address, **SMALL))
             await show_pixels(live, 0, 4)
             assert not any(each.HasField("dropped") for each in live.seen)
         await show_pixels(idle, 4, 6)
@@ -77,8 +74,8 @@ async def test_idle_sessions_give_up_their_pictures_and_answer_as_before(stack: 
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-async def test_frames_without_room_are_dropped_and_the_session_goes_on(stack: Stack) -> None:
-    async with watching(stack.address, **SMALL) as live:
+async def test_frames_without_room_are_dropped_and_the_session_goes_on(hasty: Service) -> None:
+    async with watching(hasty.address, **SMALL) as live:
         await live.send(frame=LiveFrame(raw=RawFrame(width=PICTURE_BYTES, height=1, rgb=bytes(3 * PICTURE_BYTES))))
         dropped = await live.until("dropped")
         assert (dropped.frames, dropped.reason) == (1, generation_pb2.DROP_REASON_NO_ROOM)
@@ -87,28 +84,28 @@ async def test_frames_without_room_are_dropped_and_the_session_goes_on(stack: St
         assert live.seen[-1].finished.usage.dropped_frames == 1
 
 
-async def test_a_resting_session_keeps_nothing_of_a_frame_without_room(stack: Stack) -> None:
+async def test_a_resting_session_keeps_nothing_of_a_frame_without_room(hasty: Service) -> None:
     side_px, sessions = 1280, 24
     raw = RawFrame(width=side_px, height=side_px, rgb=bytes(3 * side_px**2))
     resident = []
     async with AsyncExitStack() as resting:
         for _ in range(2 * sessions):  # the first half warms up
-            live = await resting.enter_async_context(watching(stack.address, **SMALL))
+            live = await resting.enter_async_context(watching(hasty.address, **SMALL))
             await live.send(frame=LiveFrame(raw=raw))
             await live.until("dropped")
-            resident.append(stack.services["generation"].metric("process_resident_memory_bytes"))
+            resident.append(hasty.metric("process_resident_memory_bytes"))
     assert resident[-1] - resident[sessions - 1] < sessions * len(raw.rgb) / 2
 
 
-async def test_the_session_that_is_idle_longest_yields_to_one_that_is_opened(stack: Stack) -> None:
+async def test_the_session_that_is_idle_longest_yields_to_one_that_is_opened(hasty: Service) -> None:
     half = {"window_tokens": 16384, "answer_tokens": 4096}  # of what sessions may hold
-    async with watching(stack.address, **half) as first, watching(stack.address, **half) as second:
+    async with watching(hasty.address, **half) as first, watching(hasty.address, **half) as second:
         with pytest.raises(grpc.aio.AioRpcError, match="live sessions have 40960 tokens"):
-            async with watching(stack.address, **half):
+            async with watching(hasty.address, **half):
                 pass
         await asyncio.sleep(IDLE_S)
         await first.show(PICTURES[:2], (0, 0.5))
-        async with watching(stack.address, **half) as third:
+        async with watching(hasty.address, **half) as third:
             assert (await third.ask(QUESTION))[0]
         with pytest.raises(grpc.aio.AioRpcError, match=r"was idle for \d+ s, and another one needs") as ended:
             await second.until("finished")
@@ -116,9 +113,9 @@ async def test_the_session_that_is_idle_longest_yields_to_one_that_is_opened(sta
         assert (await first.ask(QUESTION))[0]
 
 
-async def test_more_than_a_thousand_idle_sessions_on_one_connection_hold_up_nobody(stack: Stack) -> None:
+async def test_more_than_a_thousand_idle_sessions_on_one_connection_hold_up_nobody(hasty: Service) -> None:
     least = LiveOpen(window_tokens=16, answer_tokens=16)
-    async with open_channel(stack.address, NO_CREDENTIALS) as channel, asyncio.timeout(100):
+    async with open_channel(hasty.address, NO_CREDENTIALS) as channel, asyncio.timeout(100):
         stub, calls = GenerationServiceStub(channel), list[Any]()
         for _ in range(1100):
             calls.append(stub.Live())

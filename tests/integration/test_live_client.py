@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 from subprocess import PIPE
@@ -33,16 +33,14 @@ from gridsieve import (
 )
 from gridsieve.__main__ import app
 from gridsieve.cli.footage import pictures
-from gridsieve.common.checkpoint import DEMO_MODEL
-from gridsieve.common.process import free_port
 from gridsieve.sync import GridsieveClient as SynchronousClient
 from tests import media
 from tests.gridsieve.terminal import CTRL_C, in_terminal
-from tests.integration.fleet import Stack, running
+from tests.integration.fleet import Stack, media_port
 from tests.preprocessing.media_server import head, serving
 
 MOVES, HAPPENS = QUESTIONS
-PORT = free_port()
+PORT = media_port()
 GREEDY: Any = {"max_new_tokens": 32, "temperature": 0}
 
 
@@ -52,20 +50,9 @@ def frames() -> tuple[tuple[float, bytes], ...]:
     return tuple(pictures(str(CLIP), 2.0))
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    flags = {
-        "preprocessing": ("--fetch-ports", str(PORT), "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1"),
-        "encoder": ("--compile", "off"),
-        "generation": ("--kv-cache-tokens", "16384", "--live-tokens", "12288", "--compile", "off"),
-    }
-    with running(DEMO_MODEL, flags=flags) as stack:
-        yield stack
-
-
 @pytest.fixture
-def address(stack: Stack) -> str:
-    return stack.address
+def address(demo: Stack) -> str:
+    return demo.address
 
 
 async def show(session: LiveSession, first: int, end: int) -> list[LiveEvent]:

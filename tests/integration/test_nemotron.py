@@ -105,6 +105,7 @@ async def check_pruned(
     assert answer.logprobs == pytest.approx(logprobs.max(dim=-1).values.tolist(), abs=1e-4)
 
 
+@pytest.mark.deep  # tests of the encoder and of preprocessing cover what differs from the omni
 async def test_nano_vl_answers_as_the_omni_with_its_weights(tmp_path: Path) -> None:
     """Of images in one and in several tiles, of a video, and of the same pruned at the rate of the config."""
     nemotron_nano.write(tmp_path, 8, text={"time_step_min": 1e-6}, config={"video_pruning_rate": TRAINED_RATE})

@@ -42,7 +42,7 @@ from gridsieve.services.gateway.http.websocket import MAX_PARTS, WebSocketProtoc
 from gridsieve.services.gateway.realtime.request import REFUSED, parse
 from gridsieve.v1 import prompt_pb2
 from gridsieve.v1.generation_pb2 import Sampling
-from tests.integration.fleet import TIMED, Stack, running, until
+from tests.integration.fleet import TIMED, Stack, until
 from tests.integration.gateway import Gateway, data_url, gateway
 from tests.integration.test_live import MAX_PIXELS, PICTURES, QUESTION, SECOND, watching
 
@@ -56,15 +56,8 @@ CHECKED = TypeAdapter(RealtimeServerEvent)
 
 
 @pytest.fixture(scope="module")
-def stack(tiny_checkpoint: Path) -> Iterator[Stack]:
-    with running(tiny_checkpoint, flags={"generation": ("--kv-cache-tokens", "16384", "--live-tokens", "8192")}) as up:
-        yield up
-
-
-@pytest.fixture(scope="module")
-def door(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with gateway(stack.address, tmp_path_factory.mktemp("door")) as started:
-        yield started
+def door(live_door: Gateway) -> Gateway:
+    return live_door
 
 
 class Talk:
@@ -124,10 +117,10 @@ async def talking(door: Gateway, session: dict[str, Any] | None = WATCHING) -> A
         yield talk
 
 
-async def test_it_answers_as_by_grpc(door: Gateway, stack: Stack) -> None:
+async def test_it_answers_as_by_grpc(door: Gateway, live_stack: Stack) -> None:
     """A question that stays, one that does not, and one after more frames."""
     greedy = Sampling(max_new_tokens=6, temperature=0)
-    async with watching(stack.address, messages=[system("Be brief.")]) as live:
+    async with watching(live_stack.address, messages=[system("Be brief.")]) as live:
         expected = []
         for first, end, question, transient in ((0, 4, QUESTION, False), (4, 6, SECOND, True), (6, 8, SECOND, False)):
             await live.show(PICTURES[first:end], [place / 2 for place in range(first, end)])
@@ -182,14 +175,14 @@ async def test_it_answers_as_by_grpc(door: Gateway, stack: Stack) -> None:
         return any(each.items() >= counted.items() for each in ended)
 
     await until(lambda: is_counted(door.log.read_text()))
-    await until(lambda: is_counted(stack.log("generation")))
+    await until(lambda: is_counted(live_stack.log("generation")))
 
 
 def system(text: str) -> prompt_pb2.Message:
     return prompt_pb2.Message(role=prompt_pb2.ROLE_SYSTEM, parts=[prompt_pb2.Part(text=text)])
 
 
-async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, stack: Stack) -> None:
+async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, live_stack: Stack) -> None:
     async with talking(door, WATCHING | {"max_output_tokens": None}) as talk:
         await talk.show(0, 2)
         for _ in range(2):
@@ -210,7 +203,7 @@ async def test_a_cancelled_response_ends_and_the_session_goes_on(door: Gateway, 
         added = [each for each in talk.seen if each["type"] == "conversation.item.added"]
         before = [None, *(each["item"]["id"] for each in added[:-1])]
         assert [each["previous_item_id"] for each in added] == before
-    generation = stack.services["generation"]
+    generation = live_stack.services["generation"]
     async with asyncio.timeout(1):  # from the moment the client left
         while await asyncio.to_thread(generation.in_use):
             await asyncio.sleep(0.05)
@@ -396,13 +389,13 @@ def opened(door: Gateway, query: str = "", **options: Any) -> Any:
     return connect(f"ws://127.0.0.1:{door.port}/v1/realtime{query}", proxy=None, **options)
 
 
-async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) -> None:
+async def test_it_has_the_doors_access_and_limits(live_stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text(f"alice {TOKEN}\n")
     flags = ["--auth-tokens-file", str(tmp_path / "tokens"), "--cors-origins", "https://page.example"]
     flags += ["--max-inline-bytes", "300000", "--max-requests", "1", "--drain-s", "0.2"]
     flags += ["--max-bytes-per-client", "1000000"]
     key = {"additional_headers": {"authorization": f"Bearer {TOKEN}"}}
-    with gateway(stack.address, tmp_path, *flags) as guarded:
+    with gateway(live_stack.address, tmp_path, *flags) as guarded:
         assert await refusal(guarded) == (401, "authentication_error")
         assert await refusal(guarded, **key, query="?model=other") == (404, "not_found_error")
         assert await refusal(guarded, **key, origin="https://other.example") == (403, "permission_error")
@@ -445,11 +438,11 @@ async def test_it_has_the_doors_access_and_limits(stack: Stack, tmp_path: Path) 
     }
 
 
-async def test_large_pictures_do_not_hold_up_the_gateways_loop(stack: Stack, tmp_path: Path) -> None:
+async def test_large_pictures_do_not_hold_up_the_gateways_loop(live_stack: Stack, tmp_path: Path) -> None:
     """As in test_event_loop.py: a fault is slow in every round."""
     largest = PICTURES[0] + bytes(MAX_PICTURE_BYTES - len(PICTURES[0]))  # readers skip what follows the picture
     shown, slow = made(image(0) | {"image_url": data_url("image/png", largest)}), list[set[str]]()
-    with gateway(stack.address, tmp_path, program=TIMED.format(name="gateway")) as timed:
+    with gateway(live_stack.address, tmp_path, program=TIMED.format(name="gateway")) as timed:
         async with opened(timed) as socket:
             for event in (updated(**WATCHING), *[shown] * 3):
                 before = len(timed.log.read_text())
@@ -505,11 +498,11 @@ async def test_a_client_that_reads_nothing_is_left() -> None:
             assert not state.connections
 
 
-async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: Path, chromium: str) -> None:
+async def test_the_page_asks_about_what_the_camera_sees(live_stack: Stack, tmp_path: Path, chromium: str) -> None:
     (tmp_path / "tokens").write_text(f"alice {TOKEN}\n")
     raised: list[str] = []
     arguments = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
-    with gateway(stack.address, tmp_path, "--auth-tokens-file", str(tmp_path / "tokens")) as guarded:
+    with gateway(live_stack.address, tmp_path, "--auth-tokens-file", str(tmp_path / "tokens")) as guarded:
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=chromium, args=arguments)
             page = await browser.new_page()
@@ -555,5 +548,5 @@ async def test_the_page_asks_about_what_the_camera_sees(stack: Stack, tmp_path: 
                 await expect(each).to_be_enabled()
             await browser.close()
         assert not raised
-        while await asyncio.to_thread(stack.services["generation"].in_use):
+        while await asyncio.to_thread(live_stack.services["generation"].in_use):
             await asyncio.sleep(0.05)

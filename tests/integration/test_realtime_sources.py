@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from playwright.async_api import async_playwright, expect
 
-from gridsieve.common.process import free_port
-from tests import media
-from tests.integration.fleet import Stack, metric_in, running, until
-from tests.integration.gateway import Gateway, gateway
+from tests.integration.fleet import Stack, media_port, metric_in, until
+from tests.integration.gateway import Gateway
+from tests.integration.test_live_streams import film
 from tests.integration.test_realtime import ANSWER_MS, OWN, QUESTION, WATCHING, image, made, talking, updated
-from tests.preprocessing.media_server import head, serving
+from tests.preprocessing.media_server import serving
 
-PORT = free_port()
+PORT = media_port()
 URL = f"http://localhost:{PORT}/camera"
-STREAM = media.stream("mpegts")
 WATCHED = WATCHING | {"gridsieve": OWN | {"source": URL, "source_name": "door", "snapshots": "slices"}}
 # Of a drawn frame: without its picture, what is dimmed is dark, and the rest empty.
 BRIGHTEST = """(canvas) => Math.max(...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
@@ -32,17 +29,8 @@ TRIGGER = {"every_s": 1, "response": {"instructions": QUESTION, "conversation": 
 
 
 @pytest.fixture(scope="module")
-def stack(tiny_checkpoint: Path) -> Iterator[Stack]:
-    allowed = ("--fetch-ports", f"80,{PORT}", "--allow-media-domain", "*,localhost=127.0.0.0/8,localhost=::1")
-    live = ("--kv-cache-tokens", "16384", "--live-tokens", "8192")
-    with running(tiny_checkpoint, flags={"generation": live, "preprocessing": allowed}) as up:
-        yield up
-
-
-@pytest.fixture(scope="module")
-def door(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with gateway(stack.address, tmp_path_factory.mktemp("door")) as started:
-        yield started
+def door(live_door: Gateway) -> Gateway:
+    return live_door
 
 
 @asynccontextmanager
@@ -51,13 +39,7 @@ async def filming() -> AsyncIterator[asyncio.Event]:
     enough = asyncio.Event()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
-        writer.write(head(200, "Transfer-Encoding: chunked"))
-        while not enough.is_set():
-            for place in range(0, len(STREAM), 1777):
-                piece = STREAM[place : place + 1777]
-                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-                await writer.drain()
-                await asyncio.sleep(0.1)
+        await film(writer, enough)
         writer.write(b"0\r\n\r\n")
 
     async with serving(answer, port=PORT):
@@ -113,7 +95,7 @@ async def watched(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterato
 
 
 async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_source_ends(
-    door: Gateway, stack: Stack
+    door: Gateway, live_stack: Stack
 ) -> None:
     body = WATCHED | {"gridsieve": WATCHED["gridsieve"] | {"triggers": [TRIGGER]}}  # type: ignore[operator]
     async with filming() as enough, httpx.AsyncClient(base_url=door.url, timeout=60) as http:
@@ -121,7 +103,7 @@ async def test_over_http_slices_and_answers_come_until_the_client_leaves_or_the_
             if event["type"] == "response.done":
                 break
         await until(lambda: metric_in(http_metrics(door), "gridsieve_requests_running", method="Live") == 0)
-        await until(lambda: not stack.services["generation"].in_use())
+        await until(lambda: not live_stack.services["generation"].in_use())
         seen = []
         async for event in watched(http, body):
             seen.append(event)
@@ -154,7 +136,7 @@ def test_over_http_wrong_fields_are_refused_by_name(door: Gateway) -> None:
             assert refused.json()["error"]["param"].startswith(param)
 
 
-async def test_the_page_shows_a_camera_by_its_url(door: Gateway, stack: Stack, chromium: str) -> None:
+async def test_the_page_shows_a_camera_by_its_url(door: Gateway, live_stack: Stack, chromium: str) -> None:
     raised: list[str] = []
     async with filming() as enough, async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -188,4 +170,4 @@ async def test_the_page_shows_a_camera_by_its_url(door: Gateway, stack: Stack, c
         await expect(watch).to_have_text("Watch it")
         await browser.close()
     assert not raised
-    await until(lambda: not stack.services["generation"].in_use())
+    await until(lambda: not live_stack.services["generation"].in_use())

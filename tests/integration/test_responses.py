@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -568,11 +567,11 @@ CLOCK = {"type": "function", "name": "clock"}
 CITIES = {"type": "object", "properties": {"city": {"enum": ["Kyoto", "Rome"]}}, "required": ["city"]}
 
 
-def test_calls_of_real_services_are_made_and_their_results_answered(scripted: Stack, tmp_path: Path) -> None:
+def test_calls_of_real_services_are_made_and_their_results_answered(scripted_door: Gateway) -> None:
     asked = {"role": "user", "content": "Weather?"}
     body = {"input": [asked], "tools": [WEATHER | {"parameters": CITIES}], "max_output_tokens": 400}
     must = body | {"tool_choice": "required", "parallel_tool_calls": False}
-    with gateway(scripted.address, tmp_path) as door, door.http() as http:
+    with scripted_door.http() as http:
         response = http.post("/v1/responses", json=must).raise_for_status().json()
         (call,) = response["output"]
         assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")

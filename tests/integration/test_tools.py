@@ -10,11 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gridsieve import GridsieveClient, Message, Text, Tool, ToolCall, Video
+from gridsieve import GridsieveClient, Message, Text, Tool, ToolCall
 from gridsieve.client.answer import Answer, FinishReason
 from gridsieve.client.prompt import Options
 from gridsieve.common.contract.errors import InvalidRequest
-from tests import media
 from tests.integration.fleet import Stack
 from tests.scripted import LOOK, SCRIPT
 
@@ -43,14 +42,6 @@ def read(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-async def test_calls_are_read_from_an_answer_with_text_before_them(client: GridsieveClient) -> None:
-    answer = await client.ask(Video(data=media.clip(4)), QUESTION, tools=[WEATHER, CLOCK], n=2)
-    for choice in answer.choices:
-        assert (choice.text, read(choice.tool_calls), choice.reason) == (LOOK, CALLS, FinishReason.TOOL_CALLS)
-        assert len(choice.token_ids) == len(SCRIPT) + 1
-    assert len({call.id for choice in answer.choices for call in choice.tool_calls}) == 4
-
-
 async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(client: GridsieveClient) -> None:
     bare = await client.ask(None, QUESTION)
     none = await client.ask(None, QUESTION, tools=[WEATHER], tool_choice="none")
@@ -58,11 +49,6 @@ async def test_tools_that_must_not_be_called_are_not_shown_and_calls_are_text(cl
     assert none.text == bare.text == "".join(SCRIPT)
     assert (none.tool_calls, none.reason) == ((), FinishReason.STOP)
     assert none.usage.prompt_tokens == bare.usage.prompt_tokens < shown.usage.prompt_tokens
-
-
-async def test_without_parallel_calls_there_is_one(client: GridsieveClient) -> None:
-    answer = await client.ask(None, QUESTION, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
-    assert (answer.text, read(answer.tool_calls)) == (LOOK, CALLS[:1])
 
 
 async def test_an_answer_that_is_cut_off_has_the_beginning_of_its_call(client: GridsieveClient) -> None:

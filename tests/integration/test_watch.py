@@ -29,9 +29,9 @@ from standardwebhooks import Webhook
 from gridsieve.common.process import free_port
 from tests.cameras import Camera, camera
 from tests.certificates import Authority
-from tests.integration.fleet import ROOT, Stack, running, until
+from tests.integration.fleet import ROOT, Stack, media_port, until
 
-YARD, DOOR = free_port(), free_port()
+PORT = media_port()
 PASSWORD = "x/y z@7"
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 SCHEMA = (
@@ -46,18 +46,12 @@ schema = {SCHEMA}
 """
 
 
-@pytest.fixture(scope="module")
-def stack(checkpoints: Callable[[str], Path]) -> Iterator[Stack]:
-    fetching = ("--fetch-ports", f"{YARD},{DOOR}", "--allow-media-domain", "localhost=127.0.0.0/8,localhost=::1")
-    flags = {"preprocessing": fetching, "generation": ("--kv-cache-tokens", "4096", "--live-tokens", "2048")}
-    with running(checkpoints("qwen2_5_vl"), flags=flags) as made:
-        yield made
-
-
-def filming(port: int) -> AbstractAsyncContextManager[Camera]:
+def filming() -> AbstractAsyncContextManager[Camera]:
+    """The cameras yard and door."""
     picture = "video/x-raw,format=I420,width=112,height=112,framerate=10/1"
     pipeline = f"videotestsrc is-live=true pattern=ball ! {picture} ! jpegenc ! rtpjpegpay name=pay0 pt=26"
-    return camera(mounts={"/live": pipeline}, users={"viewer": PASSWORD}, digest=True, port=port)
+    mounts = dict.fromkeys(("/yard", "/door"), pipeline)
+    return camera(mounts=mounts, users={"viewer": PASSWORD}, digest=True, port=PORT)
 
 
 class Watch:
@@ -95,14 +89,14 @@ class Watch:
 
 
 @pytest.fixture
-def watch(stack: Stack, tmp_path: Path) -> Iterator[Callable[..., Watch]]:
+def watch(live_stack: Stack, tmp_path: Path) -> Iterator[Callable[..., Watch]]:
     """Starts the command for the cameras yard and door (localhost), with more tables."""
     started: list[Watch] = []
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
 
     def start(text: str, *flags: str, **variables: str) -> Watch:
         (tmp_path / "cameras.toml").write_text(text)
-        started.append(Watch(stack, tmp_path, *flags, **variables))
+        started.append(Watch(live_stack, tmp_path, *flags, **variables))
         return started[-1]
 
     yield start
@@ -111,11 +105,11 @@ def watch(stack: Stack, tmp_path: Path) -> Iterator[Callable[..., Watch]]:
         each.process.wait()
 
 
-def table(name: str, port: int) -> str:
+def table(name: str) -> str:
     return f"""
         [[camera]]
         name = "{name}"
-        url = "rtsp://localhost:{port}/live"
+        url = "rtsp://localhost:{PORT}/{name}"
         user = "viewer"
         password_file = "password"
         window_tokens = 512
@@ -202,8 +196,8 @@ async def test_answers_reach_a_webhook_that_fails_first_and_a_broker(
             user = "watcher"
             password_file = "password"
             """
-        async with filming(YARD), broker(mosquitto, tmp_path, port) as (messages, authority):
-            text = table("yard", YARD) + ASKED + sinks
+        async with filming(), broker(mosquitto, tmp_path, port) as (messages, authority):
+            text = table("yard") + ASKED + sinks
             running_watch = watch(text, SECRET=SECRET, SSL_CERT_FILE=str(authority))
             await until(lambda: len(server.requests) >= 4)
             running_watch.process.send_signal(signal.SIGTERM)
@@ -237,16 +231,16 @@ async def test_answers_reach_a_webhook_that_fails_first_and_a_broker(
         assert text not in json.dumps(told)
 
 
-async def test_cameras_and_generation_are_waited_for(watch: Callable[..., Watch], stack: Stack) -> None:
-    generation = stack.services["generation"]
+async def test_cameras_and_generation_are_waited_for(watch: Callable[..., Watch], live_stack: Stack) -> None:
+    generation = live_stack.services["generation"]
     await asyncio.to_thread(generation.kill)
-    running_watch = watch(table("yard", YARD) + ASKED, "--json")
+    running_watch = watch(table("yard") + ASKED, "--json")
     await running_watch.says("yard: lost: generation cannot be reached")
     await asyncio.to_thread(generation.start)
     await asyncio.to_thread(generation.ready)
     lost = await running_watch.tells("gridsieve.camera.lost", "yard", after=1)
     assert lost["data"]["reason"].startswith("the camera ")  # generation is there, the camera is not
-    async with filming(YARD):
+    async with filming():
         await running_watch.tells("gridsieve.camera.playing", "yard")
         await running_watch.tells("gridsieve.answer", "yard")
         before = len(running_watch.events)
@@ -257,8 +251,8 @@ async def test_cameras_and_generation_are_waited_for(watch: Callable[..., Watch]
 
 
 async def test_a_changed_file_is_taken_over_and_what_is_equal_in_it_goes_on(watch: Callable[..., Watch]) -> None:
-    yard, door = table("yard", YARD), table("door", DOOR)
-    async with filming(YARD), filming(DOOR):
+    yard, door = table("yard"), table("door")
+    async with filming():
         running_watch = watch(yard + door + ASKED)
         await running_watch.says("door: opens")
         running_watch.file.write_text(yard + door + ASKED + "on_change = 2")
