@@ -292,15 +292,17 @@ def grouping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@settings(max_examples=40)
 @given(total=st.integers(200, 12_000), rate=st.sampled_from([Fraction(3), Fraction(8), Fraction(30000, 1001)]))
 @example(total=1800, rate=Fraction(30))
 @example(total=182 * 3, rate=Fraction(9))
 @example(total=3604, rate=Fraction(30))
 @example(total=6000, rate=Fraction(30))
 def test_frames_and_groups_are_those_of_the_readme(grouping: Path, total: int, rate: Fraction) -> None:
-    bounds = load_family(Checkpoint(grouping)).frame_bounds
+    family = load_family(Checkpoint(grouping))
+    bounds = family.frame_bounds
     times = FrameTimes([number * 1000 for number in range(total)], 1000, 1 / (1000 * rate), (rate,))
-    sampled = sample(times, bounds, FrameSampling(), load_family(Checkpoint(grouping)).sample_indices)
+    sampled = sample(times, bounds, FrameSampling(), family.sample_indices)
     indices, group = published(total / rate, total)
     assert list(sampled.places) == indices
     assert bounds.group_frames is not None

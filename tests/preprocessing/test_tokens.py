@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -54,6 +54,7 @@ conversations = st.lists(
 AROUND = [("", ""), ("in ", " s<|vision_end|> "), ("<0.3 seconds><|vision_start|>", "<|vision_end|>")]
 
 
+@settings(max_examples=40)
 @given(turns=conversations, around=st.sampled_from(AROUND))
 def test_text_and_expanded_placeholders_have_the_ids_of_transformers(
     theirs: Any, ours: ChatTokens, turns: list[Turn], around: tuple[str, str]
@@ -77,7 +78,7 @@ def test_other_threads_run_while_a_large_text_is_tokenised(ours: ChatTokens) -> 
     with ThreadPoolExecutor(1) as thread:
         # Processor time, because wall time passes while other processes run.
         start = seen = time.process_time()
-        tokenised = thread.submit(ids_of, ours, [Turn("user", (WORDS * 2**14,))])
+        tokenised = thread.submit(ids_of, ours, [Turn("user", (WORDS * 2**13,))])
         longest = 0.0
         while not tokenised.done():
             time.sleep(0.005)
@@ -100,6 +101,7 @@ def test_large_texts_take_turns_until_cancelled_and_small_ones_run_beside_them(o
             waiting.result(20)
 
 
+@settings(max_examples=60)
 @given(before=texts, after=texts, control=st.sampled_from(CONTROL))
 def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     theirs: Any, ours: ChatTokens, before: str, control: str, after: str
