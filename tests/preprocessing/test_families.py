@@ -74,7 +74,7 @@ def test_indices_equal_those_of_transformers(
 ) -> None:
     bounds: FrameBounds = loaded.frame_bounds
     if family.startswith("glm"):
-        bounds = replace(bounds, max_frames=10**6)
+        bounds, frames = replace(bounds, max_frames=10**6), min(frames, 100_000)  # which transformers walks one by one
     elif family != "cosmos3_edge":
         bounds = replace(bounds, min_frames=low, max_frames=high)
     if family != "glm46v":  # whose frames depend on the video's length alone
