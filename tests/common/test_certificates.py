@@ -35,12 +35,6 @@ def refusal(cert: Path, key: Path, purpose: ssl.Purpose = ssl.Purpose.SERVER_AUT
     return str(info.value)
 
 
-def test_a_key_of_another_certificate_is_refused(authority: Authority, issued: Issued) -> None:
-    other = authority.issue("other.test")
-    expected = f"--tls-cert {issued.cert} cannot be used with --tls-key {other.key}: key values mismatch"
-    assert refusal(issued.cert, other.key) == expected
-
-
 @pytest.mark.parametrize("purpose", [ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH])
 def test_an_expired_certificate_is_refused(authority: Authority, purpose: ssl.Purpose) -> None:
     old = authority.issue("old.test", not_after=datetime(2024, 1, 1, tzinfo=UTC))

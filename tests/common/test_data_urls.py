@@ -24,17 +24,18 @@ def test_a_data_url_decodes_to_the_encoded_bytes(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "data"),
+    ("url", "kind", "data"),
     [
-        ("DATA:text/plain;charset=US-ASCII;BASE64,QQ==", b"A"),
-        ("data:;base64;x=y,QQ==", b"QQ=="),
-        ("data:,a,b", b"a,b"),
-        ("data:,a=41+_#fragment", b"a=41+_"),
-        ("data:,", b""),
+        ("DATA:Text/Plain;charset=US-ASCII;BASE64,QQ==", "text/plain", b"A"),
+        ("data:;base64;x=y,QQ==", "", b"QQ=="),
+        ("data:,a,b", "", b"a,b"),
+        ("data:image/png,a=41+_#fragment", "image/png", b"a=41+_"),
+        ("data:,", "", b""),
     ],
 )
-def test_a_data_url_is_parsed_as_in_rfc_2397(url: str, data: bytes) -> None:
-    assert parse_data_url(url).data == data
+def test_a_data_url_is_parsed_as_in_rfc_2397(url: str, kind: str, data: bytes) -> None:
+    parsed = parse_data_url(url)
+    assert (parsed.type, parsed.data) == (kind, data)
 
 
 @pytest.mark.parametrize(
@@ -57,18 +58,6 @@ def test_a_long_url_without_a_comma_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequest, match="must be data:"):
         parse_data_url("data:" + "a" * 2**18)
     assert time.process_time() - begin < 1
-
-
-@pytest.mark.parametrize(
-    ("url", "kind"),
-    [
-        ("data:Video/MP4;codecs=x;base64,QQ==", "video/mp4"),
-        ("data:;base64,QQ==", ""),
-        ("data:image/png,a", "image/png"),
-    ],
-)
-def test_a_data_url_says_its_type(url: str, kind: str) -> None:
-    assert parse_data_url(url).type == kind
 
 
 @pytest.mark.parametrize("comma", [",", "%2C"])

@@ -118,10 +118,8 @@ async def test_a_request_and_its_bytes_are_released_once_it_is_parsed_and_droppe
     assert left == [None]
 
 
-def test_listeners_limit_connections_and_pings_and_channels_ping_less_often() -> None:
+def test_channels_ping_less_often_and_carry_no_more_calls_than_listeners_allow() -> None:
     listener, channel = dict(guards._OPTIONS), dict(channels._OPTIONS)
     assert channel["grpc.keepalive_time_ms"] >= 2 * listener["grpc.http2.min_ping_interval_without_data_ms"]
     assert channel["grpc.http2.max_pings_without_data"] == 0  # no limit
-    assert listener["grpc.keepalive_time_ms"] + listener["grpc.keepalive_timeout_ms"] == 80_000
-    assert listener["grpc.max_connection_age_ms"] == 300_000
-    assert (listener["grpc.max_concurrent_streams"], listener["grpc.http2.max_ping_strikes"]) == (2**14, 2)
+    assert listener["grpc.max_concurrent_streams"] == 2**14  # the sessions of a gateway share a connection

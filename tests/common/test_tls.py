@@ -152,7 +152,10 @@ def test_an_incomplete_tls_setting_is_refused(given: dict[str, Any], missing: st
 async def test_listener_and_metrics_refuse_unusable_certificates(echo: Echo, authority: Authority, own: Issued) -> None:
     other = authority.issue("other.test")
     for tls, why in (
-        ({"tls_key": other.key}, f"--tls-cert {own.cert} cannot be used with --tls-key {other.key}"),
+        (
+            {"tls_key": other.key},
+            f"--tls-cert {own.cert} cannot be used with --tls-key {other.key}: key values mismatch",
+        ),
         ({"tls_key": own.key, "tls_client_ca": own.key}, r"--tls-client-ca .* must hold certificates in PEM"),
     ):
         with pytest.raises(StartupError, match=why):

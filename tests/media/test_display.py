@@ -55,8 +55,15 @@ def nothing(_: VideoStream) -> None:
     """Prepares nothing."""
 
 
-@pytest.mark.parametrize(("aspect", "width"), [(Fraction(64, 45), 91), (Fraction(8, 9), 57), (Fraction(1), 64)])
-@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("mpegts", "libx264"), ("avi", "mpeg4")])
+@pytest.mark.parametrize(
+    ("container", "codec", "aspect", "width"),
+    [
+        ("mp4", "libx264", Fraction(64, 45), 91),
+        ("mp4", "libx264", Fraction(1), 64),
+        ("mpegts", "libx264", Fraction(8, 9), 57),
+        ("avi", "mpeg4", Fraction(64, 45), 91),
+    ],
+)
 def test_pixels_become_square(container: str, codec: str, aspect: Fraction, width: int) -> None:
     def prepare(stream: VideoStream) -> None:
         stream.codec_context.sample_aspect_ratio = aspect

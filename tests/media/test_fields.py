@@ -18,14 +18,18 @@ from tests.media.h264_fields import access_units
 from tests.preprocessing.preprocessing_media import number_of, picture_of
 
 FRAMES, TICKS = 20, 3600
-# Black is not 0, which I_PCM may not hold; the height must be a multiple of 32.
-PICTURES = [np.maximum(np.pad(picture_of(number)[..., 0], ((0, 16), (0, 0)), "edge"), 16) for number in range(FRAMES)]
-UNITS = access_units(PICTURES)
+
+
+@pytest.fixture(scope="module")
+def units() -> list[tuple[bytes, bytes]]:
+    """Black is not 0, which I_PCM may not hold; the height must be a multiple of 32."""
+    pictures = [np.pad(picture_of(number)[..., 0], ((0, 16), (0, 0)), "edge") for number in range(FRAMES)]
+    return access_units([np.maximum(each, 16) for each in pictures])
 
 
 def recorded(container: str, packets: list[list[bytes]]) -> bytes:
     """A file of a frame's packets at a time, 25 frames a second."""
-    raw = b"".join(first + second for first, second in UNITS)
+    raw = b"".join(data for parts in packets for data in parts)
     with tempfile.NamedTemporaryFile() as file:
         with av.open(io.BytesIO(raw), format="h264") as original, av.open(file.name, "w", format=container) as output:
             stream = output.add_stream_from_template(original.streams.video[0])
@@ -41,8 +45,8 @@ def recorded(container: str, packets: list[list[bytes]]) -> bytes:
 
 @pytest.mark.parametrize("container", ["mpegts", "matroska"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_pair_of_fields_is_one_frame(container: str, joined: bool) -> None:
-    data = recorded(container, [[first + second] if joined else [first, second] for first, second in UNITS])
+def test_a_pair_of_fields_is_one_frame(units: list[tuple[bytes, bytes]], container: str, joined: bool) -> None:
+    data = recorded(container, [[first + second] if joined else [first, second] for first, second in units])
     expected = list(range(FRAMES))
     if container == "mpegts":  # a recording that was joined from two
         data, expected = 2 * data, 2 * expected
@@ -57,8 +61,8 @@ def test_a_pair_of_fields_is_one_frame(container: str, joined: bool) -> None:
         assert not any(frame.repaired for frame in frames)
 
 
-def test_a_raw_stream_of_fields_is_counted_in_frames() -> None:
-    source = bytes_source("video", b"".join(first + second for first, second in UNITS))
+def test_a_raw_stream_of_fields_is_counted_in_frames(units: list[tuple[bytes, bytes]]) -> None:
+    source = bytes_source("video", b"".join(first + second for first, second in units))
     index = read_packets(source)
     assert len(index.times.ticks) == FRAMES
     assert [number_of(frame.pixels) for frame in decode_frames(source, index, [0, 7, 19])] == [0, 7, 19]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from gridsieve.common.checkpoint import Checkpoint
+from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.video.slices import Slice
 from gridsieve.services.preprocessing.workers import worker_pool
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
@@ -23,19 +25,9 @@ from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, open_descriptors
 PATIENT_S = 20.0
 
 
-# Those of Qwen3.5 are Qwen3-VL's but for their levels.
-DEEP = ("qwen3_5", "qwen3_5_moe")
-
-
-@pytest.fixture(
-    scope="session",
-    params=[
-        *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
-        *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
-    ],
-)
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
 def family(request: pytest.FixtureRequest) -> str:
-    """The families that sample videos; Qwen3-VL-MoE is Qwen3-VL here. test_llava.py has the others."""
+    """Qwen2-VL, Qwen3.5 and those of experts sample and size as these two. test_families.py has the others."""
     name: str = request.param
     return name
 
@@ -49,10 +41,10 @@ def cheap_garbage_collection() -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running_queue(request: pytest.FixtureRequest) -> AsyncIterator[tuple[JobQueue, list[Fault]]]:
-    """A queue with one worker, and the faults of replaced workers. A module may define its own LIMITS."""
+    """A queue, and the faults of replaced workers. A module may define its own LIMITS and number of WORKERS."""
     faults: list[Fault] = []
-    limits = getattr(request.module, "LIMITS", LIMITS)
-    async with JobQueue(1, limits, 64 * MIB, faults.append, ENTRY) as queue:
+    limits, workers = getattr(request.module, "LIMITS", LIMITS), getattr(request.module, "WORKERS", 1)
+    async with JobQueue(workers, limits, 64 * MIB, faults.append, ENTRY) as queue:
         yield queue, faults
 
 
@@ -66,7 +58,7 @@ def replaced(running_queue: tuple[JobQueue, list[Fault]]) -> list[Fault]:
 async def queue(
     running_queue: tuple[JobQueue, list[Fault]], replaced: list[Fault], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[JobQueue]:
-    """The module's queue. The test must leave its worker idle, and no job, byte or descriptor behind."""
+    """The module's queue. The test must leave its workers idle, and no job, byte or descriptor behind."""
     queue, _ = running_queue
     queue.inflight.size_bytes = 64 * MIB
     monkeypatch.setattr(worker_pool, "_STOP_S", PATIENT_S)
@@ -79,21 +71,27 @@ async def queue(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def queues() -> AsyncIterator[Queues]:
-    """A reading and a decoding queue of one worker each."""
-    async with running_queues() as made:
+async def queues(request: pytest.FixtureRequest) -> AsyncIterator[Queues]:
+    """A reading and a decoding queue of one worker each, which a module of STREAMS_ONLY does not start."""
+    async with running_queues(getattr(request.module, "STREAMS_ONLY", False)) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def tiny_planner(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Planner, Path]:
+    """A planner, and its media root."""
+    media_root = tmp_path_factory.mktemp("media")
+    return Planner(Checkpoint(tiny_checkpoint), media_root), media_root
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(
-    tiny_checkpoint: Path, tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch
+    tiny_planner: tuple[Planner, Path], tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Service]:
     """At the end it must hold no job, bytes, memory and file, and no worker may have been replaced."""
     monkeypatch.setattr(worker_pool, "_STOP_S", PATIENT_S)
-    (tmp_path / "media").mkdir()
     memories = open_memories()
-    yield Service(tiny_checkpoint, tmp_path, queues)
+    yield Service(*tiny_planner, tmp_path, queues)
     await until(lambda: queues.counters == (0, 0, 0) and open_memories() <= memories and not fetched_files(tmp_path))
     assert queues.replaced == []
 

@@ -111,6 +111,25 @@ def shifted(data: bytes, container: str, by_s: Fraction) -> bytes:
         return Path(file.name).read_bytes()
 
 
+def restamped(data: bytes, change: Callable[[int], tuple[float, float]]) -> bytes:
+    """A transport stream whose frame n, counted in decoding order, has its pts and dts moved by change(n) seconds."""
+    made, number = bytearray(data), 0
+    for packet in range(0, len(data), 188):
+        start = packet + 4 + (1 + data[packet + 4] if data[packet + 3] & 0x20 else 0)
+        if not data[packet + 1] & 0x40 or data[start : start + 4] != b"\0\0\1\xe0":
+            continue
+        stamps = (start + 9, start + 14) if data[start + 7] & 0x40 else (start + 9,)
+        for at, by_s in zip(stamps, change(number), strict=False):
+            old = data[at : at + 5]
+            ticks = (old[0] >> 1 & 7) << 30 | old[1] << 22 | old[2] >> 1 << 15 | old[3] << 7 | old[4] >> 1
+            ticks = (ticks + round(90_000 * by_s)) % 2**33
+            parts = (old[0] & 0xF0 | ticks >> 29 & 14 | 1, ticks >> 22 & 255, ticks >> 14 & 254 | 1, ticks >> 7 & 255)
+            made[at : at + 5] = bytes((*parts, ticks << 1 & 254 | 1))
+        number += 1
+    assert number >= 30
+    return bytes(made)
+
+
 def sound() -> bytes:
     """A file with sound and no picture."""
     file = io.BytesIO()

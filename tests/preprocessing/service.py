@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from gridsieve.common.channels import error_from_status
-from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Modality, PromptPlan
 from gridsieve.common.contract.tensors import TensorBuffer
 from gridsieve.common.contract.wire import PlanReceiver, Take, add_chunk, buffer_for
@@ -59,33 +58,32 @@ class Queues:
 
 
 @asynccontextmanager
-async def running_queues() -> AsyncIterator[Queues]:
+async def running_queues(streams_only: bool) -> AsyncIterator[Queues]:
+    """streams_only: the workers of the two queues are not started."""
     limits = Limits(stall_s=60, frame_s=1, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000)
     replaced: list[Fault] = []
     reading = JobQueue(1, limits, 2**20, replaced.append)
     decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
-    async with started(reading, decoding):
+    async with AsyncExitStack() as stack:
+        if not streams_only:
+            await stack.enter_async_context(started(reading, decoding))
         yield Queues(reading, decoding, StreamWorkers(2, limits, replaced.append), replaced)
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """folder: of its socket and of what it fetches; its media root is `media` in there."""
+    """media_root: of its planner. folder: of its socket and of what it fetches."""
 
-    checkpoint: Path
+    planner: Planner
+    media_root: Path
     folder: Path
     queues: Queues
-
-    @property
-    def media_root(self) -> Path:
-        return self.folder / "media"
 
     @asynccontextmanager
     async def serving(
         self, web: Server | None = None, threads: int = 1, held_bytes: int = 2**28, fetcher: Fetcher | None = None
     ) -> AsyncIterator[Any]:
         """A stub. web: the server may fetch from there, as clip.test. threads: for plans that are not quick."""
-        planner = Planner(Checkpoint(self.checkpoint), self.media_root)
         server = grpc.aio.server(
             interceptors=[RequestInterceptor()], options=[("grpc.max_receive_message_length", 20 * 2**20)]
         )
@@ -96,7 +94,7 @@ class Service:
             watch(self.queues.reading, self.queues.decoding, quick, slow)
             reading, decoding = self.queues.reading, self.queues.decoding
             made = PreprocessingServicer(
-                *(planner, fetcher, quick, slow, reading, decoding, self.queues.streams, MAX_INLINE_BYTES),
+                *(self.planner, fetcher, quick, slow, reading, decoding, self.queues.streams, MAX_INLINE_BYTES),
                 held_bytes=held_bytes,
             )
             preprocessing_pb2_grpc.add_PreprocessingServiceServicer_to_server(made, server)

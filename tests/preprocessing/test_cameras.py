@@ -40,6 +40,7 @@ from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+STREAMS_ONLY = True
 
 FPS = 25
 LIVE = (
@@ -101,7 +102,7 @@ async def watching(
     ("codec", "track", "seconds", "options"),
     [
         # 4 Mbit/s: FFmpeg answers every 280,000 bytes.
-        ("libx264", "h264", 6, {"bf": "2", "preset": "ultrafast", "b": "4000000"}),
+        ("libx264", "h264", 4, {"bf": "2", "preset": "ultrafast", "b": "4000000"}),
         ("libx265", "h265", 3, {"x265-params": "log-level=none:bframes=2:pools=none:frame-threads=1"}),
         ("mjpeg", "jpeg", 3, {"huffman": "default"}),
     ],
@@ -118,11 +119,15 @@ async def test_a_film_is_played_to_its_end(
         assert_shown(watched, path)
         assert watched.frames[-1][0] > seconds - 1
         if codec == "libx264":
-            assert sum(came) > 0.9 * size_bytes > 2_500_000
+            assert sum(came) > 0.9 * size_bytes > 1_500_000
 
 
 @pytest.mark.parametrize(
-    "sound", ["alawenc ! rtppcmapay pt=8", "audioconvert ! voaacenc ! aacparse ! rtpmp4gpay pt=97"], ids=["pcma", "aac"]
+    "sound",
+    [
+        pytest.param("alawenc ! rtppcmapay pt=8", id="pcma", marks=pytest.mark.deep),
+        pytest.param("audioconvert ! voaacenc ! aacparse ! rtpmp4gpay pt=97", id="aac"),
+    ],
 )
 async def test_of_several_tracks_the_video_is_watched(service: Service, tmp_path: Path, sound: str) -> None:
     path = tmp_path / "film.mp4"

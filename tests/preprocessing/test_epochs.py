@@ -14,7 +14,7 @@ import pytest
 from gridsieve.services.preprocessing.sources.source import bytes_source
 from gridsieve.services.preprocessing.video.decode import decode_frames
 from gridsieve.services.preprocessing.video.packets import read_packets
-from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, shifted
+from tests.preprocessing.preprocessing_media import B_FRAMES, clip, number_of, restamped, shifted
 
 RATE = 25
 CLOCK_S = Fraction(2**33, 90_000)  # of a transport stream, whose times have 33 bits
@@ -60,33 +60,6 @@ def test_a_clock_that_wraps_goes_on() -> None:
     assert_shows(shifted(whole, "mpegts", CLOCK_S - 2), list(range(75)))
 
 
-def test_a_recording_begins_with_its_first_keyframe() -> None:
-    """A broadcast capture begins anywhere. What refers to frames before it cannot be decoded."""
-    whole = clip(50, RATE, "mpegts", options=B_FRAMES)
-    packet = 188
-    cut = whole[len(whole) // 3 // packet * packet :]
-    assert_shows(cut, list(range(24, 50)), dropped=10)
-
-
-def restamped(data: bytes, change: Callable[[int], tuple[int, int]]) -> bytes:
-    """A transport stream whose frame n, counted in decoding order, has its pts and dts moved by change(n) seconds."""
-    made, number = bytearray(data), 0
-    for packet in range(0, len(data), 188):
-        start = packet + 4 + (1 + data[packet + 4] if data[packet + 3] & 0x20 else 0)
-        if not data[packet + 1] & 0x40 or data[start : start + 4] != b"\0\0\1\xe0":
-            continue
-        stamps = (start + 9, start + 14) if data[start + 7] & 0x40 else (start + 9,)
-        for at, by_s in zip(stamps, change(number), strict=False):
-            old = data[at : at + 5]
-            ticks = (old[0] >> 1 & 7) << 30 | old[1] << 22 | old[2] >> 1 << 15 | old[3] << 7 | old[4] >> 1
-            ticks = (ticks + 90_000 * by_s) % 2**33
-            parts = (old[0] & 0xF0 | ticks >> 29 & 14 | 1, ticks >> 22 & 255, ticks >> 14 & 254 | 1, ticks >> 7 & 255)
-            made[at : at + 5] = bytes((*parts, ticks << 1 & 254 | 1))
-        number += 1
-    assert number > 50
-    return bytes(made)
-
-
 STRAY = (5, 18, 33, 50, 66)
 HOUR_S = 3600
 
@@ -119,6 +92,7 @@ def test_frames_whose_presentation_time_alone_is_wrong_are_dropped() -> None:
 
 
 def test_a_recording_that_is_joined_between_keyframes_begins_with_its_first_one() -> None:
+    """A broadcast capture begins anywhere. What refers to frames before it cannot be decoded."""
     whole = clip(50, RATE, "mpegts", options=B_FRAMES)
     cut = whole[len(whole) // 3 // 188 * 188 :]
     assert_shows(whole + cut, [*range(50), *range(24, 50)], dropped=10)

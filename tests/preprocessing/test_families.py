@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -11,25 +12,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.cosmos3_edge.image_processing_pil_cosmos3_edge import Cosmos3EdgeImageProcessorPil
+from transformers.video_utils import VideoMetadata
 
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import MediaRejected, StartupError
+from gridsieve.families.glm.prompt import Glm46V
 from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.video.resize import PixelBudget
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests.families import FAMILIES
+from tests.media import picture
+from tests.preprocessing.planning import image, plan_of, video
 from tests.preprocessing.preprocessing_media import (
+    clip,
+    transformers_image_size,
     transformers_indices,
-    transformers_smart_resize,
+    transformers_processor,
     transformers_video_processor,
     transformers_video_size,
 )
+from tests.preprocessing.test_tiles import ids_of
 
 RATES = [Fraction(1), Fraction(10), Fraction(24000, 1001), Fraction(25), Fraction(30), Fraction(30000, 1001)]
+QWEN = ("qwen2_5_vl", "qwen3_vl")
+of_qwen = pytest.mark.parametrize("family", QWEN, indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*QWEN, "cosmos3_edge", "glm4v", "glm46v", "video_llama_3"])
+def family(request: pytest.FixtureRequest) -> str:
+    """Qwen2-VL and Qwen3.5 sample and size as Qwen2.5-VL and Qwen3-VL do."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
@@ -40,32 +59,47 @@ def loaded(family_checkpoint: Path) -> Any:
 @given(
     frames=st.integers(2, 4000) | st.integers(2, 3_000_000),
     rate=st.sampled_from(RATES) | st.fractions(Fraction(1, 2), 240, max_denominator=1001),
-    fps=st.sampled_from([1.0, 2.0, 4.0, 23.976]) | st.floats(0.01, 120),
+    fps=st.sampled_from([1.0, 2.0, 4.0, 23.976]) | st.floats(0.1, 120),
     low=st.integers(2, 64),
     high=st.integers(2, 768),
 )
 @example(frames=1195207, rate=Fraction(24000, 1001), fps=2.0, low=4, high=768)  # rounds by lanes of 8
 @example(frames=1289433, rate=Fraction(1), fps=1.0, low=2, high=360)  # ends with half a pair of lanes
 @example(frames=68, rate=Fraction(24000, 1001), fps=5.622115197626865, low=4, high=768)  # ends after the last frame
+@example(frames=4, rate=Fraction(30), fps=2.0, low=4, high=768)  # of which GLM-4.6V's processor takes none
+@example(frames=9001, rate=Fraction(30), fps=2.0, low=4, high=768)  # longer than GLM samples at this rate
+@example(frames=100, rate=Fraction(1, 20), fps=2.0, low=4, high=768)  # longer, and fewer frames than are asked for
 def test_indices_equal_those_of_transformers(
     family: str, loaded: Any, frames: int, rate: Fraction, fps: float, low: int, high: int
 ) -> None:
-    expected = transformers_indices(frames, float(rate), fps, low, high, family)
-    picked = loaded.sample_indices(frames, rate, FrameBounds(fps, low, high, 2))
+    bounds: FrameBounds = loaded.frame_bounds
+    if family.startswith("glm"):
+        bounds, frames = replace(bounds, max_frames=10**6), min(frames, 100_000)  # which transformers walks one by one
+    elif family != "cosmos3_edge":
+        bounds = replace(bounds, min_frames=low, max_frames=high)
+    if family != "glm46v":  # whose frames depend on the video's length alone
+        bounds = replace(bounds, fps=fps)
+    expected = transformers_indices(frames, float(rate), fps, bounds.min_frames, bounds.max_frames, family)
     # Rounding sometimes puts Qwen2-VL's last index after the last frame: transformers fails, and it is dropped here.
-    assert list(picked) == [index for index in expected if index < frames]
+    expected = [index for index in expected if index < frames] or [0]
+    assert list(loaded.sample_indices(frames, rate, bounds)) == expected
 
 
 def test_a_video_of_one_frame_yields_that_frame(loaded: Any) -> None:
-    assert loaded.sample_indices(1, Fraction(30), FrameBounds(2.0, 4, 768, 2)) == (0,)
+    assert list(loaded.sample_indices(1, Fraction(30), loaded.frame_bounds)) == [0]
+
+
+LOW = st.sampled_from([28 * 28, 56 * 56, 4096, 128 * 32 * 32, 10**6])
+HIGH = st.sampled_from([112 * 112, 32 * 32 * 768, 12845056, 25165824, 47040000])
+SIDES = st.integers(1, 5000)
 
 
 @given(
     frames=st.integers(1, 768),
-    height=st.integers(1, 5000),
-    width=st.integers(1, 5000),
-    low=st.sampled_from([28 * 28, 56 * 56, 4096, 128 * 32 * 32]),
-    high=st.sampled_from([112 * 112, 32 * 32 * 768, 12845056, 25165824]),
+    height=SIDES,
+    width=SIDES,
+    low=LOW,
+    high=HIGH,
     max_tokens=st.none() | st.sampled_from([16, 768, 4000, 128_000]),
 )
 @example(frames=5, height=720, width=1280, low=4096, high=4_000_000, max_tokens=None)  # 5 frames count as 4
@@ -74,30 +108,40 @@ def test_a_video_of_one_frame_yields_that_frame(loaded: Any) -> None:
 def test_video_sizes_equal_those_of_transformers(
     family: str, loaded: Any, frames: int, height: int, width: int, low: int, high: int, max_tokens: int | None
 ) -> None:
-    low = min(low, high)
-    token_px = FAMILIES[family].token_px
-    capped = replace(loaded, video_budget=PixelBudget(token_px, low, high), max_video_tokens=max_tokens)
+    low, token_px = min(low, high), FAMILIES[family].token_px
+    max_tokens = max_tokens if family in QWEN else None
+    sized = replace(loaded, video_budget=PixelBudget(token_px, low, high), max_video_tokens=max_tokens)
     # A single frame is sent as two, because transformers fails for one frame of Qwen3-VL.
-    counted = max(frames, 2) if FAMILIES[family].slices_stand_alone else frames
+    counted = max(frames, 2) if family == "qwen3_vl" else frames
     try:
         expected = transformers_video_size(counted, height, width, token_px, low, high, max_tokens, family)
     except ValueError:
         with pytest.raises(MediaRejected, match="at most 200"):
-            capped.video_size(height, width, frames, FrameSampling())
+            sized.video_size(height, width, frames, FrameSampling())
     else:
-        assert capped.video_size(height, width, frames, FrameSampling()) == expected
+        assert sized.video_size(height, width, frames, FrameSampling()) == expected
 
 
-@given(height=st.integers(1, 5000), width=st.integers(1, 5000), max_pixels=st.none() | st.integers(1024, 10**7))
+@given(height=SIDES, width=SIDES, low=LOW, high=HIGH)
+@example(height=5, width=900, low=12544, high=47040000)  # thinner than a token
 def test_image_sizes_equal_those_of_transformers(
-    family: str, loaded: Any, height: int, width: int, max_pixels: int | None
+    family: str, loaded: Any, height: int, width: int, low: int, high: int
 ) -> None:
-    assume(max(height, width) / min(height, width) <= 200)
-    low, high = loaded.image_budget.min_px, max_pixels or loaded.image_budget.max_px
-    expected = transformers_smart_resize(height, width, FAMILIES[family].token_px, min(low, high), high)
-    assert loaded.image_size(height, width, FrameSampling(max_pixels=max_pixels)) == expected
+    low, side = min(low, high), loaded.image_budget.factor_px
+    sized = replace(loaded, image_budget=PixelBudget(side, low, high))
+    try:
+        expected = transformers_image_size(height, width, side, low, high, family)
+    except ValueError:
+        with pytest.raises(MediaRejected, match="at most 200"):
+            sized.image_size(height, width, FrameSampling())
+        return
+    assert sized.image_size(height, width, FrameSampling()) == expected
+    if family in QWEN:
+        roomy = replace(loaded, image_budget=PixelBudget(side, low, 10**8))
+        assert roomy.image_size(height, width, FrameSampling(max_pixels=high)) == expected
 
 
+@of_qwen
 @given(slices=st.integers(1, 384), max_pixels=st.integers(64 * 64, 10**6))
 def test_max_pixels_bounds_each_frame_and_is_used_fully(family: str, loaded: Any, slices: int, max_pixels: int) -> None:
     token_px = FAMILIES[family].token_px
@@ -118,6 +162,7 @@ def loaded_with(folder: Path, original: Path, **files: dict[str, Any] | None) ->
     return load_family(Checkpoint(folder))
 
 
+@of_qwen
 def test_missing_settings_take_the_defaults_of_transformers(
     family: str, loaded: Any, tmp_path: Path, family_checkpoint: Path
 ) -> None:
@@ -134,6 +179,7 @@ def test_missing_settings_take_the_defaults_of_transformers(
     assert (found.image_budget.min_px, found.image_budget.max_px) == (56 * 56, 28 * 28 * 1280)
 
 
+@of_qwen
 def test_old_names_of_budgets_are_read_where_transformers_reads_them(
     family: str, tmp_path: Path, family_checkpoint: Path
 ) -> None:
@@ -166,6 +212,7 @@ def test_pixel_bounds_of_images_are_those_that_the_familys_own_processor_reads(
         assert layout.frames.size_px == (rows * theirs.patch_size, columns * theirs.patch_size)
 
 
+@of_qwen
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -179,3 +226,72 @@ def test_unsupported_settings_refuse_to_start(
 ) -> None:
     with pytest.raises(StartupError, match=named):
         loaded_with(tmp_path, family_checkpoint, video_preprocessor_config=changes)
+
+
+# --- of one family -------------------------------------------------------------------------------------------------
+
+
+def test_missing_settings_of_cosmos_take_the_defaults_of_its_own_classes(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints("cosmos3_edge"), tmp_path / "copy"))
+    held = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "cap_pixels_per_frame": True}  # which is Qwen's alone
+    for kind in ("preprocessor_config", "video_preprocessor_config"):
+        (folder / f"{kind}.json").write_text(json.dumps(held))
+    found: Any = load_family(Checkpoint(folder))
+    image, video = Cosmos3EdgeImageProcessorPil, transformers_video_processor("cosmos3_edge")
+    assert (found.image_budget.min_px, found.image_budget.max_px) == tuple(image.size.values())
+    assert (found.video_budget.min_px, found.video_budget.max_px) == tuple(video.size.values())
+    expected = transformers_video_size(9, 720, 1280, found.token_px, *video.size.values(), None, "cosmos3_edge")
+    assert found.video_size(720, 1280, 9, FrameSampling()) == expected
+    bounds = found.frame_bounds
+    assert (bounds.fps, bounds.min_frames, bounds.max_frames) == (video.fps, video.min_frames, video.max_frames)
+    assert (bounds.temporal_patch, found.token_px) == (1, video.patch_size * video.merge_size)
+
+
+@pytest.mark.parametrize("family", ["glm4v", "glm46v"], indirect=True)
+def test_a_request_says_how_many_frames(loaded: Any) -> None:
+    """Also of GLM-4.6V, whose processor has no setting for it."""
+    bounds = loaded.frame_bounds
+    assert len(loaded.sample_indices(3000, Fraction(30), bounds.merged(FrameSampling(num_frames=7)))) == 7
+    assert len(loaded.sample_indices(3000, Fraction(30), bounds.merged(FrameSampling(max_frames=9)))) == 9
+    assert len(loaded.sample_indices(3000, Fraction(30), bounds.merged(FrameSampling(fps=0.1)))) == 10
+
+
+@pytest.mark.parametrize(("name", "is_new"), [("Glm46V", True), ("Glm4v", False), (None, False)])
+def test_the_processors_and_not_the_model_type_tell_glm_4_6v_from_4_1v(
+    checkpoints: Callable[[str], Path], tmp_path: Path, name: str | None, is_new: bool
+) -> None:
+    """GLM-4.6V-Flash is published with the model type of 4.1V."""
+    folder = Path(shutil.copytree(checkpoints("glm4v"), tmp_path / "copy"))
+    for kind in ("preprocessor_config", "video_preprocessor_config"):
+        path = folder / f"{kind}.json"
+        settings = {key: value for key, value in json.loads(path.read_text()).items() if "Glm" not in str(value)}
+        named = {"processor_class": f"{name}Processor"} if name else {}
+        path.write_text(json.dumps(settings | named))
+    assert isinstance(load_family(Checkpoint(folder)), Glm46V) == is_new
+
+
+def test_an_image_of_video_llama_3_has_a_token_for_each_patch_and_each_frame_follows_its_time(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    folder = checkpoints("video_llama_3")
+    plan = plan_of(folder, image(picture(70, 40)), video(clip(35, rate=10), fps=2), "What?")
+    shown, moving = plan.media
+    height, width = shown.frames.size_px
+    assert (shown.grid.h, shown.grid.w) == (height // 14, width // 14)
+    assert (moving.grid.h * 28, moving.grid.w * 28) == moving.frames.size_px
+    assert [run.length for run in moving.runs] == [moving.grid.slice_tokens] * 7
+    made = transformers_processor("video_llama_3", 1, 1)
+    written = made.replace_image_token({"image_grid_thw": torch.tensor([[1, shown.grid.h, shown.grid.w]])}, 0)
+    metadata = VideoMetadata(35, fps=10, frames_indices=list(range(0, 35, 5)))
+    moved = made.replace_video_token(
+        {
+            "video_grid_thw": torch.tensor([[7, 2 * moving.grid.h, 2 * moving.grid.w]]),
+            "video_merge_sizes": torch.tensor([2]),
+            "video_compression_mask": torch.ones(moving.grid.tokens, dtype=torch.bool),
+            "video_metadata": [metadata],
+        },
+        0,
+    )
+    assert plan.input_ids.tolist() == ids_of(folder, written, moved)

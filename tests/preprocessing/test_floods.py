@@ -22,6 +22,7 @@ from tests.preprocessing.test_cameras import watching
 from tests.preprocessing.test_watch import opened
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+STREAMS_ONLY = True
 
 MOST_S = 0.01
 # What is received of a source, beside what its worker has taken.
@@ -96,7 +97,7 @@ async def test_a_flood_of_small_things_leaves_the_event_loop_to_others(
             turns_s = []
             resident_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             began_s, before_s = time.monotonic(), time.thread_time()
-            while time.monotonic() - began_s < 2:
+            while time.monotonic() - began_s < 1:
                 turn_s = time.thread_time()
                 await asyncio.sleep(0.001)
                 turns_s.append(time.thread_time() - turn_s)

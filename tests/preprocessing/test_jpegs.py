@@ -18,6 +18,7 @@ from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+STREAMS_ONLY = True
 
 FPS = 5
 
@@ -59,7 +60,7 @@ MULTIPART = "Content-Type: multipart/x-mixed-replace;boundary=next"
 async def test_the_first_picture_of_a_slow_camera_is_shown_when_it_has_come(
     service: Service, header: str, before: bytes, after: bytes, ahead: int
 ) -> None:
-    """At about 4 kB/s. Where no length is sent, the next picture tells that the one before it is whole."""
+    """In small pieces. Where no length is sent, the next picture tells that the one before it is whole."""
     seen = asyncio.Semaphore(ahead + 1)
 
     async def answer(writer: asyncio.StreamWriter) -> None:
@@ -71,7 +72,7 @@ async def test_the_first_picture_of_a_slow_camera_is_shown_when_it_has_come(
             for place in range(0, len(part + picture + after), 200):
                 writer.write((part + picture + after)[place : place + 200])
                 await writer.drain()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
 
     async with serving(answer) as server, service.serving(server) as stub:
         watched = await opened(stub, f"http://clip.test:{server.port}/", fps=60)

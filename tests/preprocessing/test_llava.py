@@ -237,7 +237,7 @@ def test_settings_that_are_malformed_or_contradict_the_tower_are_refused(
 ) -> None:
     folder = with_settings(checkpoints(kind), tmp_path / "other", settings, **config)
     with pytest.raises(StartupError, match=why):
-        Planner(Checkpoint(folder), None)
+        load_family(Checkpoint(folder))
 
 
 @pytest.mark.parametrize(

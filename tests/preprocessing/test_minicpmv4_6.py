@@ -184,7 +184,6 @@ def test_frames_are_those_of_the_processor(written: Callable[[str, str], Path], 
 @pytest.mark.parametrize(
     ("wish", "places"),
     [
-        ({"fps": 2}, range(0, 20, 2)),
         ({"num_frames": 5}, range(0, 20, 4)),
         ({"min_frames": 10}, range(0, 20, 2)),
         ({"fps": 4, "max_frames": 3}, (0, 9, 19)),  # tenths 0, 99 and 199 of quarters of a second

@@ -28,7 +28,7 @@ from gridsieve.common.contract.retention import Pruning
 from gridsieve.common.contract.tensors import DType
 from gridsieve.common.handover import Receiver
 from gridsieve.services.preprocessing.layouts.family import load_family
-from gridsieve.services.preprocessing.planner import PlannedPrompt
+from gridsieve.services.preprocessing.planner import PlannedPrompt, Planner
 from gridsieve.services.preprocessing.video.sampling import FrameBounds, FrameSampling
 from tests import nemotron
 from tests.media import picture
@@ -191,7 +191,7 @@ def test_where_the_rate_varies_the_text_has_the_time_when_a_frame_is_shown(folde
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stub(folder: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Any]:
-    async with Service(folder, tmp_path, queues).serving() as made:
+    async with Service(Planner(Checkpoint(folder), None), tmp_path, tmp_path, queues).serving() as made:
         yield made
 
 

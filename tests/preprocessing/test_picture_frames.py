@@ -100,24 +100,6 @@ def test_without_settings_all_pictures_are_used_at_their_times(family_checkpoint
     assert np.array_equal(pixels_of(made), pixels_of(exactly))
 
 
-@pytest.mark.parametrize(
-    ("wish", "expected"),
-    [
-        # 6 pictures in 12 s, the last for 2 s: four steps of 0.3 s, where the last three count one each.
-        ({"fps": 0.3, "min_frames": 4}, (0, 3, 4, 5)),
-        # Three pictures of 0.1, 4.7 and 5 s: two steps of 4.8 s, where the last counts one.
-        ({"fps": 0.3, "min_frames": 2, "start_s": 0.2, "end_s": 10.0}, (2, 4)),
-    ],
-    ids=str,
-)
-def test_a_rate_chooses_pictures_by_their_times(
-    tiny_checkpoint: Path, wish: dict[str, Any], expected: tuple[int, ...]
-) -> None:
-    """As of a file whose rate varies."""
-    shown = planning.pictures(pictures_of(clip(6)), (0.0, 0.1, 0.2, 0.3, 5.0, 10.0), **wish)
-    assert places_of(planning.planned(tiny_checkpoint, shown)) == expected
-
-
 def test_the_model_reads_the_times_of_pictures(checkpoints: Any) -> None:
     """Qwen3-VL's timestamps are the middle of each pair of frames."""
     folder = checkpoints("qwen3_vl")

@@ -46,8 +46,9 @@ def test_every_mode_becomes_the_rgb_of_transformers(mode: str, options: dict[str
     assert np.array_equal(decode_picture(source, found), expected)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(
+    ("format", "orientation"), [*(("JPEG", each) for each in range(1, 9)), ("PNG", 6), ("WEBP", 5), ("TIFF", 8)]
+)
 def test_a_picture_is_turned_upright_by_its_exif(orientation: int, format: str) -> None:  # noqa: A002
     exif = Image.Exif()
     exif[ORIENTATION] = orientation

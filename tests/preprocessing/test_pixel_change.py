@@ -82,7 +82,7 @@ def chosen_of(frames: FrameArray, grid: Grid, pruning: Pruning, held: int, repai
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     grid=GRIDS,
     token_px=st.sampled_from([28, 32]),

@@ -51,8 +51,13 @@ def test_no_frame_has_more_than_max_pixels(family: str, tiny: Planner, look: Med
         assert not any(side % token_px for side in item.frames.size_px)
 
 
+QUICK = ("internvl", "llava", "llava_onevision", "minicpmv_2_6", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+
+
 # Of MiniCPM-V an image without slices: fewer pixels make others fewer slices.
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.deep) for each in sorted(FAMILIES)]
+)
 def test_a_plan_has_the_levels_of_the_tower_and_tokens_are_fixed_where_fewer_pixels_make_no_fewer(
     name: str, checkpoints: Callable[[str], Path]
 ) -> None:
@@ -149,14 +154,12 @@ def test_the_same_frames_at_other_times_have_another_hash(tiny: Planner) -> None
 @pytest.mark.parametrize(
     ("look", "error", "named"),
     [
-        (image(b"garbage"), MediaRejected, "image cannot be read as an image or a video"),
         (image(picture(201, 1)), MediaRejected, "image has 201×1 pixels, an aspect ratio of at most 200"),
         (
             image(picture(170, 33_000), max_pixels=10**9),
             MediaRejected,
             "image has 170×33000 pixels.* at most 32768 .* side",
         ),
-        (video(clip(4), start_s=9.0), InvalidRequest, r"video\.frame_sampling\.start_s"),
         (
             video(clip(4), max_pixels=783),
             InvalidRequest,

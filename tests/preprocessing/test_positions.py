@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
 from gridsieve.common.contract.errors import PromptTooLong
-from gridsieve.common.contract.plan import MAX_POSITION, Grid, Run
-from gridsieve.services.preprocessing.prompt.layout import MediaTokens, lay_out
+from gridsieve.common.contract.plan import MAX_POSITION, Grid
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, TextSpan, positions_of
 
 
@@ -47,15 +45,3 @@ def test_positions_beyond_the_limit_are_refused() -> None:
     assert positions_of([week] * 1771).max() == 1771 * (week.time_step + 1) - 1
     with pytest.raises(PromptTooLong, match=f"at most {MAX_POSITION}"):
         positions_of([week] * 1772)
-
-
-def test_a_layout_joins_ids_positions_and_the_runs_of_each_item() -> None:
-    one = GridSpan(Grid(1, 1, 2), Fraction(0))
-    video, image = MediaTokens(0, 99, one), MediaTokens(1, 98, one)
-    first, between, last = (np.array(ids, np.int32) for ids in ([1, 7], [8], [2]))
-    layout = lay_out([first, video, between, video, image, last])
-    assert layout.input_ids.tolist() == [1, 7, 99, 99, 8, 99, 99, 98, 98, 2]
-    assert layout.input_ids.dtype == layout.positions.dtype == np.int32
-    assert layout.runs == ((Run(2, 2), Run(5, 2)), (Run(7, 2),))
-    assert layout.positions[0].tolist() == [0, 1, 2, 2, 4, 5, 5, 7, 7, 9]
-    assert layout.positions[2].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from gridsieve.common.contract.errors import MediaDamaged
 from gridsieve.services.preprocessing.rpc import decode_stats
@@ -18,11 +16,14 @@ from gridsieve.services.preprocessing.video.slices import PlannedVideo, Slice
 from gridsieve.services.preprocessing.workers import job_queue, segments
 from gridsieve.services.preprocessing.workers.job_queue import JobQueue
 from gridsieve.services.preprocessing.workers.jobs import VideoSlices
-from gridsieve.services.preprocessing.workers.process import Fault, WorkerProcess
+from gridsieve.services.preprocessing.workers.process import WorkerProcess
 from gridsieve.services.preprocessing.workers.segments import slices_of
 from tests.preprocessing.preprocessing_media import HEIGHT_PX, WIDTH_PX, clip, without_packets
-from tests.preprocessing.worker_jobs import ENTRY, LIMITS, MIB, counting, read
+from tests.preprocessing.test_worker_media import assert_equal
+from tests.preprocessing.worker_jobs import counting, read
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+WORKERS = 2
 GOP, FRAMES = 10, 120
 DATA = clip(FRAMES, 25, "matroska", "mpeg4", {"g": str(GOP), "bf": "0"})
 KEYFRAMES = clip(FRAMES, 25, "matroska", "mjpeg")
@@ -48,14 +49,6 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return sent
 
 
-@pytest_asyncio.fixture
-async def queue() -> AsyncIterator[JobQueue]:
-    faults: list[Fault] = []
-    async with JobQueue(2, LIMITS, 64 * MIB, faults.append, ENTRY) as made:
-        yield made
-    assert faults == []
-
-
 def planned(data: bytes, step: int = 2) -> PlannedVideo:
     source = bytes_source("video", data)
     return PlannedVideo(source, read_packets(source), tuple(range(0, FRAMES, step)), 2, (HEIGHT_PX, WIDTH_PX))
@@ -64,12 +57,6 @@ def planned(data: bytes, step: int = 2) -> PlannedVideo:
 async def segmented(queue: JobQueue, video: PlannedVideo) -> list[Slice]:
     async with slices_of(queue, VideoSlices(video)) as slices:
         return [each async for each in slices]
-
-
-def assert_equal(ours: list[Slice], theirs: list[Slice]) -> None:
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine.first_frame, mine.repaired_frames) == (other.first_frame, other.repaired_frames)
-        assert np.array_equal(mine.pixels, other.pixels)
 
 
 async def test_two_workers_make_what_one_makes(queue: JobQueue, jobs: list[tuple[int, int, int]]) -> None:

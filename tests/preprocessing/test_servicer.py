@@ -96,7 +96,7 @@ async def test_nothing_is_decoded_before_it_is_selected(stub: Any, decoded: list
 
 
 async def test_a_slow_reader_pauses_the_decoder_and_cancelling_ends_it(stub: Any, decoded: list[int]) -> None:
-    large = clip(60, codec="mpeg4", size=(1024, 1024))
+    large = clip(36, codec="mpeg4", size=(1024, 1024))
     call = await sent(stub, prompt_of(video(large, frame_sampling={"fps": 30.0, "max_pixels": 2**20})), select(0))
     await call.read()
     count = -1

@@ -14,40 +14,22 @@ import pytest
 from gridsieve.services.preprocessing.video import stream
 from tests import media
 from tests.preprocessing.media_server import head, serving
+from tests.preprocessing.preprocessing_media import restamped
 from tests.preprocessing.service import Service
 from tests.preprocessing.test_watch import Watched, all_of, cut, opened
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+STREAMS_ONLY = True
 
 TICKS_PER_S = 90_000
 PACKET_BYTES = 188
 FPS = 10
 DATA = media.stream("mpegts", frames=3 * FPS, fps=FPS, b_frames=0)
-# A packet of video that begins with a presentation time and no decoding time; it has an adaptation field or none.
-VIDEO = re.compile(rb"\x00\x00\x01\xe0..[\x80-\xbf]\x80\x05(?P<pts>.{5})", re.DOTALL)
 
 
 def stamped(data: bytes, moved_s: Callable[[int], float]) -> bytes:
     """The same stream; the time stamp of each frame, by its number, is later by so many seconds."""
-    made, number = bytearray(data), 0
-    for number, found in enumerate(VIDEO.finditer(data)):
-        first, *rest = (found["pts"][0] >> 1 & 7, *found["pts"][1:])
-        ticks = first << 30 | rest[0] << 22 | rest[1] >> 1 << 15 | rest[2] << 7 | rest[3] >> 1
-        ticks = (ticks + round(moved_s(number) * TICKS_PER_S)) % 2**33
-        parts = (
-            0x21 | ticks >> 30 << 1,
-            ticks >> 22 & 255,
-            ticks >> 14 & 254 | 1,
-            ticks >> 7 & 255,
-            ticks << 1 & 254 | 1,
-        )
-        made[found.start("pts") : found.end("pts")] = bytes(parts)
-    assert number == len(data_frames(data)) - 1
-    return bytes(made)
-
-
-def data_frames(data: bytes) -> list[tuple[float, np.ndarray]]:  # type: ignore[type-arg]
-    return media.shown(data, fps=1000)
+    return restamped(data, lambda number: (moved_s(number),) * 2)
 
 
 def assert_times(watched: Watched, moved_s: float) -> None:
@@ -92,7 +74,7 @@ async def test_a_film_that_comes_at_once_keeps_its_times(service: Service) -> No
 @pytest.mark.parametrize("passed_s", [60, 0])
 async def test_a_pause_is_kept_if_it_passed_at_the_host(monkeypatch: pytest.MonkeyPatch, passed_s: int) -> None:
     data = stamped(DATA, lambda number: 60 * (number > 14))
-    begins = [found.start() // PACKET_BYTES * PACKET_BYTES for found in VIDEO.finditer(data)]
+    begins = [found.start() // PACKET_BYTES * PACKET_BYTES for found in re.finditer(rb"\x00\x00\x01\xe0", data)]
     parts = iter((data[: begins[15]], data[begins[15] :]))
     host_s = 0.0
 

@@ -23,7 +23,7 @@ from gridsieve.services.preprocessing.layouts.family import load_family
 from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
 from gridsieve.services.preprocessing.planner import Planner
 from gridsieve.services.preprocessing.prompt.control_tokens import named_tokens
-from gridsieve.services.preprocessing.prompt.layout import MediaTokens
+from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
 from gridsieve.services.preprocessing.prompt.plain_text import LARGE_TEXT_CHARS
 from gridsieve.services.preprocessing.prompt.positions import LinearSpan
 from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
@@ -190,11 +190,14 @@ def control_of(tokenizer: Any) -> list[str]:
     return [token for token in tokenizer.get_added_vocab() if token not in WRITABLE]
 
 
-def ids_of(tokens: ChatTokens, turns: Sequence[Turn], **others: Any) -> list[int]:
-    """The conversation's ids, each placeholder as two."""
+ONE_TOKEN: Expansion = (LinearSpan(1),)
+
+
+def ids_of(tokens: ChatTokens, turns: Sequence[Turn], expansion: Expansion = ONE_TOKEN, **others: Any) -> list[int]:
+    """The conversation's ids, each placeholder as `expansion`."""
     media = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
     found: list[int] = []
-    for piece in tokens.conversation(turns, [(LinearSpan(1),)] * len(media), **others):
+    for piece in tokens.conversation(turns, [expansion] * len(media), **others):
         found += [piece.pad_id] * piece.size if isinstance(piece, MediaTokens) else piece.tolist()
     return found
 
@@ -400,21 +403,6 @@ def test_a_variable_of_the_template_is_an_option(reasons: tuple[ChatTokens, Any]
     assert (theirs.convert_tokens_to_ids("</think>") in expected) is not thinking
 
 
-@pytest.mark.parametrize("silent", [True, False], ids=["silent by default", "thinks by default"])
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"enable_thinking": False}], ids=str)
-def test_a_model_thinks_by_default_of_its_template_and_as_a_request_says(
-    tmp_path: Path, silent: bool, options: dict[str, bool]
-) -> None:
-    """The templates of Qwen3.5 open a thought unless they are told not to; those of its small models if they are."""
-    thinks = "enable_thinking is not defined or enable_thinking is not true" if silent else "enable_thinking is false"
-    template = THINKS.replace("enable_thinking is defined and enable_thinking is false", thinks)
-    folder = written(tmp_path, template, MARKS)
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    ids = ids_of(ChatTokens(Checkpoint(folder), PLACEHOLDERS), HELLO, options=options)
-    assert ids == by_transformers(theirs, None, HELLO, (), **options)
-    assert (theirs.convert_tokens_to_ids("</think>") not in ids) is options.get("enable_thinking", not silent)
-
-
 @pytest.mark.parametrize("name", ["colour", "messages", "bos_token", "namespace"])
 def test_an_option_that_is_no_variable_of_the_template_is_refused_by_name(
     reasons: tuple[ChatTokens, Any], name: str
@@ -478,16 +466,6 @@ def test_tokens_have_the_names_of_transformers(tmp_path: Path, held: dict[str, A
     (folder / "tokenizer_config.json").write_text(json.dumps(held))
     expected = PreTrainedTokenizerFast.from_pretrained(folder).special_tokens_map
     assert named_tokens(Checkpoint(folder)) == expected
-
-
-def test_tools_are_shown_by_a_template_of_their_own(tmp_path: Path) -> None:
-    folder = written(tmp_path, TRIMS, MARKS)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(REASONS)
-    ours = ChatTokens(Checkpoint(folder), PLACEHOLDERS, joins_parts="")
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    for turns, tools in ((HELLO, [CLOCK]), (HELLO, [])):
-        assert ids_of(ours, turns, tools=tools) == by_transformers(theirs, "", turns, tools)
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoTokenizer, LlavaOnevisionConfig
 from transformers.image_processing_utils import select_best_resolution
@@ -64,6 +65,14 @@ def processor(folder: Path) -> Any:
     return made
 
 
+AS_LEVELS: Any = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+
+
+def assert_near(frames: NDArray[np.uint8], theirs: Any, upright: bool) -> None:
+    """Of some upright pictures Pillow computes columns first, unlike torch: a few pixels differ more."""
+    assert (np.abs(frames.astype(int) - theirs) > ROUNDING).mean() < (0.001 if upright else 1e-9)
+
+
 def pixels(data: bytes) -> Any:
     return np.array(Image.open(BytesIO(data)).convert("RGB"))
 
@@ -99,14 +108,11 @@ def test_frames_and_tokens_of_images_are_those_of_the_processor(
     datas = [picture(width, height)] if alone else [picture(width, height), picture(40, 30, seed=1)]
     plan, sent = sent_of(planner, *map(image, datas), "What?")
     made = processor(folder)
-    options: Any = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
-    expected = made.image_processor([[pixels(data) for data in datas]], **options)
+    expected = made.image_processor([[pixels(data) for data in datas]], **AS_LEVELS)
     for index, (slices, item) in enumerate(zip(sent, plan.media, strict=True)):
         frames = np.concatenate(slices)
         theirs = expected["pixel_values"][index][: len(frames)].transpose(0, 2, 3, 1)
-        apart = np.abs(frames.astype(int) - theirs)
-        # Of some tall pictures Pillow computes columns first, unlike torch: a few pixels differ more.
-        assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
+        assert_near(frames, theirs, height > width)
         assert item.file.source_px[::-1] == Image.open(BytesIO(datas[index])).size
     written = [made.replace_image_token(expected, index) for index in range(len(datas))]
     assert ids_without_newlines(plan) == ids_of(folder, *written)
@@ -140,14 +146,11 @@ def test_llava_next_video_tiles_every_image(checkpoints: Callable[[str], Path], 
     folder = checkpoints("llava_next_video")
     datas = [picture(width, height), picture(40, 30, seed=1)]
     plan, sent = sent_of(folder, *map(image, datas), "What?")
-    options: Any = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
     made = next_video(folder)
-    expected = made.image_processor(list(map(pixels, datas)), **options)
+    expected = made.image_processor(list(map(pixels, datas)), **AS_LEVELS)
     for frames, sent_by_theirs in zip(sent, expected["pixel_values"], strict=True):
         theirs = sent_by_theirs[: len(frames)].transpose(0, 2, 3, 1)
-        apart = np.abs(np.concatenate(frames).astype(int) - theirs)
-        # Of some tall pictures Pillow computes columns first, unlike torch: a few pixels differ more.
-        assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
+        assert_near(np.concatenate(frames), theirs, height > width)
     written = [made.replace_image_token(expected, index) for index in range(len(datas))]
     assert ids_without_newlines(plan) == ids_of(folder, *written)
     newlines = np.flatnonzero(plan.input_ids == NEWLINE_ID).tolist()
@@ -174,7 +177,7 @@ def test_the_centre_of_llava_next_videos_frames_is_sent(checkpoints: Callable[[s
     assert plan.input_ids.tolist() == ids_of(folder, written)
     centre = CLIPImageProcessorPil.from_pretrained(folder)  # as its video processor, which needs torchvision
     shown = [decoded_in_order(data)[index] for index in (0, 10, 20)]
-    expected = centre(shown, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
+    expected = centre(shown, **AS_LEVELS)["pixel_values"]
     assert np.abs(np.concatenate(sent).astype(int) - expected.transpose(0, 2, 3, 1)).max() <= ROUNDING
 
 
@@ -184,13 +187,11 @@ def test_internvl_tiles_an_image_by_its_shape(checkpoints: Callable[[str], Path]
     data = picture(width, height)
     plan, [slices] = sent_of(folder, image(data), "What?")
     frames, (item,) = np.concatenate(slices), plan.media
-    options: Any = {"do_rescale": False, "do_normalize": False, "crop_to_patches": True, "return_tensors": "np"}
     made = GotOcr2ImageProcessorPil.from_pretrained(folder)
-    expected = made(pixels(data), **options)
+    expected = made(pixels(data), crop_to_patches=True, **AS_LEVELS)
     theirs = expected["pixel_values"].transpose(0, 2, 3, 1)
     assert len(frames) == len(theirs) == expected["num_patches"][0] == item.frames.count
-    apart = np.abs(frames.astype(int) - theirs)
-    assert (apart > ROUNDING).mean() < (0.001 if height > width else 1e-9)
+    assert_near(frames, theirs, height > width)
     assert plan.input_ids.tolist() == ids_of(folder, internvl().replace_image_token(expected, 0))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -20,10 +20,11 @@ from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.errors import InvalidRequest, StartupError, Unavailable
 from gridsieve.common.contract.plan import Grid, Modality
 from gridsieve.services.preprocessing.layouts.qwen_vl import PLACEHOLDERS
-from gridsieve.services.preprocessing.prompt.layout import Expansion, MediaTokens
+from gridsieve.services.preprocessing.prompt.layout import MediaTokens
 from gridsieve.services.preprocessing.prompt.positions import GridSpan, LinearSpan
 from gridsieve.services.preprocessing.prompt.tokens import ChatTokens
 from gridsieve.services.preprocessing.prompt.turns import Turn
+from tests.preprocessing.test_templates import by_transformers, ids_of
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
 ONE, THREE = GridSpan(Grid(1, 1, 1), Fraction(0)), GridSpan(Grid(1, 1, 3), Fraction(0))
@@ -37,35 +38,6 @@ def theirs(tiny_checkpoint: Path) -> Any:
 @pytest.fixture(scope="session")
 def ours(tiny_checkpoint: Path) -> ChatTokens:
     return ChatTokens(Checkpoint(tiny_checkpoint), PLACEHOLDERS)
-
-
-def ids_of(tokens: ChatTokens, turns: list[Turn], expansion: Expansion = (ONE,)) -> list[int]:
-    """The conversation's ids, each placeholder as `expansion`."""
-    media = [part for turn in turns for part in turn.parts if isinstance(part, Modality)]
-    found: list[int] = []
-    for piece in tokens.conversation(turns, [expansion] * len(media)):
-        found += [piece.pad_id] * piece.size if isinstance(piece, MediaTokens) else piece.tolist()
-    return found
-
-
-def messages_of(turns: list[Turn]) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": turn.role,
-            "content": [
-                {"type": part.value} if isinstance(part, Modality) else {"type": "text", "text": part}
-                for part in turn.parts
-            ],
-        }
-        for turn in turns
-    ]
-
-
-def ids_by_transformers(tokenizer: Any, turns: list[Turn]) -> list[int]:
-    ids: list[int] = tokenizer.apply_chat_template(
-        messages_of(turns), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return ids
 
 
 texts = st.text(max_size=40) | st.sampled_from(
@@ -82,12 +54,13 @@ conversations = st.lists(
 AROUND = [("", ""), ("in ", " s<|vision_end|> "), ("<0.3 seconds><|vision_start|>", "<|vision_end|>")]
 
 
+@settings(max_examples=40)
 @given(turns=conversations, around=st.sampled_from(AROUND))
 def test_text_and_expanded_placeholders_have_the_ids_of_transformers(
     theirs: Any, ours: ChatTokens, turns: list[Turn], around: tuple[str, str]
 ) -> None:
     before, after = around
-    text = theirs.apply_chat_template(messages_of(turns), add_generation_prompt=True, tokenize=False)
+    text = str(by_transformers(theirs, None, turns, (), tokenize=False))
     for token in PLACEHOLDERS.values():
         text = text.replace(token, before + token + after + token * 3)
     assert ids_of(ours, turns, (before, ONE, after, THREE)) == theirs(text)["input_ids"]
@@ -98,14 +71,14 @@ WORDS = "the quick brown fox jumps over a lazy dog, and naïve 日本 watch. "
 
 def test_a_large_text_has_the_ids_of_transformers(theirs: Any, ours: ChatTokens) -> None:
     turns = [Turn("user", (WORDS * 3000,))]
-    assert ids_of(ours, turns) == ids_by_transformers(theirs, turns)
+    assert ids_of(ours, turns) == by_transformers(theirs, None, turns, ())
 
 
 def test_other_threads_run_while_a_large_text_is_tokenised(ours: ChatTokens) -> None:
     with ThreadPoolExecutor(1) as thread:
         # Processor time, because wall time passes while other processes run.
         start = seen = time.process_time()
-        tokenised = thread.submit(ids_of, ours, [Turn("user", (WORDS * 2**14,))])
+        tokenised = thread.submit(ids_of, ours, [Turn("user", (WORDS * 2**13,))])
         longest = 0.0
         while not tokenised.done():
             time.sleep(0.005)
@@ -128,6 +101,7 @@ def test_large_texts_take_turns_until_cancelled_and_small_ones_run_beside_them(o
             waiting.result(20)
 
 
+@settings(max_examples=60)
 @given(before=texts, after=texts, control=st.sampled_from(CONTROL))
 def test_text_that_spells_control_tokens_or_an_expansion_stays_text(
     theirs: Any, ours: ChatTokens, before: str, control: str, after: str

@@ -83,7 +83,9 @@ def spread(shown: NDArray[np.float64], count: int, where: str) -> list[int]:
     """The frames at even times, each of which counts at most a step; where: in its step a time is."""
     step = shown.sum() / count
     for _ in range(5_000):  # approaches the step whose `count` is all that is counted
-        step = np.minimum(shown, step).sum() / count
+        before, step = step, np.minimum(shown, step).sum() / count
+        if step == before:
+            break
     begins = np.cumsum([0, *np.minimum(shown, step)[:-1]])
     times = {
         "start": np.arange(count) * step,

@@ -116,8 +116,7 @@ async def test_an_interrupted_video_continues_with_the_same_frames(queue: JobQue
     assert_equal(ours, list(video.slices()))
 
 
-@pytest.mark.parametrize("slices_before", [3, 4])
-@pytest.mark.parametrize("damaged", [[], [8], [6, 8]])
+@pytest.mark.parametrize(("slices_before", "damaged"), [(4, []), (3, [6, 8]), (4, [8]), (4, [6, 8])])
 async def test_an_interrupted_video_whose_frames_are_sliced_continues_with_the_same_slices(
     queue: JobQueue, slices_before: int, damaged: list[int]
 ) -> None:
