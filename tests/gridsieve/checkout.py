@@ -1,11 +1,9 @@
-"""Copies of this checkout, as a fresh clone would be, and environments to install it in."""
+"""Copies of this checkout, as a fresh clone would be."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,15 +20,3 @@ def copy_to(folder: Path) -> None:
     for name in files():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
-
-
-def environment(folder: Path, *, alone: bool = False) -> Path:
-    """The `bin` folder of a new virtual environment. alone: without the packages of the tests' own."""
-    venv.create(folder)
-    if not alone:
-        (site_packages(folder) / "others.pth").write_text(sysconfig.get_path("purelib"))
-    return folder / "bin"
-
-
-def site_packages(folder: Path) -> Path:
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))

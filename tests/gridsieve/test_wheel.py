@@ -6,14 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-from tests.gridsieve.checkout import ROOT, copy_to, environment, files, site_packages
+from tests.gridsieve.checkout import ROOT, copy_to, files
 
 # Packages of this checkout and of the tests' own environment must not be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -36,6 +38,18 @@ async def ask(client: GridsieveClient) -> None:
 """
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def environment(folder: Path, *, alone: bool = False) -> Path:
+    """The `bin` folder of a new virtual environment. alone: without the packages of the tests' own."""
+    venv.create(folder)
+    if not alone:
+        (site_packages(folder) / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin"
+
+
+def site_packages(folder: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
 
 
 def install(programs: Path, *packages: str) -> None:
