@@ -44,8 +44,18 @@ FLEET = ("encoder_ranks", "equal_slices", "event_loop", "killed", "leaving", "si
 # In generation/ these share the processes of ranks.
 RANKS = ("int4", "tensor_parallel")
 # These have services of their own alone.
-OWN = ("affinity", "guarded", "live", "live_streams", "minicpmv", "minicpmv4_6", "nemotron")
-OWN += ("prefill_during_encoding", "serve", "tight_buffers")
+OWN = (
+    "affinity",
+    "guarded",
+    "live",
+    "live_streams",
+    "minicpmv",
+    "minicpmv4_6",
+    "nemotron",
+    "prefill_during_encoding",
+    "serve",
+    "tight_buffers",
+)
 # Long files go first, so that no worker is left with one at the end. Folders that are not named here come last.
 LONGEST_FIRST = ("integration", "generation", "encoder", "gridsieve", "preprocessing")
 
