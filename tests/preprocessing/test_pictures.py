@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +47,25 @@ def test_every_mode_becomes_the_rgb_of_transformers(mode: str, options: dict[str
     found = read_picture(source)
     assert (found.height_px, found.width_px) == (24, 40)
     assert np.array_equal(decode_picture(source, found), expected)
+
+
+def test_readers_of_all_formats_are_imported_before_a_worker_is_confined(tmp_path: Path) -> None:
+    """Then it may read no more packages, where these lie outside of Python's own folders."""
+    for name in ("avif", "bmp", "gif", "jpeg", "png", "ppm", "tiff", "webp"):
+        scene().save(tmp_path / f"picture.{name}")
+    script = """
+import pathlib, sys
+from gridsieve.services.preprocessing.sources.source import bytes_source
+from gridsieve.services.preprocessing.video.pictures import decode_picture, read_picture
+from gridsieve.services.preprocessing.workers import worker
+before = set(sys.modules)
+for path in pathlib.Path(sys.argv[1]).iterdir():
+    source = bytes_source("image", path.read_bytes())
+    decode_picture(source, read_picture(source))
+print(*(name for name in set(sys.modules) - before if "." in name))
+"""
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    assert ran.stdout == "\n"
 
 
 @pytest.mark.parametrize(

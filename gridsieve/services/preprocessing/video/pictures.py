@@ -14,7 +14,18 @@ from itertools import islice, pairwise
 from typing import BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import (  # Pillow imports a format's reader with its first picture, when a worker may read no more packages
+    AvifImagePlugin,
+    BmpImagePlugin,
+    ExifTags,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
 
 from gridsieve.common.contract.errors import InvalidRequest, MediaDamaged, MediaRejected
 from gridsieve.services.preprocessing.sources.source import Source
@@ -26,7 +37,17 @@ from gridsieve.services.preprocessing.video.timing import MAX_LENGTH_S
 from gridsieve.services.preprocessing.video.unread_formats import unread_format
 
 # Formats whose readers run no other program and reach no other file.
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_READERS = (
+    AvifImagePlugin.AvifImageFile,
+    BmpImagePlugin.BmpImageFile,
+    GifImagePlugin.GifImageFile,
+    JpegImagePlugin.JpegImageFile,
+    PngImagePlugin.PngImageFile,
+    PpmImagePlugin.PpmImageFile,
+    TiffImagePlugin.TiffImageFile,
+    WebPImagePlugin.WebPImageFile,
+)
+_FORMATS = tuple(reader.format for reader in _READERS)
 # How files of these formats begin, and of HEIC, which is refused by name.
 _BEGINS = re.compile(
     rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|GIF8[79]a|BM|II[*+]\0|MM\0[*+]|P[0-7fFy]|RIFF....WEBP"
