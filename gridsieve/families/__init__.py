@@ -40,7 +40,7 @@ class ModelFamily:
         and generation's `TextFamily`.
     positions: of its language model, in words. limits: what it cannot do that others can, in words.
     media: what a prompt may hold.
-    methods: of `METHODS`, those that prune its videos; why_not_all: why no others, for errors.
+    methods: the names in `METHODS` that its videos can be pruned by. why_not_all: for errors, why it lacks the others.
     live: whether its videos can be served in live sessions: slices of two frames, each with a grid of its own.
     divisible: whether ranks can each have a share of its tower's layers.
     """

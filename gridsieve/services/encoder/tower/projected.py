@@ -126,7 +126,8 @@ def pass_ends_on(layers: nn.Module) -> None:
 class _Llava(TowerModel):
     """vision_tower: transformers' model without what is not read. embed: patches and their layout, to rows.
 
-    linear: its layers, and those that are not read. projects: whether its forward projects the features.
+    linear: all linear layers by name, also of layers that are not read. projects: whether its forward
+        projects the features.
     """
 
     embed: Any

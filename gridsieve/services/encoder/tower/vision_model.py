@@ -146,7 +146,7 @@ class TowerModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Those that attend, of one class."""
+        """The layers with attention, all of one class."""
         raise NotImplementedError
 
     def complete(self, weights: dict[str, Tensor], device: torch.device) -> None:
