@@ -27,11 +27,11 @@ class Camera:
 
 
 @asynccontextmanager
-async def camera(**wanted: Any) -> AsyncIterator[Camera]:
-    """wanted: as `rtsp_server` takes it."""
+async def camera(lasts_s: float = 60, **wanted: Any) -> AsyncIterator[Camera]:
+    """lasts_s: raises TimeoutError after it. wanted: as `rtsp_server` takes it."""
     if not _runs():
         pytest.skip("needs GStreamer's RTSP server, see CONTRIBUTING.md")
-    async with server(**wanted) as (port, process, said), asyncio.timeout(60):
+    async with server(**wanted) as (port, process, said), asyncio.timeout(lasts_s):
         yield Camera(port, process.pid, said)
 
 
