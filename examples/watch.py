@@ -3,8 +3,8 @@
     gridsieve serve &
     python examples/watch.py demo/clip.mp4 "What moves?"
 
-A third argument is the speed, such as 2 for twice as fast. GRIDSIEVE_SERVER is the address of generation, 127.0.0.1:50053 by
-default.
+A third argument is the speed, such as 2 for twice as fast. GRIDSIEVE_SERVER is the address of generation,
+127.0.0.1:50053 by default.
 """
 
 import asyncio

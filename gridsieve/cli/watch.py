@@ -29,9 +29,7 @@ def watch(
     ] = False,
     as_json: Annotated[
         bool,
-        of_output(
-            "--json", help="Print each event, or the error, as a line of JSON on stdout."
-        ),
+        of_output("--json", help="Print each event, or the error, as a line of JSON on stdout."),
     ] = False,
     server: ServerOption = DEFAULT_ADDRESS,
     access: AccessFlags,
