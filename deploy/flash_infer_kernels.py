@@ -2,10 +2,10 @@
 
     FLASHINFER_CUDA_ARCH_LIST="8.0 8.9 9.0a" MAX_JOBS=4 python deploy/flash_infer_kernels.py
 
-The first variable names the cards, the second how many compilers run at a time, each with up to 4 GB. It needs the CUDA
-toolkit of CUDA_HOME, a C++ compiler and ninja, but no card, and nothing of this project: images run it before they hold
-any of its code. FlashInfer finds what lies in its folder `data/aot`, whatever the card; the rest, for other head sizes
-and dtypes, it compiles when it is asked for it. Kernels that lie there already are not compiled again.
+The first variable names the cards, the second how many compilers run at a time, each with up to 4 GB. The script needs
+the CUDA toolkit of CUDA_HOME, a C++ compiler and ninja. It needs no card and nothing of this project: images run it
+before they hold any code of the project. FlashInfer finds the kernels in its folder `data/aot`, and compiles kernels
+for other head sizes and dtypes on use. Kernels that are in the folder already are not compiled again.
 Source: `flashinfer.aot` of flashinfer-python 0.7, which does this in a checkout of FlashInfer.
 """
 

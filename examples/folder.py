@@ -3,7 +3,7 @@
     gridsieve serve &
     python examples/folder.py demo "What moves?" > answers.jsonl
 
-A clip that cannot be read does not end the others.
+If a clip cannot be read, its line has the error, and the other clips are asked about.
 """
 
 import asyncio

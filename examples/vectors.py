@@ -3,9 +3,9 @@
     gridsieve serve &
     python examples/vectors.py demo/clip.mp4 > vectors.jsonl
 
-A vector is the mean of a temporal slice's embeddings, of length 1: near ones show similar pictures. It comes from the
-encoder alone (GRIDSIEVE_ENCODER, 127.0.0.1:50052 by default); no text is generated. Vectors of different checkpoints
-cannot be compared.
+A vector is the mean of a temporal slice's embeddings, of length 1. Similar pictures have near vectors. Only the encoder
+is called (GRIDSIEVE_ENCODER, 127.0.0.1:50052 by default); no text is generated. Vectors of different checkpoints cannot
+be compared.
 """
 
 import asyncio

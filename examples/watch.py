@@ -1,10 +1,10 @@
-"""Watches a clip as if it were filmed now, and prints the answer to a question after every four seconds of it.
+"""Watches a clip as if it were filmed now, and prints the answer to a question every four seconds.
 
     gridsieve serve &
     python examples/watch.py demo/clip.mp4 "What moves?"
 
-A third argument plays it so many times as fast. GRIDSIEVE_SERVER is the address of generation, 127.0.0.1:50053 by
-default.
+A third argument is the speed, such as 2 for twice as fast. GRIDSIEVE_SERVER is the address of generation,
+127.0.0.1:50053 by default.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ async def play(clip: str, session: LiveSession, speed: float) -> None:
             frame.to_image().save(jpeg, "JPEG")
             await asyncio.sleep(began_s + time_s / speed - time.monotonic())
             await session.show(jpeg.getvalue(), time_s)
-    await session.close()  # when all is answered
+    await session.close()  # waits until all questions are answered
 
 
 async def tell(session: LiveSession) -> None:

@@ -57,7 +57,7 @@ def ask(
     sampling: SamplingFlags,
     top_k: Annotated[int | None, of_sampling(help="Sample from this many of the most likely tokens; 0: all.")] = None,
     min_p: Annotated[
-        float | None, of_sampling(help="Drop tokens less likely than this fraction of the most likely one.")
+        float | None, of_sampling(help="Drop tokens below this fraction of the most likely token's probability.")
     ] = None,
     repetition_penalty: Annotated[
         float | None, of_sampling(help="Above 1: make tokens of the prompt and completion less likely.")
@@ -66,7 +66,7 @@ def ask(
         float | None, of_sampling(help="Above 0, at most 2: make tokens of the completion less likely.")
     ] = None,
     frequency_penalty: Annotated[
-        float | None, of_sampling(help="Above 0, at most 2: the same, once for each occurrence.")
+        float | None, of_sampling(help="Above 0, at most 2: make tokens less likely by each occurrence.")
     ] = None,
     thinking: ThinkingOption = None,
     adapter: AdapterOption = None,
@@ -90,8 +90,8 @@ def ask(
     Images are never pruned. All videos get the same pruning, by default the service's. In Python, each video can have
     its own.
 
-    An argument that starts with http://, https://, file:// or data: is a URL. The preprocessing service fetches it
-    if its settings allow that; file:///path is a file of its own, below --media-root.
+    An argument that starts with http://, https://, file:// or data: is a URL. Preprocessing fetches the URL if its
+    settings allow this. file:///path is a file on preprocessing's machine, below --media-root.
 
     Example: gridsieve ask clip.mp4 "What moves?" --pruning-rate 0.75
 

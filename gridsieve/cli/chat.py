@@ -45,7 +45,7 @@ def chat(
     timeout_s: TimeoutOption = None,
     access: AccessFlags,
 ) -> None:
-    """Talk about videos and images: each question sees the ones before it and their answers.
+    """Talk about videos and images: the model sees the earlier questions and answers, too.
 
     Type one question per line; Ctrl-D ends the conversation. The services reuse what they have already computed.
 

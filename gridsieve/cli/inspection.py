@@ -89,7 +89,7 @@ def inspect(
     as_json: JsonOption = False,
     access: AccessFlags,
 ) -> None:
-    """Draw which patches of a video pruning keeps: all frames side by side, pruned patches dimmed; a sheet a method.
+    """Draw which patches of a video pruning keeps: all frames, with pruned patches dimmed; one sheet per method.
 
     Without --preprocessing and --encoder, this command starts both services and stops them afterwards.
 

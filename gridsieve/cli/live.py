@@ -69,8 +69,8 @@ def live(
     every_s: Annotated[
         float | None,
         _when(
-            help="Ask whenever so many seconds of the video have passed, or at a shorter one's end; 0: not by time. "
-            f"Default: {_EVERY_S:g}, and 0 with --on-change. With neither it is asked once, at the end."
+            help="Ask whenever so many seconds of the video have passed, or at the end of a shorter video; 0: not by "
+            f"time. Default: {_EVERY_S:g}, or 0 with --on-change. 0 without --on-change: ask once, at the end."
         ),
     ] = None,
     on_change: Annotated[
@@ -80,7 +80,7 @@ def live(
         bool,
         _when(
             "--transient/--remember",
-            help="Whether the model forgets this question and its answers, or sees them before the next one.",
+            help="Whether the session forgets this question and its answers, or keeps them in the conversation.",
         ),
     ] = True,
     fps: Annotated[float, _session(help="Frames to use per second.")] = _FPS,
@@ -88,7 +88,7 @@ def live(
     window_tokens: Annotated[
         int | None,
         _session(
-            help="Tokens that the session remembers; the oldest part of the video goes. Default: 4096, or as "
+            help="Tokens that the session remembers; it forgets the oldest part first. Default: 4096, or as "
             "many as fit."
         ),
     ] = None,
@@ -105,8 +105,8 @@ def live(
     method: Annotated[
         str | None,
         of_media(
-            help=f"Which tokens are kept. {PIXEL_CHANGE}: those whose pixels changed since the slice before. "
-            f"{EVS_CAUSAL}: those that changed most. {NONE}: all. Default: what is suggested for any video, "
+            help=f"Which tokens are kept. {PIXEL_CHANGE}: tokens whose pixels changed. "
+            f"{EVS_CAUSAL}: the tokens that changed most. {NONE}: all. Default: "
             f"{SUGGESTED.method} with a threshold of {SUGGESTED.threshold:g}; {NONE} for models that do not take it."
         ),
     ] = None,
@@ -124,10 +124,10 @@ def live(
     server: ServerOption = DEFAULT_ADDRESS,
     access: AccessFlags,
 ) -> None:
-    """Ask about a video while it plays: again and again, and whatever else comes to mind.
+    """Ask about a video while it plays, again and again.
 
-    Each answer is printed with the time up to which the model has seen. In a terminal, type further questions; Ctrl-C
-    ends the session. What does not change is pruned by default, as `pixel_change` does.
+    Each answer is printed with the time up to which the model has seen the video. In a terminal, type further
+    questions; Ctrl-C ends the session. By default, tokens whose pixels do not change are dropped.
 
     Example: gridsieve live clip.mp4 "What happens?"
 

@@ -58,7 +58,7 @@ _RATE_HELP = "Fraction of each video's tokens to drop, at least 0 and below 1."
 _SUGGESTION = f"{SUGGESTED.method} with a threshold of {SUGGESTED.threshold:g}"
 DrawnRateOption = Annotated[
     float | None,
-    of_media(help=f"{_RATE_HELP} Without it and --pruning-threshold, what is suggested is drawn: {_SUGGESTION}."),
+    of_media(help=f"{_RATE_HELP} Default without --pruning-threshold: {_SUGGESTION}."),
 ]
 THRESHOLD_HELP = (
     "Let the rate follow from the video: drop tokens whose pixels changed by less than this share of their range, such "
@@ -66,17 +66,17 @@ THRESHOLD_HELP = (
 )
 ThresholdOption = Annotated[float | None, of_media(help=THRESHOLD_HELP)]
 _METHOD_HELP = (
-    f"Which tokens are kept. {EVS}: those that changed most since the previous slice. {EVS_CAUSAL}: those of each "
-    f"slice that did, as many in each. {VIDCOM2}: those least similar to the rest of their slice and video, some in "
-    f"every slice. {VCAST}: the most distinctive of each slice, more where the video's course bends. {RANDOM}: a "
-    f"random choice. {PIXEL_CHANGE}: those of each slice whose pixels changed most, chosen before the vision tower. "
-    f"{NONE}: all."
+    f"Which tokens are kept. {EVS}: the tokens that changed most since the previous slice. {EVS_CAUSAL}: the same, "
+    f"but equally many in each slice. {VIDCOM2}: the tokens least similar to the rest of their slice and video, some "
+    f"in every slice. {VCAST}: the most distinctive tokens of each slice, more where the video's course bends. "
+    f"{RANDOM}: a random choice. {PIXEL_CHANGE}: the tokens whose pixels changed most, chosen before the vision "
+    f"tower. {NONE}: all."
 )
 MethodsOption = Annotated[
     list[str] | None,
     of_media(
-        help=f"{_METHOD_HELP} Repeat it to compare methods side by side. Default, with a rate: {PIXEL_CHANGE} if the "
-        f"model takes it, else {EVS}."
+        help=f"{_METHOD_HELP} Repeat the flag to compare methods side by side. Default, with a rate: {PIXEL_CHANGE} if "
+        f"the model takes it, else {EVS}."
     ),
 ]
 MaxPixelsOption = Annotated[int | None, of_media(help="Resize each frame or image to at most this many pixels.")]

@@ -47,8 +47,8 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         _model(
-            help="Name of the model: its id in the API and its label in metrics. Of several, all are accepted, and the "
-            "first is the id in answers and the label. Default: the repository's name, or the folder's."
+            help="Name of the model: its id in the API and its label in metrics. Repeat it for several names: requests "
+            "may use all of them; answers and metrics have the first. Default: the name of the repository or folder."
         ),
     ] = None,
     media_root: Annotated[
@@ -78,12 +78,12 @@ def serve(
     After the first Ctrl-C (or SIGTERM, or a closed terminal), each service finishes its running requests, within 30
     seconds. The second Ctrl-C ends everything at once. Under nohup, closing the terminal has no effect.
 
-    Each flag of a service is also a flag here, with the service's name before it (--generation-dtype), and a line of
-    the --config file. The services also read the environment variables GRIDSIEVE_…, except GRIDSIEVE_DRAIN_S.
+    Each flag of a service is also a flag here, with the service's name before it (--generation-dtype), and may be a
+    line of the --config file. The services also read the environment variables GRIDSIEVE_…, except GRIDSIEVE_DRAIN_S.
     `gridsieve settings` lists all settings.
 
     Exit status: 0 if all requests finished; 3 if some were cut off; 2 if a service could not start; 1 if a service
-    failed; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if stopped at once or before all services were ready.
+    failed; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if stopped at once, or before all services were ready.
 
     Example: gridsieve serve --media-root ~/videos
 

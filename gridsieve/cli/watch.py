@@ -25,28 +25,26 @@ def watch(
     *,
     file: Annotated[Path, typer.Argument(help="The cameras, the questions, and where the answers go, as TOML.")],
     check: Annotated[
-        bool, typer.Option("--check", help="Only say what the file means, or what is wrong with it. Nothing is called.")
+        bool, typer.Option("--check", help="Only print what the file means, or what is wrong with it; call no service.")
     ] = False,
     as_json: Annotated[
         bool,
-        of_output(
-            "--json", help="Print each event, or the error, as a line of JSON on stdout, as a sink of stdout does."
-        ),
+        of_output("--json", help="Print each event, or the error, as a line of JSON on stdout."),
     ] = False,
     server: ServerOption = DEFAULT_ADDRESS,
     access: AccessFlags,
 ) -> None:
-    """Watch the cameras of a file: ask about each every so often, or when something changed, until Ctrl-C.
+    """Watch the cameras of a file: ask about each at intervals, or when something changed, until Ctrl-C.
 
     Answers go to the sinks of the file: webhooks, MQTT brokers, stdout. Without a sink of stdout they are also printed
-    for people. Cameras and services that are away are waited for. A changed file is taken over within seconds.
+    for people. The command waits for cameras and services that are away. A changed file is used within seconds.
     examples/cameras.toml is an example, docs/watch.md has every key.
 
-    At the first signal (Ctrl-C, SIGTERM, a closed terminal) it ends what was asked and what waits for the sinks, within
-    8 seconds; at the second at once.
+    After the first signal (Ctrl-C, SIGTERM, a closed terminal) the command finishes running questions and delivers
+    waiting events, within 8 seconds. The second signal ends it at once.
 
-    Exit status: 0 after a signal; 3 after a signal if events were lost that a sink did not take; 2 for a file or an
-    option that is wrong; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if ended at once.
+    Exit status: 0 after a signal; 3 after a signal if a sink did not take some events; 2 if the file or an option is
+    wrong; 130 (Ctrl-C), 143 (SIGTERM) or 129 (closed terminal) if ended at once.
 
     Example: gridsieve watch cameras.toml
 
