@@ -48,6 +48,7 @@ def measured(folder: Path) -> list[str]:
     return rows
 
 
+@pytest.mark.deep
 def test_the_engine_call_measures_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, tmp_path, "engine") == 0
     rows = measured(tmp_path)
