@@ -111,17 +111,4 @@ TARGETS: Mapping[str, Target] = {
     "qwen2.5-vl-7b": _QWEN2_5_VL_7B,
     "qwen3-vl-8b": _QWEN3_VL_8B,
     "tiny": _TINY,
-    "tiny-qwen3-vl": replace(
-        _TINY,
-        layout=Layout(
-            replace(
-                _TINY.layout.shape,
-                mrope_section=(4, 2, 2),
-                min_pixels=4 * 64 * 64,
-                max_pixels=8 * 128 * 128,
-                patch_px=16,
-            ),
-            deepstack=DeepStack((0, 1), place_count=36, head_dim=16),
-        ),
-    ),
 }
