@@ -1,4 +1,4 @@
-"""`make bench-gateway`: what the HTTP gateway costs over gRPC, two hundred streams at once, and its memory.
+"""`make bench-gateway`: what the HTTP gateway costs over gRPC, and its memory.
 
 Both ways ask the same services the same questions in turns, about clips that no cache knows, at rate 0.75.
 """
@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
 from benchmarks.ask import ask
 from benchmarks.clips import another_file
-from benchmarks.models import demo_and_random
+from benchmarks.models import RANDOM
 from benchmarks.processes import resident_bytes
 from benchmarks.report import Measurement, run
 from benchmarks.table import Row, Timings
@@ -28,9 +29,10 @@ from demo.example import CLIP, QUESTIONS
 from gridsieve.cli.launcher import GATEWAY, SERVICES, LocalStack
 from gridsieve.client.client import GridsieveClient
 from gridsieve.client.prompt import Options, Video
+from gridsieve.common.checkpoint import DEMO_MODEL
 from gridsieve.common.contract.retention import EVS
 
-RATE, TOKENS, CLIENTS, EACH, STREAMS = 0.75, 64, 8, 3, 200
+RATE, TOKENS, CLIENTS, EACH = 0.75, 64, 8, 3
 LARGE_BYTES, LARGE_REQUESTS = 5 * 10**6, 1000
 MOST_S, LEAST_RATE = 0.005, 0.95
 QUESTION = QUESTIONS[0].text
@@ -39,11 +41,9 @@ ALL = (*SERVICES, GATEWAY)
 
 def cost(rounds: int) -> list[Row]:
     """First token and tokens a second, by HTTP against gRPC."""
-    rows = []
-    with demo_and_random() as found:
-        for model in found:
-            rows += asyncio.run(_cost(model.name, model.folder, rounds))
-    return rows
+    with TemporaryDirectory() as folder:
+        models = {"demo": DEMO_MODEL, "random": RANDOM.save(RANDOM.drawn(), Path(folder))}
+        return [row for name, model in models.items() for row in asyncio.run(_cost(name, model, rounds))]
 
 
 async def _cost(name: str, folder: Path, rounds: int) -> list[Row]:
@@ -72,24 +72,6 @@ async def _cost(name: str, folder: Path, rounds: int) -> list[Row]:
 
 async def _one_after_another(ask: Callable[[], Coroutine[Any, Any, Timed]]) -> list[int]:
     return [(await ask()).tokens for _ in range(EACH)]
-
-
-def streams(rounds: int) -> list[Row]:
-    """Two hundred streams at once: all are answered in full."""
-    return [asyncio.run(_streams())]
-
-
-async def _streams() -> Row:
-    async with (
-        LocalStack(services=ALL, flags={"generation": ["--max-waiting-requests", str(STREAMS)]}) as stack,
-        _ways(stack) as ways,
-    ):
-        start = time.perf_counter()
-        asked = await asyncio.gather(*(ways["http"]() for _ in range(STREAMS)))
-        seconds = time.perf_counter() - start
-    whole = sum(each.tokens == TOKENS for each in asked)
-    note = f"in {seconds:.1f} s"
-    return Row(f"{STREAMS} streams at once, answered in full", "asked", whole, STREAMS, "", at_least=1, note=note)
 
 
 def memory(rounds: int) -> list[Row]:
@@ -158,7 +140,7 @@ def _body(clip: bytes) -> dict[str, Any]:
     }
 
 
-MEASUREMENTS: Mapping[str, Measurement] = {"cost": cost, "streams": streams, "memory": memory}
+MEASUREMENTS: Mapping[str, Measurement] = {"cost": cost, "memory": memory}
 
 if __name__ == "__main__":
     run("gateway", __doc__, MEASUREMENTS, rounds=7, least_rounds=5)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.engine.questions import submit, text_question
 from benchmarks.models import CPU, QWEN2_5_VL_3B
+from benchmarks.prompts import submit, text_prompt
 from benchmarks.report import run
 from benchmarks.table import Row, Timings
 from demo.checkpoint import write_checkpoint
@@ -56,8 +56,8 @@ def steps(rounds: int) -> list[Row]:
                     runner = Runner(model, BLOCKS, BLOCK_TOKENS)
                     engine = Engine(runner, BlockAllocator(BLOCKS, BLOCK_TOKENS), PROMPT_TOKENS * clients, clients, 8)
                     for _ in range(clients):
-                        prompt = text_question(PROMPT_TOKENS, random)
-                        submit(engine, prompt, SamplingParams(STEPS + 2), None, torch.bfloat16, lambda _: None)
+                        prompt = text_prompt(PROMPT_TOKENS, random)
+                        submit(engine, prompt, SamplingParams(STEPS + 2), lambda _: None)
                     for step in range(1 + STEPS):
                         start = time.perf_counter()
                         engine.step()

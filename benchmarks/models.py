@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -22,7 +18,6 @@ from transformers import (
 )
 
 from demo.checkpoint import Shape, make_config, make_tokenizer, randomise, save_checkpoint
-from gridsieve.common.checkpoint import DEMO_MODEL
 
 CPU = torch.device("cpu")
 # What the configs of both layouts have.
@@ -234,59 +229,3 @@ QWEN2_5_VL_3B = Layout(
     ),
     vocabulary=151_936,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A checkpoint. parameters: of the language model, tied ones once; small: goals apply to the other one only."""
-
-    name: str
-    folder: Path
-    parameters: int
-    small: bool
-
-
-@contextmanager
-def demo_and_random() -> Iterator[list[Model]]:
-    """The demo's checkpoint, and RANDOM, written to a temporary folder."""
-    demo, random = Qwen2_5_VLForConditionalGeneration.from_pretrained(DEMO_MODEL), RANDOM.drawn()
-    with tempfile.TemporaryDirectory() as folder:
-        yield [
-            Model("demo", DEMO_MODEL, _parameters(demo), True),
-            Model("random", RANDOM.save(random, Path(folder)), _parameters(random), False),
-        ]
-
-
-def _parameters(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.model.language_model.parameters())
-
-
-# Of Nemotron's layout, beside the tiny tower of the tests: Mamba2, attention without positions, MLPs and experts.
-_NEMOTRON_TEXT: Mapping[str, Any] = {
-    "hidden_size": 768,
-    "layers_block_type": 4 * ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "moe"],
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 96,
-    "mamba_num_heads": 24,
-    "mamba_head_dim": 64,
-    "n_groups": 4,
-    "ssm_state_size": 64,
-    "chunk_size": 128,
-    "moe_intermediate_size": 512,
-    "moe_shared_expert_intermediate_size": 768,
-}
-
-
-@contextmanager
-def with_states() -> Iterator[list[Model]]:
-    """SMALL_RECURRENT and a Nemotron, whose layers keep a recurrent state, written to a temporary folder."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, gated = Path(name), SMALL_RECURRENT.drawn()
-        # Its writer is that of the tests.
-        nemotron = import_module("tests.nemotron").write(folder / "nemotron", 0, _NEMOTRON_TEXT)
-        yield [
-            Model("qwen3_5", SMALL_RECURRENT.save(gated, folder / "qwen3_5"), _parameters(gated), False),
-            Model("nemotron", folder / "nemotron", sum(map(Tensor.numel, nemotron.language_model.parameters())), False),
-        ]

@@ -1,10 +1,14 @@
-"""Timings of a question, and their medians over repetitions."""
+"""Timings of a question, and their medians over repetitions; the times of the tokens that transformers generates."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +32,16 @@ class Summary:
         return cls(
             statistics.median(each.first_token_s for each in timed), statistics.median(each.total_s for each in timed)
         )
+
+
+class Clock(BaseStreamer):
+    """Records the time of each token; `generate` first passes the prompt, which is skipped."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""The engine on a device: decode and prefill against the roofline, arrivals, the longest kernels, and `generate`.
+"""The engine on a device: decode and prefill against the roofline, the longest kernels, and `generate`.
 
 Weights are drawn on the device, and prompts are text. The engine is stepped in this thread, so a step's time is all
 that the service's engine thread would take for it.
@@ -10,21 +10,22 @@ import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.engine.operations import decode_operations, prefill_operations, weights
-from benchmarks.engine.questions import Question, text_question
 from benchmarks.gpu.call import GENERATE, ROOFLINE, Call, Part, longest_kernels
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.gpu.generated import Generated, generate, in_float32, logits_of
+from benchmarks.gpu.operations import decode_operations, prefill_operations, weights
 from benchmarks.gpu.stand_ins import capture_on, plain_kernels
 from benchmarks.gpu.stepping import BLOCK_TOKENS, Answer, SteppedEngine, Steps, TimedRunner
+from benchmarks.prompts import text_prompt
 from benchmarks.table import Row
+from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.services.generation.loading.text_model import assemble, make_text
 from gridsieve.services.generation.loading.weights import fill
 from gridsieve.services.generation.model.language_model import LanguageModel
@@ -36,7 +37,6 @@ ROOM_TOKENS = 512  # of each answer: all steps until it is cancelled
 # Time that a step is expected to need on a card at most, so that what cannot be done in time is not begun.
 PREFILL_TOKENS_PER_S, STEP_S = 5000, 0.1
 SMALL_PROMPTS, SMALL_TOKENS = 4, 64
-ARRIVAL_TOKENS = (0.25, 2.0)  # prompts of so many times the shorter context
 SAMPLED = SamplingParams(ROOM_TOKENS, 0.7, top_p=0.8, top_k=20)  # as Qwen3-VL's generation_config.json says
 
 
@@ -49,7 +49,6 @@ def parts(call: Call) -> dict[str, Part]:
         "decode": lambda: engine.decode((short,)),
         "prefill": engine.prefill,
         "kernels": engine.kernels,
-        "arrivals": engine.arrivals,
         "long": lambda: engine.decode(long),
     }
 
@@ -85,33 +84,30 @@ class DrawnEngine:
         return SteppedEngine(self.runner, chunk_tokens, most, overlap)
 
     def _ask(self, engine: SteppedEngine, tokens: int, params: SamplingParams) -> Answer:
-        return engine.ask(text_question(tokens, self._random), params)
+        return engine.ask(text_prompt(tokens, self._random), params)
 
     def generate(self) -> Iterator[Row]:
         """Greedy tokens, and the time of a few short prompts, by the engine and by transformers, with equal weights."""
         engine = self._engine(max(self._target.chunks))
-        questions = [text_question(SMALL_TOKENS, self._random) for _ in range(SMALL_PROMPTS)]
+        prompts = [text_prompt(SMALL_TOKENS, self._random) for _ in range(SMALL_PROMPTS)]
         for _ in ("warm-up", "measured"):
             engine = self._engine(max(self._target.chunks))  # whose prefix cache is empty
             start_s = time.perf_counter()
-            answers = [engine.ask(each, SamplingParams(self._target.steps)) for each in questions]
+            answers = [engine.ask(each, SamplingParams(self._target.steps)) for each in prompts]
             engine.drain()
-            theirs = generate(self._whole, np.stack([each.plan.input_ids for each in questions]), self._target.steps)
+            theirs = generate(self._whole, np.stack([each.input_ids for each in prompts]), self._target.steps)
         what = f"greedy answers to {SMALL_PROMPTS} × {SMALL_TOKENS} tokens"
-        yield self._best(f"{what}: the best up to rounding", questions, answers, theirs)
+        yield self._best(f"{what}: the best up to rounding", prompts, answers, theirs)
         first_s = median(each.times_s[0] - start_s for each in answers)
         token_s = median(median(np.diff(each.times_s).tolist()) for each in answers)
         yield Row(f"{what}: first token", GENERATE, first_s, theirs.first_token_s, "s")
         yield Row(f"{what}: a token of each", GENERATE, token_s, theirs.token_s, "s")
         self._whole = None
 
-    def _best(self, what: str, questions: Sequence[Question], answers: Sequence[Answer], theirs: Generated) -> Row:
+    def _best(self, what: str, prompts: Sequence[PromptPlan], answers: Sequence[Answer], theirs: Generated) -> Row:
         """Tokens whose exact logits are below the highest by at most twice what transformers' are off at that place."""
         ids = torch.tensor(
-            [
-                [*each.plan.input_ids.tolist(), *answer.token_ids]
-                for each, answer in zip(questions, answers, strict=True)
-            ],
+            [[*each.input_ids.tolist(), *answer.token_ids] for each, answer in zip(prompts, answers, strict=True)],
             device=self._device,
         )
         rounded = logits_of(self._whole, ids, self._target.steps)
@@ -205,52 +201,6 @@ class DrawnEngine:
     def _profiled(self, engine: SteppedEngine, what: str) -> Iterator[Row]:
         yield from longest_kernels(what, engine.step, self._device, self._profiled_steps)
 
-    def arrivals(self) -> Iterator[Row]:
-        """Requests that arrive at random, so that most steps compute prompts beside answers."""
-        for rate in self._target.requests_per_s:
-            what = f"{rate:g} requests/s"
-            if self._call.fits(what, 3 * self._target.arrivals_s):
-                yield from self._arriving(what, rate)
-
-    def _arriving(self, what: str, rate: float) -> Iterator[Row]:
-        engine, random = self._engine(min(self._target.chunks)), np.random.default_rng(1)
-        gaps_s = random.exponential(1 / rate, max(1, int(rate * self._target.arrivals_s)))
-        least, most = (int(each * min(self._target.contexts)) for each in ARRIVAL_TOKENS)
-        arrivals = [*zip(np.cumsum(gaps_s).tolist(), random.integers(least, most, len(gaps_s)).tolist(), strict=True)]
-        self.runner.launches.clear()
-        answers, left, began_s = list[Answer](), arrivals, time.perf_counter()
-        while left or not all(each.finished for each in answers):
-            now_s = time.perf_counter() - began_s
-            due = [each for each in left if each[0] <= now_s]
-            left = left[len(due) :]
-            for at_s, length in due:
-                answers.append(self._ask(engine, length, SamplingParams(4 * self._target.steps)))
-                answers[-1].asked_s = began_s + at_s
-            if not engine.step() and left:
-                time.sleep(max(0.0, left[0][0] - (time.perf_counter() - began_s)))
-        wall_s = time.perf_counter() - began_s
-        wait(self._device)
-        first_s = [each.times_s[0] - each.asked_s for each in answers]
-        between_s = [gap for each in answers for gap in np.diff(each.times_s).tolist()]
-        mixed = [each for each in engine.steps if each.prompt_tokens and each.answer_tokens]
-        replayed = sum(each.replayed for each in engine.steps)
-        computed = sum(each.prompt_tokens + each.answer_tokens for each in engine.steps)
-        note = (
-            f"{len(answers)} requests of {least} to {most} tokens, {4 * self._target.steps} new; {len(mixed)} of "
-            f"{len(engine.steps)} steps compute prompts beside answers, {replayed} replay a graph"
-        )
-        tokens = sum(each for _, each in arrivals)
-        least_s = self._peaks.least_s(2.0 * weights(self.runner.model) * tokens, 0)
-        yield Row(
-            f"{what}: tokens", f"prompts by {ROOFLINE}", computed / wall_s, tokens / least_s, "tokens/s", note=note
-        )
-        device_s = sum(each.device_s for each in self.runner.launches)
-        launch_s = sum(each.host_s for each in self.runner.launches)
-        yield Row(f"{what}: on the device", "the wall", device_s, wall_s, "s")
-        yield Row(f"{what}: launches on the host", "the wall", launch_s, wall_s, "s")
-        yield Row(f"{what}: first token, median", "19 of 20", median(first_s), _late(first_s), "s")
-        yield Row(f"{what}: between two tokens, median", "19 of 20", median(between_s), _late(between_s), "s")
-
 
 def language_model(whole: Any) -> LanguageModel:
     """The engine's model with the weights of transformers', of which it keeps copies only where it rearranges them."""
@@ -261,8 +211,3 @@ def language_model(whole: Any) -> LanguageModel:
         lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
     fill(lm_head, whole.lm_head.state_dict(), "")
     return assemble(config, text, lm_head, embed_levels=0)
-
-
-def _late(values: Sequence[float]) -> float:
-    """The value that 19 of 20 are at most."""
-    return quantiles(values, n=20)[-1] if len(values) > 1 else values[0]

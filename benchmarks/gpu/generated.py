@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from benchmarks.engine.contenders import Clock
 from benchmarks.gpu.device import wait
+from benchmarks.timing import Clock
 
 
 @dataclass(frozen=True, slots=True)

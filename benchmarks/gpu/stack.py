@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.clips import RATE, another_file, clip
-from benchmarks.engine.contenders import Clock
 from benchmarks.gpu.call import GENERATE, Call, Part
 from benchmarks.gpu.device import give_back, wait
 from benchmarks.table import Row
-from benchmarks.timing import Summary, Timed
+from benchmarks.timing import Clock, Summary, Timed
 from gridsieve.bench.backend import Backend, GrpcBackend
 from gridsieve.bench.load import Extent, closed_loop
 from gridsieve.bench.measure import Record, timed

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from traceback import extract_tb
 from typing import TypeVar
 
-import torch
-
-from benchmarks.engine.questions import Question, submit
 from benchmarks.gpu.device import Moment, wait
+from benchmarks.prompts import submit
 from gridsieve.common.contract.errors import GridsieveError
+from gridsieve.common.contract.plan import PromptPlan
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.engine.stats import Step
 from gridsieve.services.generation.memory.blocks import BlockAllocator
@@ -45,17 +42,12 @@ class Launch:
 
 
 class TimedRunner(Runner):
-    """Notes its launches, of forwards and of sampling.
-
-    watch: what each of them runs in. failures: of launches, with the line of each.
-    """
+    """Notes its launches, of forwards and of sampling."""
 
     def __init__(self, model: LanguageModel, blocks: int) -> None:
         super().__init__(model, blocks, BLOCK_TOKENS)
         self.blocks = blocks
         self.launches: list[Launch] = []
-        self.failures: list[str] = []
-        self.watch: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def launch(self, chunks: Sequence[Chunk], before: SampledStep | None = None) -> LaunchedStep:
         launched = self.timed(lambda: super(TimedRunner, self).launch(chunks, before))
@@ -65,13 +57,7 @@ class TimedRunner(Runner):
 
     def timed(self, work: Callable[[], T]) -> T:
         began, start_s = Moment(self.model.device), time.perf_counter()
-        try:
-            with self.watch():
-                done = work()
-        except RuntimeError as error:
-            frames = [each for each in extract_tb(error.__traceback__) if "site-packages" not in each.filename]
-            self.failures.append(f"{error}, at {frames[-1].filename}:{frames[-1].lineno}")
-            raise
+        done = work()
         self.launches.append(Launch(time.perf_counter() - start_s, began, Moment(self.model.device)))
         return done
 
@@ -142,11 +128,11 @@ class SteppedEngine:
             overlap=overlap,
         )
 
-    def ask(self, question: Question, params: SamplingParams) -> Answer:
+    def ask(self, plan: PromptPlan, params: SamplingParams) -> Answer:
         """Submits a question, with its media, if any, already encoded."""
         answer = Answer()
         self._answers.append(answer)
-        answer.request = submit(self._engine, question, params, None, self.runner.model.dtype, answer)
+        answer.request = submit(self._engine, plan, params, answer)
         return answer
 
     def step(self) -> bool:
@@ -189,13 +175,3 @@ class SteppedEngine:
             idle=max(0.0, 1 - device_s / seconds),
             replayed=sum(each.replayed for each in self.steps) / len(self.steps),
         )
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Raises RuntimeError where the host waits for a CUDA device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

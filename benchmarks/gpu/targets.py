@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.models import QWEN2_5_VL_3B, DeepStack, Layout
-from demo.checkpoint import TINY, Shape
+from demo.checkpoint import TINY
 from gridsieve.common.contract.plan import Grid
 
 
@@ -14,34 +14,22 @@ from gridsieve.common.contract.plan import Grid
 class Target:
     """A model and the sizes to measure it with.
 
-    law: the shape that is compared with float32 on the CPU, over prompts of so many tokens of text and with videos at
-        so many pruning rates, in chunks; answers have law_tokens tokens.
     grids: videos for the tower. budgets: tokens of the largest forwards that graphs are captured for.
-    hop_tokens: whose embeddings go to another process.
     prompts: numbers of tokens to prefill, in each of `chunks`. contexts: of decode steps of each of `sequences`.
     steps: that decode, measured of each kind.
-    requests_per_s: arrivals, for arrivals_s seconds each.
     clients: of the whole stack, which ask about clips of clip_s seconds.
     side: of the square matrices whose product measures peak arithmetic.
     blocks: of the engine's KV cache on the CPU; on CUDA it fills the memory.
     """
 
     layout: Layout
-    law: Shape
-    law_prompts: tuple[int, ...]
-    law_rates: tuple[float, ...]
-    law_chunk: int
-    law_tokens: int
     grids: tuple[Grid, ...]
     budgets: tuple[int, ...]
-    hop_tokens: int
     prompts: tuple[int, ...]
     chunks: tuple[int, ...]
     steps: int
     sequences: tuple[int, ...]
     contexts: tuple[int, ...]
-    requests_per_s: tuple[float, ...]
-    arrivals_s: float
     clients: tuple[int, ...]
     clip_s: int
     side: int
@@ -63,22 +51,13 @@ _QWEN2_5_VL_7B_SHAPE = replace(
 )
 _QWEN2_5_VL_7B = Target(
     Layout(_QWEN2_5_VL_7B_SHAPE, vocabulary=152_064),
-    # Its layers with a smaller product inside, which the CPU computes in float32.
-    law=replace(_QWEN2_5_VL_7B_SHAPE, layers=2, intermediate=4096, tower_depth=2, full_attention_blocks=(1,)),
-    law_prompts=(1, 5, 16, 17, 100, 255, 256, 600),
-    law_rates=(0.0, 0.75),
-    law_chunk=256,
-    law_tokens=24,
     grids=(Grid(16, 24, 30), Grid(8, 8, 8), Grid(6, 9, 11)),
     budgets=(2048, 16384),
-    hop_tokens=10_000,
     prompts=(2048, 4096, 8192, 16384, 32768),
     chunks=(2048, 8192),
     steps=32,
     sequences=(1, 4, 16, 64, 128, 256),
     contexts=(1024, 8192),
-    requests_per_s=(2, 8),
-    arrivals_s=20,
     clients=(1, 8, 64),
     clip_s=16,
     side=8192,
@@ -114,21 +93,13 @@ _QWEN3_VL_8B = replace(
 # To try the benchmark itself, on any processor.
 _TINY = Target(
     Layout(replace(TINY, context_tokens=4096)),
-    law=replace(TINY, layers=2),
-    law_prompts=(1, 17, 40),
-    law_rates=(0.9,),
-    law_chunk=32,
-    law_tokens=8,
     grids=(Grid(2, 4, 4), Grid(2, 3, 5)),
     budgets=(32,),
-    hop_tokens=100,
     prompts=(64, 256),
     chunks=(64,),
     steps=4,
     sequences=(1, 4),
     contexts=(32,),
-    requests_per_s=(20,),
-    arrivals_s=0.2,
     clients=(1, 4),
     clip_s=2,
     side=256,
@@ -140,17 +111,4 @@ TARGETS: Mapping[str, Target] = {
     "qwen2.5-vl-7b": _QWEN2_5_VL_7B,
     "qwen3-vl-8b": _QWEN3_VL_8B,
     "tiny": _TINY,
-    "tiny-qwen3-vl": replace(
-        _TINY,
-        layout=Layout(
-            replace(
-                _TINY.layout.shape,
-                mrope_section=(4, 2, 2),
-                min_pixels=4 * 64 * 64,
-                max_pixels=8 * 128 * 128,
-                patch_px=16,
-            ),
-            deepstack=DeepStack((0, 1), place_count=36, head_dim=16),
-        ),
-    ),
 }

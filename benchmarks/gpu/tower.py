@@ -1,4 +1,4 @@
-"""The tower on a device, and the way of its embeddings to generation in one host.
+"""The tower on a device.
 
 The checkpoint has the published tower and a language model of one small layer. Frames are on the device.
 """
@@ -18,26 +18,23 @@ from torch import Tensor
 
 from benchmarks.gpu.call import ROOFLINE, Call, Part, longest_kernels
 from benchmarks.gpu.device import seconds
-from benchmarks.media.handover import embeds_handover
 from benchmarks.table import Row
 from gridsieve.common.checkpoint import Checkpoint
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import AFTER_TOWER, EVS, NONE, Pruning
-from gridsieve.services.compute.transfers import Readback, to_device
 from gridsieve.services.encoder.pruning.methods import keep_tokens
 from gridsieve.services.encoder.settings import EncoderSettings
 from gridsieve.services.encoder.startup.build import compile_tower
 from gridsieve.services.encoder.tower import graphs
-from gridsieve.services.encoder.tower.attention import attend_by_length, find_attention
-from gridsieve.services.encoder.tower.graphs import bucket_ranges, with_graphs
+from gridsieve.services.encoder.tower.graphs import with_graphs
 from gridsieve.services.encoder.tower.loading import load_tower
-from gridsieve.services.encoder.tower.tower import ModelForward, Tower
+from gridsieve.services.encoder.tower.tower import Tower
 
 RATE = 0.75
 BATCH_TOKENS: int = EncoderSettings.model_fields["batch_tokens"].default
-REPEATS, HOP_ROUNDS = 8, 1
+REPEATS = 8
 # Time that each may need at most.
-GRAPHS_S, FORWARDS_S, ATTENTION_S, HOP_S = 60, 20, 10, 60
+GRAPHS_S, FORWARDS_S = 60, 20
 
 
 def parts(call: Call) -> dict[str, Part]:
@@ -45,10 +42,8 @@ def parts(call: Call) -> dict[str, Part]:
     measured = DrawnTower(call)
     return {
         "graphs": measured.graphs,
-        "longest": measured.longest,
         "forwards": measured.forwards,
         "kernels": measured.kernels,
-        "hop": measured.hop,
         "pruning": measured.pruning,
     }
 
@@ -85,35 +80,6 @@ class DrawnTower:
                 what = f"{_name(grid)} by graphs of up to {budget} tokens"
                 yield Row(what, "the same without graphs", replayed_s, eager_s, "s", note=note)
 
-    def longest(self) -> Iterator[Row]:
-        """Attention of one layer over the first video's slices in a graph's bucket, told how long a slice may be, or
-        only how long the bucket is."""
-        shape, grid = self._target.layout.shape, self._target.grids[0]
-        heads, head_dim = shape.tower_heads, shape.tower_hidden // shape.tower_heads
-        attend = find_attention("auto", self._device, self._call.dtype, heads, head_dim)
-        if attend is None:
-            self._call.skip("attention told the longest slice", "no variable-length kernel works here")
-            return
-        at = torch.device("cpu") if attend is attend_by_length else self._device
-        for budget in self._target.budgets:
-            forward = self._tower.forward
-            assert isinstance(forward, ModelForward)
-            bucket = bucket_ranges(forward.shape, budget)[-1][-1]
-            patches, most = shape.merge**2 * budget, shape.merge**2 * bucket.longest
-            what = f"attention in a bucket of {budget} tokens, told slices of up to {most} patches"
-            if not self._call.fits(what, ATTENTION_S):
-                continue
-            lengths = [shape.merge**2 * grid.slice_tokens] * min(grid.t, budget // grid.slice_tokens, bucket.slices)
-            empty = [0] * (bucket.slices - len(lengths))  # slices that the bucket has room for
-            ends = torch.tensor([0, *lengths, *empty], device=at).cumsum(0, dtype=torch.int32)
-            query, key, value = torch.randn(
-                patches, 3, heads, head_dim, device=self._device, dtype=self._call.dtype
-            ).unbind(1)
-            bounded_s, unbounded_s = (
-                self._median(partial(attend, query, key, value, ends, ends, each, each)) for each in (most, patches)
-            )
-            yield Row(what, f"told up to {patches}", bounded_s, unbounded_s, "s")
-
     def forwards(self) -> Iterator[Row]:
         """Tokens/s as in the service, against the roofline."""
         if not self._call.fits("forwards", GRAPHS_S):
@@ -134,26 +100,6 @@ class DrawnTower:
             grid = self._target.grids[0]
             work = partial(_encode, self._tower, self._slices(grid), grid, BATCH_TOKENS)
             yield from longest_kernels(_name(grid), work, self._device, REPEATS // 2)
-
-    def hop(self) -> Iterator[Row]:
-        """The first video's embeddings: checked, copied to the host, sent to another process, copied to the device."""
-        if not self._call.fits("the way to generation", HOP_S):
-            return
-        grid = self._target.grids[0]
-        slices = self._slices(grid)
-        embeds = _encode(self._as_served, slices, grid, BATCH_TOKENS)
-        tower_s = self._median(partial(_encode, self._as_served, slices, grid, BATCH_TOKENS))
-        there = embeds.cpu()
-        what = f"{embeds.nbytes / 2**20:.4g} MiB of embeddings"
-        steps: dict[str, Callable[[], object]] = {
-            "found finite on the device": lambda: bool(embeds.isfinite().all()),
-            "copied to the host": lambda: Readback(embeds).wait(),
-            "found finite on the host": lambda: bool(there.isfinite().all()),
-            "copied to the device": lambda: to_device(there, self._device),
-        }
-        for name, step in steps.items():
-            yield Row(f"{what} {name}", "the tower", self._median(step), tower_s, "s")
-        yield from embeds_handover(HOP_ROUNDS, self._target.hop_tokens)
 
     def pruning(self) -> Iterator[Row]:
         """Scoring, selecting and gathering at rate 0.75 by each method against the tower's forwards, per token."""

@@ -10,34 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.media.films import films
-from benchmarks.media.handover import handover
-from benchmarks.media.hop import hop
 from benchmarks.media.inline import inline
-from benchmarks.media.memory import memory
-from benchmarks.media.overlap import overlap
 from benchmarks.media.pruning import pruning
 from benchmarks.media.second_question import second_question
-from benchmarks.media.seeking import seeking
 from benchmarks.media.segments import segments
-from benchmarks.media.sharing import sharing
 from benchmarks.media.tensors import tensors
-from benchmarks.media.throughput import throughput
 from benchmarks.report import Measurement, run
 
 MEASUREMENTS: Mapping[str, Measurement] = {
     "tensors": tensors,
-    "seeking": seeking,
     "segments": segments,
-    "throughput": throughput,
-    "sharing": sharing,
-    "overlap": overlap,
     "second-question": second_question,
-    "hop": hop,
-    "handover": handover,
     "inline": inline,
     "pruning": pruning,
     "films": films,
-    "memory": memory,
 }
 
 if __name__ == "__main__":

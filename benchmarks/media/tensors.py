@@ -1,8 +1,7 @@
 """From decoded frames to the tower's input: our uint8 slices against transformers' float patches.
 
 Ours is preprocessing's work: it resizes each frame into its slice and sends the slice. Theirs is what
-Qwen2VLVideoProcessor of transformers 5.24 does on a CPU, with the same operations but without torchvision. Splitting
-uint8 frames into patches is the encoder's work and has its own row.
+Qwen2VLVideoProcessor of transformers 5.24 does on a CPU, with the same operations but without torchvision.
 """
 
 from __future__ import annotations
@@ -19,11 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.clips import clip, pictures
+from benchmarks.clips import pictures
 from benchmarks.table import Row, Timings
-from gridsieve.services.preprocessing.sources.source import bytes_source
-from gridsieve.services.preprocessing.video.decode import decode_frames
-from gridsieve.services.preprocessing.video.packets import read_packets
 from gridsieve.services.preprocessing.video.resize import PixelBudget, resize_into, smart_resize
 
 FRAMES, HEIGHT_PX, WIDTH_PX = 32, 720, 1280
@@ -42,16 +38,6 @@ def ours(frames: NDArray[np.uint8]) -> list[Any]:
             resize_into(frame, row)
         slices.append(pixels)
     return slices
-
-
-def ours_in_patches(frames: NDArray[np.uint8]) -> list[Any]:
-    """One uint8 (patches, values) per slice: the input of the encoder's tower."""
-    import torch
-
-    from gridsieve.services.encoder.tower.patches import PatchShape, patchify
-
-    shape = PatchShape(PATCH_PX, MERGE, TEMPORAL_PATCH)
-    return [patchify(torch.from_numpy(pixels), shape) for pixels in ours(frames)]
 
 
 def theirs(frames: NDArray[np.uint8]) -> list[Any]:
@@ -73,41 +59,29 @@ def theirs(frames: NDArray[np.uint8]) -> list[Any]:
 
 CONTENDERS: Mapping[str, Callable[[NDArray[np.uint8]], list[Any]]] = {
     "ours": ours,
-    "ours in patches": ours_in_patches,
     "transformers": theirs,
 }
 
 
 def tensors(rounds: int) -> list[Row]:
-    """Time, bytes and peak memory after decoding, and the time of decoding itself."""
+    """Time and peak memory after decoding."""
     frames = np.stack(list(pictures(FRAMES, HEIGHT_PX, WIDTH_PX)))
-    data = clip(FRAMES, HEIGHT_PX, WIDTH_PX, FRAMES)
-    timings, size_bytes = Timings(), {}
+    timings, peak_bytes = Timings(), Timings()
     for number in range(rounds + 1):
         for name, contender in CONTENDERS.items():
             start = time.perf_counter()
             made = contender(frames)
             if number:  # the first fills caches
                 timings.add(name, time.perf_counter() - start)
-            size_bytes[name] = sum(each.nbytes for each in made)
             del made
-        start = time.perf_counter()
-        source = bytes_source("clip", data)
-        for _ in decode_frames(source, read_packets(source), range(FRAMES)):
-            pass
-        timings.add("decoding", time.perf_counter() - start)
-    peak_bytes = Timings()
     for _ in range(min(rounds, 5)):
-        for name in ("ours", "transformers"):
+        for name in CONTENDERS:
             peak_bytes.add(name, _peak_bytes_of(name))
     what = f"{FRAMES} frames of {WIDTH_PX}×{HEIGHT_PX} to {SENT_PX[1]}×{SENT_PX[0]}"
-    other, theirs_s = "transformers", timings.median("transformers")
+    other = "transformers"
     return [
-        Row(f"{what}: time", other, timings.median("ours"), theirs_s, "s", at_most=0.4),
-        Row("the same, cut into patches in the encoder", other, timings.median("ours in patches"), theirs_s, "s"),
-        Row(f"{what}: bytes", other, size_bytes["ours"], size_bytes[other], "bytes", at_most=0.26),
+        Row(f"{what}: time", other, timings.median("ours"), timings.median(other), "s", at_most=0.4),
         Row(f"{what}: peak memory", other, peak_bytes.median("ours"), peak_bytes.median(other), "bytes", at_most=1 / 3),
-        Row("decoding them, beside resizing them", "ours", timings.median("decoding"), timings.median("ours"), "s"),
     ]
 
 

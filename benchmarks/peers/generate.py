@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from benchmarks.engine.contenders import Clock
-from benchmarks.timing import Timed
+from benchmarks.timing import Clock, Timed
 from gridsieve.common.checkpoint import Checkpoint
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from benchmarks.clips import another_file, another_path, clip
-from benchmarks.engine.operations import decode_operations, prefill_operations
+from benchmarks.gpu.operations import decode_operations, prefill_operations
 from benchmarks.processes import cpu_s, resident_bytes, tree
 from benchmarks.table import Row, table
 from demo.checkpoint import TINY, make_config, make_tokenizer, write_checkpoint

@@ -48,9 +48,11 @@ def models(family: str, tmp_path_factory: pytest.TempPathFactory) -> Models:
     return load_models(family, tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [3, 64])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+# Each pair of the three comes once.
+@pytest.mark.parametrize(
+    ("dtype", "chunk_tokens", "graphs"),
+    [(torch.float32, 3, False), (torch.float32, 64, True), (torch.bfloat16, 3, True), (torch.bfloat16, 64, False)],
+)
 def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_tokens: int, graphs: bool) -> None:
     model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
     engine = TinyEngine(model, max_num_batched_tokens=chunk_tokens, overlap=True)
@@ -68,11 +70,10 @@ def test_the_law_holds(models: Models, family: str, dtype: torch.dtype, chunk_to
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_no_step_synchronises_with_the_device(
-    models: Models, family: str, dtype: torch.dtype, graphs: bool, monkeypatch: pytest.MonkeyPatch
+    models: Models, family: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_language_model(Checkpoint(models.folder), dtype, CUDA)
+    model = load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA)
     engine = TinyEngine(model, max_num_batched_tokens=16, overlap=True)
     if graphs:
         read_in_place(engine.runner)
@@ -126,6 +127,7 @@ def test_the_kernels_find_the_floors_of_a_ranking(rows: int) -> None:
         assert floor == ranked[held >= top_ps[row] * held[-1]][0]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"], indirect=True)  # the latter has recurrent states
 def test_five_hundred_requests_do_not_grow_memory(models: Models, family: str) -> None:
     engine = TinyEngine(
         load_language_model(Checkpoint(models.folder), torch.bfloat16, CUDA), blocks=256, max_waiting=64

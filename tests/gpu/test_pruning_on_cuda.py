@@ -24,7 +24,7 @@ METHODS = ("evs", "evs_causal", "vidcom2", "vcast", "random")
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("rate", [0.1, 0.75])
 def test_pruning_keeps_the_same_tokens_as_on_the_cpu_without_synchronising(method: str, rate: float) -> None:
     grid, pruning = Grid(9, 6, 7), Pruning(rate, method, seed=3)
     embeds = torch.randn(grid.tokens, 64, generator=torch.Generator().manual_seed(2)).to(CUDA)
@@ -50,8 +50,7 @@ def test_ties_go_to_the_earlier_token(method: str, kept: list[int]) -> None:
     assert keep_tokens(torch.ones(24, 8, device=CUDA), Grid(4, 2, 3), Pruning(0.5, method)).tolist() == kept
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_checkpoint: Path, method: str) -> None:
+def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_checkpoint: Path) -> None:
     tower, shape = load_tower(Checkpoint(family_checkpoint), "bfloat16", CUDA), FAMILIES[family]
     if not tower.forward.varlen:  # type: ignore[attr-defined]
         pytest.skip("this torch has no attention for this card that reads the ends of sequences on the device")
@@ -62,22 +61,23 @@ def test_only_the_read_of_kept_rows_waits_for_the_device(family: str, family_che
     assert sides is not None
     slices, grid = [frames.roll(each, 1) for each in range(6)], Grid(6, *sides)
 
-    def begin() -> Readback:
+    def begin(method: str) -> Readback:
         embeds = torch.cat(tower.encode(slices), dim=1)
         kept = keep_tokens(embeds[0], grid, Pruning(0.75, method))
         return Readback(embeds[:, kept.long()], kept)
 
-    with torch.inference_mode():
-        expected = begin().wait()
-        torch.cuda.synchronize()
-        with waits_forbidden():
-            found, kept = begin().wait()
-    assert found.is_pinned()
     count = grid.slice_tokens
-    num_kept = count + 5 * (count // 4) if method == "evs_causal" else 6 * count // 4
-    assert found.shape[1] == len(kept) == num_kept
-    assert torch.equal(kept, expected[1])
-    assert torch.equal(found, expected[0])
+    for method in METHODS:
+        with torch.inference_mode():
+            expected = begin(method).wait()
+            torch.cuda.synchronize()
+            with waits_forbidden():
+                found, kept = begin(method).wait()
+        assert found.is_pinned()
+        num_kept = count + 5 * (count // 4) if method == "evs_causal" else 6 * count // 4
+        assert found.shape[1] == len(kept) == num_kept
+        assert torch.equal(kept, expected[1])
+        assert torch.equal(found, expected[0])
 
 
 def test_a_read_does_not_wait_for_later_work_of_the_device() -> None:

@@ -70,10 +70,10 @@ async def queue(
     assert replaced == []
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def queues(request: pytest.FixtureRequest) -> AsyncIterator[Queues]:
-    """A reading and a decoding queue of one worker each, which a module of STREAMS_ONLY does not start."""
-    async with running_queues(getattr(request.module, "STREAMS_ONLY", False)) as made:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def queues() -> AsyncIterator[Queues]:
+    """Tests leave them idle, with every replaced worker explained."""
+    async with running_queues() as made:
         yield made
 
 
@@ -84,7 +84,7 @@ def tiny_planner(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     return Planner(Checkpoint(tiny_checkpoint), media_root), media_root
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def service(
     tiny_planner: tuple[Planner, Path], tmp_path: Path, queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Service]:
@@ -96,7 +96,7 @@ async def service(
     assert queues.replaced == []
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def stub(service: Service) -> AsyncIterator[Any]:
     async with service.serving() as made:
         yield made

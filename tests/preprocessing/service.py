@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,12 @@ class Queues:
 
 
 @asynccontextmanager
-async def running_queues(streams_only: bool) -> AsyncIterator[Queues]:
-    """streams_only: the workers of the two queues are not started."""
+async def running_queues() -> AsyncIterator[Queues]:
     limits = Limits(stall_s=60, frame_s=1, memory_bytes=2**31, file_bytes=2**30, frames=2**20, length_s=10_000)
     replaced: list[Fault] = []
     reading = JobQueue(1, limits, 2**20, replaced.append)
     decoding = JobQueue(1, limits, INFLIGHT_SLICES * SLICE_BYTES, replaced.append)
-    async with AsyncExitStack() as stack:
-        if not streams_only:
-            await stack.enter_async_context(started(reading, decoding))
+    async with started(reading, decoding):
         yield Queues(reading, decoding, StreamWorkers(2, limits, replaced.append), replaced)
 
 

@@ -40,8 +40,7 @@ from tests.preprocessing.media_server import Resolver, forever, head, policy, re
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-STREAMS_ONLY = True
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FPS = 25
 LIVE = (

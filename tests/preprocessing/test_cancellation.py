@@ -26,7 +26,7 @@ from tests.preprocessing.service import EVERYTHING, Service, prompt_of, sent, se
 from tests.preprocessing.worker_jobs import open_paths, until
 from tests.processes import runs
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CLIP = prompt_of(video(clip(30)))
 

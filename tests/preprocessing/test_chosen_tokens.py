@@ -28,7 +28,7 @@ from tests.preprocessing.preprocessing_media import B_FRAMES, clip, without_pack
 from tests.preprocessing.service import Service, asked, frames_of, plan_of, prompt_of, refused, sent, video
 from tests.preprocessing.test_picture_frames import pictures_of, video_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MIB = 2**20
 SIZE = {"max_pixels": 112 * 112}  # 4 × 4 tokens

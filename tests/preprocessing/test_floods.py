@@ -21,8 +21,7 @@ from tests.preprocessing.service import Service
 from tests.preprocessing.test_cameras import watching
 from tests.preprocessing.test_watch import opened
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-STREAMS_ONLY = True
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MOST_S = 0.01
 # What is received of a source, beside what its worker has taken.

@@ -17,8 +17,7 @@ from tests.preprocessing.media_server import head, ok, serving
 from tests.preprocessing.service import Service, refused
 from tests.preprocessing.test_watch import Watched, all_of, opened
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-STREAMS_ONLY = True
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FPS = 5
 

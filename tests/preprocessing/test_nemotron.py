@@ -189,13 +189,13 @@ def test_where_the_rate_varies_the_text_has_the_time_when_a_frame_is_shown(folde
     assert made.plan.input_ids.tolist() == tokenizer(asking(spelt), add_special_tokens=False)["input_ids"]
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def stub(folder: Path, tmp_path: Path, queues: Queues) -> AsyncIterator[Any]:
     async with Service(Planner(Checkpoint(folder), None), tmp_path, tmp_path, queues).serving() as made:
         yield made
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("handed_over", [False, True])
 async def test_workers_and_messages_carry_frames_unrounded(folder: Path, stub: Any, handed_over: bool) -> None:
     data, photo = clip(30, 30, size=(100, 180)), picture(300, 200)

@@ -160,7 +160,7 @@ def test_content_hashes_differ_where_pictures_their_bounds_or_times_do(tiny_chec
 
 # --- through the service ------------------------------------------------------------------------------------------
 
-service_test = pytest.mark.asyncio(loop_scope="module")
+service_test = pytest.mark.asyncio(loop_scope="session")
 
 
 def video_of(pictures: Sequence[bytes], times_s: Sequence[float], **sampling: Any) -> prompt_pb2.Part:

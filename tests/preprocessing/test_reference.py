@@ -17,7 +17,7 @@ from tests.choice import shown_tokens
 from tests.preprocessing.service import asked, plan_of, prompt_of, refused, sent
 from tests.preprocessing.test_picture_frames import video_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SIDE, GRID = 112, (4, 4)
 THRESHOLD = 0.1

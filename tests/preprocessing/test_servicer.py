@@ -49,7 +49,7 @@ from tests.preprocessing.service import (
 )
 from tests.preprocessing.worker_jobs import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CLIP = clip(30)
 

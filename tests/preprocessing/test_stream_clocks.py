@@ -18,8 +18,7 @@ from tests.preprocessing.preprocessing_media import restamped
 from tests.preprocessing.service import Service
 from tests.preprocessing.test_watch import Watched, all_of, cut, opened
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-STREAMS_ONLY = True
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TICKS_PER_S = 90_000
 PACKET_BYTES = 188

@@ -23,8 +23,7 @@ from tests.preprocessing.service import Service, refused
 from tests.preprocessing.worker_jobs import until
 from tests.processes import children
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-STREAMS_ONLY = True
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STREAMS = {form: media.stream(form) for form in ("fmp4", "mpegts")}
 

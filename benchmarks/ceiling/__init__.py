@@ -1,1 +1,0 @@
-"""The path around a model that takes no time: `python -m benchmarks.ceiling`."""

@@ -1,1 +1,0 @@
-"""The generation engine in this process: `python -m benchmarks.engine`."""
