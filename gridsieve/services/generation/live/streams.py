@@ -114,7 +114,7 @@ class Streams:
         """Watches a source until the session is closed. reopens: whatever ends it, and before its first frame, too."""
         self._source = self._group.create_task(self._watch(url, reopens, source))
 
-    async def add(self, data: bytes, begins: bool) -> None:
+    async def send_clip(self, data: bytes, begins: bool) -> None:
         """Sends a clip to preprocessing. begins: another stream. Raises InvalidRequest for no bytes or too many."""
         if not 1 <= len(data) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"

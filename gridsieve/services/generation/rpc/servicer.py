@@ -93,8 +93,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             structlog.contextvars.bind_contextvars(adapter=adapter.name)
         call = passed_on(context, self._credentials)
         pruning = model.completed(request.pruning)
-        of_media = adapter if adapter and adapter.in_tower else None
-        opening = self._media.open(request.prompt, pruning, clock, of_media, **call)
+        opening = self._media.open(request.prompt, pruning, clock, adapter, **call)
         salt = request.prompt.cache_salt
         del request  # files may be large; the session drops them once all encoded media have arrived
         async with opening as session:

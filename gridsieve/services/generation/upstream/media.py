@@ -92,12 +92,13 @@ class MediaClient:
         """A session that has received its plan. Leaving it cancels the upstream call and releases its bytes.
 
         pruning: a message of its own: a field of the request would keep all of it alive. adapter: with which the
-        media are encoded.
+        media are encoded, if it has a part for the tower.
         timeout, metadata: of the upstream call. first_slice, reference: of the media that are selected, see `Select`.
         replica: calls with the same one prefer the same replica; default: those about the same first media item. files:
         those that the prompt announces by their sizes, in order; the larger ones of other prompts are detached from it.
         Raises InvalidRequest, PromptTooLong if the media exceed the whole buffer, PeerContract, and upstream errors.
         """
+        adapter = adapter if adapter and adapter.in_tower else None
         # Files may be large: only `upstream` keeps them, for as long as it may have to retry.
         if not files:
             prompt, files = detach_files(prompt)
