@@ -9,10 +9,10 @@ from typing import TypeAlias
 from gridsieve.common.telemetry.logs import add_request_stats
 from gridsieve.services.generation.answers.events import Dated
 from gridsieve.services.generation.answers.metrics import (
+    ANSWERS,
     GENERATED_TOKENS,
-    count_answer,
+    INTER_TOKEN_SECONDS,
     count_first_token,
-    count_next_token,
 )
 from gridsieve.services.generation.request.request import (
     Delta,
@@ -106,7 +106,7 @@ class Answers:
                     for text, calls in pieces:
                         if text or calls:
                             yield Said(index, Delta(text, ()), calls)
-                    count_answer(reason)
+                    ANSWERS.labels(reason.value).inc()
                     yield Ended(index, replace(event, reason=reason), self._question.cached_tokens)
                 case Failed():
                     raise event.error
@@ -133,5 +133,5 @@ class Answers:
             count_first_token(self._clock, cached_tokens)
             add_request_stats(cached_prompt_tokens=cached_tokens, first_token_ms=self._clock.first_token_ns // 10**6)
         if index in self._last_token_ns:
-            count_next_token(at_ns - self._last_token_ns[index])
+            INTER_TOKEN_SECONDS.observe((at_ns - self._last_token_ns[index]) * 1e-9)
         self._last_token_ns[index] = at_ns

@@ -149,7 +149,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         task = asyncio.create_task(live.run(requests))
         # Notices a disconnected caller even while a response is being written.
-        context.add_done_callback(lambda _: _cancel(task))  # type: ignore[arg-type]  # the stub's own type is no protocol
+        context.add_done_callback(lambda _: task.cancel())  # type: ignore[arg-type]  # the stub's type is no protocol
         async with aclosing(live.responses.until_done(task)) as made:
             async for response in made:
                 yield response
@@ -195,10 +195,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:
     return {} if use is None else {index: CallReader(use.single) for index in range(answers)}
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 def _request_id(given: str) -> str:

@@ -132,8 +132,8 @@ class ArrivingItem:
         self._progress = reached
         return reached
 
-    def add(self, message: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None = None) -> None:
-        """Adds a piece. received_ns: when it was read, on the clock of `left_ns`. take: see `buffer_for`."""
+    def take_piece(self, message: encoder_pb2.EmbedsChunk, received_ns: int, take: Take | None = None) -> None:
+        """received_ns: when the piece was read, on the clock of `left_ns`. take: see `buffer_for`."""
         if self.complete:
             raise PeerContract(f"item {self._index} was sent twice")
         if self._buffer is None or self._buffer.complete:

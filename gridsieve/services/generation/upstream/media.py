@@ -106,13 +106,21 @@ class MediaClient:
         asked = prunings_of(prompt, pruning, self._usual_method)
         prunings = tuple(replace(each, first_slice=first_slice) for each in asked)
         select = prompt_pb2.Select(first_slice=first_slice, reference=reference, parts=self._in_parts)
+        requests = partial(_encode_requests, prompt, files, pruning, select, adapter)
         with (
             self._encoder_affinity.of(replica or media_key(prompt, files)) as same_encoder,
-            self._encode_call(prompt, files, pruning, select, adapter, timeout, (*metadata, *same_encoder))
+            RetriedCall(
+                self._encoder.Encode,
+                requests,
+                self._encoder_retries,
+                timeout,
+                (*metadata, *same_encoder),
+                self._receiver,
+            )
             if prunings
             else self._preprocess_call(prompt, timeout, metadata) as upstream,
         ):
-            del files
+            del files, requests
             plan = await self._received_plan(upstream, prompt)
             del prompt, pruning
             if upstream.fetched_ns is None:
@@ -149,24 +157,9 @@ class MediaClient:
         """A call that watches a stream, which the URL names, or whose bytes are sent (an empty URL)."""
         return Watch(self._preprocessing.Watch(timeout=timeout, metadata=metadata), fps, url)
 
-    def _encode_call(
-        self,
-        prompt: prompt_pb2.Prompt,
-        files: Sequence[bytes | bytearray],
-        pruning: prompt_pb2.Pruning,
-        select: prompt_pb2.Select,
-        adapter: Adapter | None,
-        timeout: float | None,
-        metadata: Metadata,
-    ) -> RetriedCall:
-        requests = partial(_encode_requests, prompt, files, pruning, select, adapter)
-        retries = self._encoder_retries
-        return RetriedCall(self._encoder.Encode, requests, retries, timeout, metadata, self._receiver)
-
     def _preprocess_call(self, prompt: prompt_pb2.Prompt, timeout: float | None, metadata: Metadata) -> RetriedCall:
         requests = partial(_preprocess_requests, prompt)
-        retries = self._preprocessing_retries
-        return RetriedCall(self._preprocessing.Preprocess, requests, retries, timeout, metadata)
+        return RetriedCall(self._preprocessing.Preprocess, requests, self._preprocessing_retries, timeout, metadata)
 
 
 class MediaSession:
@@ -255,7 +248,7 @@ class MediaSession:
                     event = _selected(arriving, response.progress.media_index).progress(response.progress)
                 case "embeds":
                     item = _selected(arriving, response.embeds.media_index)
-                    item.add(response.embeds, clock.now_ns(), self._upstream.take)
+                    item.take_piece(response.embeds, clock.now_ns(), self._upstream.take)
                     if item.part_complete:
                         event = await asyncio.to_thread(item.finish)
                 case other:
