@@ -30,7 +30,7 @@ from gridsieve.common.security.quotas import ClientQuotas
 from gridsieve.common.serving.guards import guarded_server, listen, serve_metrics
 from gridsieve.common.serving.health import NAME as HEALTH
 from gridsieve.common.serving.health import Health
-from gridsieve.common.serving.interceptors import RequestInterceptor, stage_of
+from gridsieve.common.serving.interceptors import stage_of
 from gridsieve.common.serving.reflection import enable_reflection
 from gridsieve.common.serving.settings import ServiceSettings
 from gridsieve.common.telemetry.metrics import SERVING
@@ -111,8 +111,7 @@ async def serve(
     """
     close_spans = export_spans(stage_of(service))
     quotas = ClientQuotas(settings.max_requests_per_client, settings.max_bytes_per_client, settings.max_requests)
-    requests = RequestInterceptor(quotas, stage_of(service))
-    server = guarded_server(settings, requests, counts_callers)
+    server, requests = guarded_server(settings, quotas, stage_of(service), counts_callers)
     register(server)
     health = Health(("", service, HEALTH), details or {})
     health.add_to(server)
