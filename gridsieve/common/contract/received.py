@@ -32,7 +32,7 @@ async def received_plan(
             raise PeerContract(f"a stream begins with its plan, got {response.WhichOneof('response')}")
         if fetched_ns is None and response.HasField("fetched_ago_s"):
             fetched_ns = from_ago_s(response.fetched_ago_s, monotonic_ns())
-        if (plan := plans.add(response.plan)) is not None:
+        if (plan := plans.take_message(response.plan)) is not None:
             return plan, fetched_ns
     raise PeerContract("the stream ended before its plan was complete")
 
