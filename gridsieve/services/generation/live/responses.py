@@ -32,7 +32,6 @@ from gridsieve.v1 import generation_pb2
 from gridsieve.v1.generation_pb2 import (
     SNAPSHOTS_ANSWERS,
     SNAPSHOTS_SLICES,
-    SNAPSHOTS_UNSPECIFIED,
     WALL_CLOCK_CAMERA,
     WALL_CLOCK_SERVICE,
     LiveResponse,
@@ -49,9 +48,7 @@ class LiveResponses:
 
     source: Source | None = None
 
-    def __init__(
-        self, session: Session, tokenizer: Tokenizer, snapshots: generation_pb2.Snapshots = SNAPSHOTS_UNSPECIFIED
-    ) -> None:
+    def __init__(self, session: Session, tokenizer: Tokenizer, snapshots: generation_pb2.Snapshots) -> None:
         self.queue: ResponseQueue[LiveResponse] = ResponseQueue(None)
         self.usage = generation_pb2.LiveUsage()
         self._session, self._tokenizer, self._snapshots = session, tokenizer, snapshots
