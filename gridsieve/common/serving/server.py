@@ -132,7 +132,8 @@ async def serve(
     )
     reporting = asyncio.create_task(_report_health(health, well, reaches))
     watching = asyncio.create_task(_end_on_late_steps(health, step)) if step else None
-    await _either(stopping, broken or asyncio.Event())
+    ends = [asyncio.create_task(event.wait()) for event in (stopping, broken or asyncio.Event())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", grace_s=settings.drain_s)
     reporting.cancel()
     SERVING.set(0)
@@ -149,16 +150,6 @@ async def serve(
     if broken is not None and broken.is_set():
         return ExitStatus.FAILED
     return ExitStatus.CUT_OFF if cut_off else ExitStatus.FINISHED
-
-
-async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
-    """Returns once one of them is set."""
-    waits = [asyncio.create_task(event.wait()) for event in (one, other)]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
 
 
 async def _report_health(health: Health, well: Callable[[], bool], reaches: Callable[[], bool]) -> None:
