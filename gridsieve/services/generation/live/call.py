@@ -138,7 +138,7 @@ class LiveCall:
         return not (self._waiting or self._serving or self._ended_by)
 
     def keep_less(self) -> bool:
-        return self._writer.keep_less()
+        return self._writer.window.keep_less()
 
     def give_up_pictures(self) -> None:
         self._writer.give_up_pictures()

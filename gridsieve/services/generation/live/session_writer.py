@@ -42,7 +42,7 @@ class _Resized(SessionFull):
 
 class SessionWriter:
     """responses: says what happens. inbox: of the running event loop. options: makes the arguments of an upstream call
-    that begins now: what time is left, and metadata.
+    that begins now: what time is left, and metadata. window: what it begins again with.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SessionWriter:
         self._media, self._model, self._options = media, model, options
         self._segments = Segments(session, wanted.live, wanted.adapter, responses, engine, model, inbox)
         self._turn = Turn(session)
-        self._window = Window(session, wanted.window_s, wanted.live.recurrent)
+        self.window = Window(session, wanted.window_s, wanted.live.recurrent)
 
     async def write(self, work: FramePair | Ask) -> float:
         """Adds a slice, or answers a question. Returns the share of the slice's tokens that changed.
@@ -75,7 +75,7 @@ class SessionWriter:
         except _Resized:
             staying: Sequence[Numbered] = ()
         except SessionFull:
-            staying = self._window.staying(work if isinstance(work, FramePair) else None)
+            staying = self.window.staying(work if isinstance(work, FramePair) else None)
         try:
             await self._begin_again(staying)
             return await self._write(work)
@@ -83,13 +83,9 @@ class SessionWriter:
             await self._begin_again(())
             return await self._write(work)
 
-    def keep_less(self) -> bool:
-        """Forgets the oldest slice of those to begin again with. Returns whether there was one."""
-        return self._window.keep_less()
-
     def give_up_pictures(self) -> None:
         """Forgets all pictures. Only while nothing is added. Without a reference the next slice is taken whole."""
-        while self.keep_less():
+        while self.window.keep_less():
             pass
         self._turn.give_up_pictures()
 
@@ -109,7 +105,7 @@ class SessionWriter:
         await self._responses.put_evicted(held - len(rows), session.held - sum(rows.values()))
         session.forget()
         self._turn.begin_again()
-        self._window.clear()
+        self.window.clear()
         await self._responses.put_restarted(len(repeated))
         lost, stayed = set[int](), set[int]()  # several slices of text alone may be of one segment
         for number, shown in repeated:
@@ -191,30 +187,30 @@ class SessionWriter:
             await self._append_slice(pair, cut, whole=False, again=again)
             return
         self._turn.stand_still(pair)
-        await self._evict(0, self._window.oldest_beside(pair))
+        await self._evict(0, self.window.oldest_beside(pair))
         if not again:
             await self._responses.put_slice(pair, cut.grid, cut.kept)
 
     async def _append_slice(self, pair: FramePair, cut: SliceSegment, whole: bool, again: bool) -> None:
         session, turn, segment = self._session, self._turn, cut.segment
         if not session.held:
-            self._window.opening = segment.ids.size - cut.kept.size
-        self._window.check_fits(cut.grid.tokens)
-        await self._evict(segment.ids.size, self._window.oldest_beside(pair))
+            self.window.opening = segment.ids.size - cut.kept.size
+        self.window.check_fits(cut.grid.tokens)
+        await self._evict(segment.ids.size, self.window.oldest_beside(pair))
         number = session.count
         if segment.ids.size:
             if segment.runs or self._wanted.live.recurrent or len(turn.texts) == MAX_TEXTS:
                 await self._compute(segment)
             else:
                 turn.texts.append(segment)
-            self._window.remember(number, pair)
+            self.window.remember(number, pair)
         turn.append(pair, cut, number, whole)
         if not again:
             await self._responses.put_slice(pair, cut.grid, cut.kept)
 
     def _resized(self, grid: Grid) -> _Resized:
         """What to raise before a slice of another grid. Raises PromptTooLong if it could never be added."""
-        self._window.check_fits(grid.slice_tokens)
+        self.window.check_fits(grid.slice_tokens)
         return _Resized("the session's frames have another size")
 
     # --- questions ---------------------------------------------------------------------------------------------
@@ -248,7 +244,7 @@ class SessionWriter:
         answer = await self._segments.answer(ask, segment.after(self._turn.texts), params, clock)
         if session.count > number:
             self._turn.begin()
-            self._window.remember(number, Answered(ask.texts, answer.text))
+            self.window.remember(number, Answered(ask.texts, answer.text))
         await self._responses.finish(ask.id, answer)
 
     async def _repeat_question(self, told: Answered) -> None:
@@ -258,7 +254,7 @@ class SessionWriter:
         self._turn.settle(plan)
         segment = live_cuts.told(plan, self._session, self._model.defaults.eos_ids)
         await self._evict(max(0, segment.ids.size - self._session.answer_tokens))
-        self._window.remember(self._session.count, told)
+        self.window.remember(self._session.count, told)
         await self._compute(segment)
         self._turn.begin()
 

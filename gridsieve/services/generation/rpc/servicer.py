@@ -30,6 +30,7 @@ from gridsieve.services.generation.live.call import LiveCall
 from gridsieve.services.generation.live.sessions import LiveSessions
 from gridsieve.services.generation.live.source_metrics import Sources
 from gridsieve.services.generation.request.encoded_media import MediaItem
+from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.request.request import Request
 from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
@@ -102,7 +103,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             usage = usage_message(plan, prunings, num_kept)
             first, *others = wanted.resolve(model.defaults, answer_tokens, grammar, bad_words)
             events = Events(self._inbox, 1 + len(others))
-            prompt, listener = model.pruned(plan, num_kept, session.bounded), events.listener
+            prompt = PrunedPrompt(plan, num_kept, model.defaults.vocab_size, bounded=session.bounded)
+            listener = events.listener
             finder = model.stop_finder(first)
             question = Request(request_id, prompt, session.media_keys, first, finder, listener(0), adapter, salt)
             for index, each in enumerate(others, 1):
