@@ -23,7 +23,7 @@ from gridsieve.services.generation.request.request import (
     Request,
 )
 from gridsieve.services.generation.sampling.detokenizer import Detokenizer, Tokenizer
-from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader
+from gridsieve.services.generation.sampling.tool_calls import CallDelta, CallReader, ToolUse
 from gridsieve.services.generation.stage_clock import Stage, StageClock
 from gridsieve.services.generation.upstream.arriving_item import Progress
 
@@ -53,19 +53,14 @@ class Answers:
     """The answers of one request.
 
     answers: their number. It is not read from `question`, whose list of siblings the engine empties when they start.
-    readers: for each answer, of its tool calls; empty if answers cannot call tools.
+    tools: those that answers may call; None: they cannot call any.
     """
 
     def __init__(
-        self,
-        question: Request,
-        answers: int,
-        clock: StageClock,
-        tokenizer: Tokenizer,
-        readers: Mapping[int, CallReader],
+        self, question: Request, answers: int, clock: StageClock, tokenizer: Tokenizer, tools: ToolUse | None = None
     ) -> None:
         self._question = question
-        self._readers = readers
+        self._readers = {index: CallReader(tools.single) for index in range(answers)} if tools else {}
         self._clock = clock
         self._unfinished = answers
         stops = bool(question.sampling.stop)

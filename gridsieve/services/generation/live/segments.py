@@ -10,11 +10,12 @@ from gridsieve.services.generation.answers.events import Events, Inbox
 from gridsieve.services.generation.answers.text import Answers, Ended, Said
 from gridsieve.services.generation.engine.engine import Engine
 from gridsieve.services.generation.live.ask import Answer, Ask
+from gridsieve.services.generation.live.options import Options
 from gridsieve.services.generation.live.responses import LiveResponses
-from gridsieve.services.generation.request.request import Adapter, Failed, Finished, Request
+from gridsieve.services.generation.request.request import Failed, Finished, Request
 from gridsieve.services.generation.request.session import Segment, Session
 from gridsieve.services.generation.sampling.sampler import SamplingParams
-from gridsieve.services.generation.served_model import LiveModel, ServedModel
+from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import StageClock
 
 
@@ -35,15 +36,14 @@ class Segments:
 
     def __init__(
         self,
+        wanted: Options,
         session: Session,
-        live: LiveModel,
-        adapter: Adapter | None,
         responses: LiveResponses,
         engine: Engine,
         model: ServedModel,
         inbox: Inbox,
     ) -> None:
-        self._session, self._live, self._adapter, self._responses = session, live, adapter, responses
+        self._wanted, self._session, self._responses = wanted, session, responses
         self._engine, self._model, self._inbox = engine, model, inbox
 
     async def compute(self, segment: Segment) -> None:
@@ -65,7 +65,7 @@ class Segments:
         question, events = self._submit(segment, params)
         add_request_stats(prompt_tokens_full=rows, prompt_tokens=rows)
         try:
-            text, ended = await self._say(ask, Answers(question, 1, clock, self._model.tokenizer, {}), events)
+            text, ended = await self._say(ask, Answers(question, 1, clock, self._model.tokenizer), events)
         except GridsieveError as error:
             raise SegmentFailed(error) from error
         if ended is None:
@@ -96,7 +96,7 @@ class Segments:
     def _submit(self, segment: Segment, params: SamplingParams) -> tuple[Request, Events]:
         """The request that computes a segment, and its events. Raises SessionFull beyond the model's positions."""
         session, last = self._session, segment.next_position + params.max_new_tokens
-        if last > (trained := self._live.positions):
+        if last > (trained := self._wanted.live.positions):
             raise SessionFull(
                 f"a window of the session needs position {last}, the model was trained on {trained}",
                 value=last,
@@ -105,8 +105,17 @@ class Segments:
             )
         prompt = session.begin(segment, self._model.input.embed_levels)
         keys = (b"",) * len(prompt.plan.media)  # one item at most: all media rows of the segment
-        number, events, finder = f"{session.id}/{session.count}", Events(self._inbox, 1), self._model.stop_finder(params)
-        request = Request(number, prompt, keys, params, finder, events.listener(0), self._adapter, session=session)
+        events = Events(self._inbox, 1)
+        request = Request(
+            f"{session.id}/{session.count}",
+            prompt,
+            keys,
+            params,
+            self._model.stop_finder(params),
+            events.listener(0),
+            self._wanted.adapter,
+            session=session,
+        )
         request.embeds = [segment.embeds] * len(keys)
         self._engine.submit(request)
         return request, events

@@ -58,7 +58,7 @@ class SessionWriter:
     ) -> None:
         self._wanted, self._session, self._responses = wanted, session, responses
         self._media, self._model, self._options = media, model, options
-        self._segments = Segments(session, wanted.live, wanted.adapter, responses, engine, model, inbox)
+        self._segments = Segments(wanted, session, responses, engine, model, inbox)
         self._turn = Turn(session)
         self.window = Window(session, wanted.window_s, wanted.live.recurrent)
 

@@ -34,7 +34,7 @@ from gridsieve.services.generation.request.pruned_prompt import PrunedPrompt
 from gridsieve.services.generation.request.request import Request
 from gridsieve.services.generation.rpc.messages import method_message, note_item, usage_message
 from gridsieve.services.generation.rpc.metrics import count_prompt
-from gridsieve.services.generation.sampling.tool_calls import CallReader, ToolUse
+from gridsieve.services.generation.sampling.tool_calls import ToolUse
 from gridsieve.services.generation.served_model import ServedModel
 from gridsieve.services.generation.stage_clock import Stage, StageClock, record_stages
 from gridsieve.services.generation.upstream.media import MediaClient, MediaSession
@@ -121,8 +121,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
-                readers = _readers(wanted.tool_use, len(answers))
-                told = Answers(question, len(answers), clock, model.tokenizer, readers)
+                told = Answers(question, len(answers), clock, model.tokenizer, wanted.tool_use)
                 while not told.complete:
                     for part in told.of(await events.next()):
                         yield response_of(part, usage, clock, model.tokenizer)
@@ -193,10 +192,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 self._engine.deliver(question, received)
             else:
                 events.put(received)
-
-
-def _readers(use: ToolUse | None, answers: int) -> dict[int, CallReader]:
-    return {} if use is None else {index: CallReader(use.single) for index in range(answers)}
 
 
 def _request_id(given: str) -> str:
