@@ -135,7 +135,6 @@ def serve_metrics(settings: ServiceSettings) -> None:
         server, _ = start_http_server(settings.metrics_port, _metrics_host(settings), **tls)
     except OSError as error:
         raise StartupError(f"cannot serve metrics on --metrics-port {settings.metrics_port}: {error}") from error
-    server.set_app(_only_metrics(server.get_app()))
     if isinstance(server.socket, ssl.SSLSocket):
         # Handshakes run in the thread of each connection, so that a client that sends nothing blocks no other.
         server.socket.do_handshake_on_connect = False  # type: ignore[attr-defined]
@@ -145,18 +144,6 @@ def serve_metrics(settings: ServiceSettings) -> None:
 
 def _metrics_host(settings: ServiceSettings) -> str:
     return "127.0.0.1" if is_unix(settings.listen) else settings.listen.rpartition(":")[0].strip("[]")
-
-
-def _only_metrics(app: Any) -> Any:
-    """prometheus_client answers every path with the metrics."""
-
-    def answer(environ: Any, start_response: Any) -> Any:
-        if environ["PATH_INFO"].rstrip("/") == "/metrics":
-            return app(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [b"metrics are at /metrics\n"]
-
-    return answer
 
 
 def _log_error(request: Any, client_address: Any) -> None:
