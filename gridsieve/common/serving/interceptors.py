@@ -5,8 +5,8 @@ Layers of a call, from the outside, once its token is known:
 
     _written      writes each response
     guarded       request id, metrics, log line, span; turns an error into a status
-    _drained      refuses and cancels requests while the service drains
-    _answered     counts the requests and bytes of the client, parses them, and calls the servicer's own method
+    _limited      counts the requests and bytes of the client; refuses and cancels requests while the service drains
+    _answered     calls the servicer's own method with parsed requests
 """
 
 from __future__ import annotations
@@ -114,31 +114,33 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             return _elsewhere(self._stage, method)
         if not method.startswith(_OUR_METHODS):
             return handler
-        _, service, name = method.split("/")
-        behaviour = self._answered(handler, name)
+        _, _, name = method.split("/")
         # Every method is served as a stream: gRPC keeps the bytes of a unary request until the call ends.
         return grpc.stream_stream_rpc_method_handler(
-            _written(guarded(self._drained(behaviour, stage_of(service)), method)),
+            _written(guarded(self._limited(handler, name), method)),
             response_serializer=_count_sent(handler.response_serializer, name),
         )
 
-    def _drained(self, behaviour: Behaviour, stage: str) -> Behaviour:
-        async def drained(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
+    def _limited(self, handler: Any, method: str) -> Behaviour:
+        async def limited(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
             if self._draining:
-                raise Unavailable(f"{stage} is draining", stage)
+                raise Unavailable(f"{self._stage} is draining", self._stage)
             task = asyncio.current_task()
             assert task is not None
             self._running.add(task)
             self._idle.clear()
-            too_late = Unavailable(f"{stage} is draining, and its grace period is over", stage)
+            too_late = Unavailable(f"{self._stage} is draining, and its grace period is over", self._stage)
             try:
-                async with aclosing(behaviour(requests, context)) as responses:
-                    async for response in responses:
-                        self._sending.add(task)
-                        yield response
-                        self._sending.discard(task)
-                        if task in self._cut_off:
-                            raise too_late
+                with self._quotas.request(client_of(context)) as charge:
+                    counted = (lambda _: None) if method in _FILMING else charge
+                    requests = _Requests(context, handler.request_deserializer, method, counted)
+                    async with aclosing(await _answered(handler, requests, context)) as responses:
+                        async for response in responses:
+                            self._sending.add(task)
+                            yield response
+                            self._sending.discard(task)
+                            if task in self._cut_off:
+                                raise too_late
             except asyncio.CancelledError:
                 if task not in self._cut_off:
                     raise
@@ -152,30 +154,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 if not self._running:
                     self._idle.set()
 
-        return drained
+        return limited
 
 
-    def _answered(self, handler: Any, method: str) -> Behaviour:
-        """The streaming behaviour of an RpcMethodHandler, whose requests are still bytes."""
-
-        async def answered(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any]:
-            with self._quotas.request(client_of(context)) as charge:
-                counted = (lambda _: None) if method in _FILMING else charge
-                requests = _Requests(context, handler.request_deserializer, method, counted)
-                if handler.request_streaming:
-                    answering = handler.stream_stream(requests, context)
-                else:
-                    request = await anext(requests, None)
-                    if request is None:
-                        await asyncio.sleep(_CANCELLED_S)
-                        raise InvalidRequest("the call ended before its request arrived")
-                    answering = handler.unary_stream(request, context)
-                    del request
-                async with aclosing(answering) as responses:
-                    async for response in responses:
-                        yield response
-
-        return answered
+async def _answered(handler: Any, requests: _Requests, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The responses of an RpcMethodHandler's own method."""
+    if handler.request_streaming:
+        return handler.stream_stream(requests, context)
+    request = await anext(requests, None)
+    if request is None:
+        await asyncio.sleep(_CANCELLED_S)
+        raise InvalidRequest("the call ended before its request arrived")
+    return handler.unary_stream(request, context)
 
 
 def _without_token(requests: Any, context: Any) -> AsyncGenerator[Any]:
