@@ -10,7 +10,7 @@ from PIL import Image
 
 from gridsieve.common.contract.errors import InvalidRequest
 from gridsieve.services.generation.live.ask import Ask, Trigger, pulled
-from gridsieve.services.generation.live.frames import US_PER_S, Frames, FramePair, Waiting
+from gridsieve.services.generation.live.frames import US_PER_S, FramePair, Frames, Waiting
 from gridsieve.services.generation.live.pictures import snapshot_of
 from gridsieve.services.generation.sampling.params import SamplingRequest
 from gridsieve.services.generation.upstream.watch import ppm_header

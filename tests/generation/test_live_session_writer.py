@@ -12,8 +12,8 @@ import pytest
 from gridsieve.common.contract.errors import MediaRejected
 from gridsieve.common.contract.plan import Grid
 from gridsieve.common.contract.retention import Pruning
-from gridsieve.services.generation.live.session_writer import SessionWriter
 from gridsieve.services.generation.live.frames import US_PER_S, Frame, FramePair
+from gridsieve.services.generation.live.session_writer import SessionWriter
 from gridsieve.services.generation.request.live_cuts import SliceSegment
 from gridsieve.services.generation.request.session import Segment, Session
 from tests.tiny import BLOCK_TOKENS

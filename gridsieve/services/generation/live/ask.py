@@ -50,9 +50,7 @@ class Trigger:
     last: Ask | None = None
 
 
-def pulled(
-    triggers: Sequence[Trigger], time_us: int, changed: float, asked: Sequence[Ask], room: int
-) -> Iterator[Ask]:
+def pulled(triggers: Sequence[Trigger], time_us: int, changed: float, asked: Sequence[Ask], room: int) -> Iterator[Ask]:
     """The questions to ask after a slice, the last one first; the first one is to be asked before the others.
 
     time_us: of the slice. changed: the share of its tokens that did. asked: questions that are not finished: their
