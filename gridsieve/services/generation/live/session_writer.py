@@ -136,7 +136,7 @@ class SessionWriter:
             if not self._turn.seen or error.limit is None or ".pictures[" not in (error.field or ""):
                 raise
         alone = prompts.turn_slice(self._before(), pair, self._wanted.max_pixels)
-        async with self._open(alone, NOTHING_PRUNED, StageClock()) as upstream:
+        async with self._open(alone, NOTHING_PRUNED) as upstream:
             raise self._resized(upstream.plan.media[-1].grid)
 
     async def _encode_slice(self, pair: FramePair, again: bool) -> float:
@@ -154,12 +154,11 @@ class SessionWriter:
         if shown and wanted.threshold is not None:
             # The slice before is there for its place alone, or, if it is whole, to be compared with.
             chosen = {"first_slice": 1, "reference": base.reference}
-        clock = StageClock()
-        async with self._open(prompt, wanted, clock, **chosen) as upstream:
+        async with self._open(prompt, wanted, **chosen) as upstream:
             grid = upstream.plan.media[-1].grid
             if cut and (grid.h, grid.w) != (cut.grid.h, cut.grid.w):
                 raise self._resized(grid)
-            async for received in upstream.receive((0,), clock):
+            async for received in upstream.receive((0,)):
                 if isinstance(received, MediaItem) and received.complete:
                     item = received
             if cut:
@@ -172,12 +171,12 @@ class SessionWriter:
         return 0.0 if whole else cut.kept.size / cut.grid.tokens
 
     def _open(
-        self, announcing: prompts.Announcing, pruning: Pruning, clock: StageClock, **chosen: Any
+        self, announcing: prompts.Announcing, pruning: Pruning, **chosen: Any
     ) -> AbstractAsyncContextManager[MediaSession]:
         """Slices meet the replica that has the ones before them in its caches."""
         prompt, pictures = announcing
-        told = {"files": pictures, "replica": self._session.id, **self._options(), **chosen}
-        return self._media.open(prompt, pruning_message(pruning), clock, self._wanted.adapter, **told)
+        told: dict[str, Any] = {"files": pictures, "replica": self._session.id, **self._options(), **chosen}
+        return self._media.open(prompt, pruning_message(pruning), StageClock(), self._wanted.adapter, **told)
 
     async def _stand_still(self, shown: FramePair, cut: SliceSegment, pair: FramePair, again: bool) -> None:
         """Adds a slice that shows the same files as the last one, after which these keep nothing."""

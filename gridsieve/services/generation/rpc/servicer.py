@@ -117,7 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     note_item(usage, index, encoded.kept, encoded.repaired_frames)
             if not question.wanted_media:
                 clock.skip(Stage.TRANSFER)
-            receiving = asyncio.create_task(self._receive_media(session, clock, question, usage, events))
+            receiving = asyncio.create_task(self._receive_media(session, question, usage, events))
             try:
                 accepted = generation_pb2.Accepted(request_id=request_id, usage=usage)
                 yield GenerateResponse(accepted=accepted)
@@ -164,11 +164,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise InvalidRequest(field="prompt.tools", limit=f"empty: {why}")
 
     async def _receive_media(
-        self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
+        self, session: MediaSession, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """Delivers the media that the cache lacks to the engine, part by part. Errors become events."""
         try:
-            await self._deliver(session, clock, question, usage, events)
+            await self._deliver(session, question, usage, events)
             count_prompt(usage, session.plan.media, session.prunings)
             add_request_stats(
                 media=len(usage.media),
@@ -182,10 +182,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             events.put(error)
 
     async def _deliver(
-        self, session: MediaSession, clock: StageClock, question: Request, usage: generation_pb2.Usage, events: Events
+        self, session: MediaSession, question: Request, usage: generation_pb2.Usage, events: Events
     ) -> None:
         """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
-        async for received in session.receive(question.wanted_media, clock):
+        async for received in session.receive(question.wanted_media):
             if isinstance(received, MediaItem):
                 if received.complete:
                     note_item(usage, received.media_index, received.kept, received.repaired_frames)

@@ -129,7 +129,7 @@ class MediaClient:
                 clock.finish(Stage.FETCH, upstream.fetched_ns)
             clock.finish(Stage.PLAN if prunings else Stage.TRANSFER)
             async with AsyncExitStack() as held:
-                yield MediaSession(plan, prunings, adapter, upstream, self._model, self._media_buffer, held)
+                yield MediaSession(plan, prunings, adapter, upstream, clock, self._model, self._media_buffer, held)
 
     async def plan(
         self, prompt: prompt_pb2.Prompt, timeout: float | None = None, metadata: Metadata = ()
@@ -176,6 +176,7 @@ class MediaSession:
         prunings: tuple[Pruning, ...],
         adapter: Adapter | None,
         upstream: RetriedCall,
+        clock: StageClock,
         model: ModelInput,
         media_buffer: ByteSemaphore,
         held: AsyncExitStack,
@@ -203,7 +204,7 @@ class MediaSession:
                 limit=media_buffer.size_bytes,
                 remedy=advice(plan.media, [Limit(prunings, media_buffer.size_bytes // self._row_bytes)]),
             )
-        self._upstream = upstream
+        self._upstream, self._clock = upstream, clock
         self._model = model
         self._media_buffer = media_buffer
         self._held = held
@@ -212,7 +213,7 @@ class MediaSession:
         """Releases the reserved bytes before the session ends."""
         await self._held.aclose()
 
-    async def receive(self, wanted: Sequence[int], clock: StageClock) -> AsyncIterator[Progress | MediaItem]:
+    async def receive(self, wanted: Sequence[int]) -> AsyncIterator[Progress | MediaItem]:
         """Reserves bytes, selects the wanted items, then yields progress, and each item as it completes or grows.
 
         The session holds the bytes. The progress of an item restarts if its encoder was lost.
@@ -232,7 +233,7 @@ class MediaSession:
             )
             for index in wanted
         }
-        self._note_progress(arriving.values(), clock)
+        self._note_progress(arriving.values())
         while missing := [index for index, item in arriving.items() if not item.complete]:
             try:
                 response = await self._upstream.read()
@@ -248,12 +249,12 @@ class MediaSession:
                     event = _selected(arriving, response.progress.media_index).progress(response.progress)
                 case "embeds":
                     item = _selected(arriving, response.embeds.media_index)
-                    item.take_piece(response.embeds, clock.now_ns(), self._upstream.take)
+                    item.take_piece(response.embeds, self._clock.now_ns(), self._upstream.take)
                     if item.part_complete:
                         event = await asyncio.to_thread(item.finish)
                 case other:
                     raise PeerContract(f"the encoder sent {other}, expected progress or embeds")
-            self._note_progress(arriving.values(), clock)
+            self._note_progress(arriving.values())
             if event:
                 yield event
         self._upstream.succeeded()
@@ -264,17 +265,17 @@ class MediaSession:
             return None
         return 0 if self.prunings[index].first_slice else 1
 
-    def _note_progress(self, arriving: Collection[ArrivingItem], clock: StageClock) -> None:
+    def _note_progress(self, arriving: Collection[ArrivingItem]) -> None:
         """A stage ends when the last item leaves it; a stage that no item passed through is skipped."""
         if arriving and all(item.begun for item in arriving):
             for stage in _STAGES_OF_ITEMS:
                 left_ns = [item.left_ns[stage] for item in arriving if stage in item.left_ns]
                 if left_ns:
-                    clock.finish(stage, max(left_ns))
+                    self._clock.finish(stage, max(left_ns))
                 else:
-                    clock.skip(stage)
+                    self._clock.skip(stage)
         if all(item.complete for item in arriving):
-            clock.finish(Stage.TRANSFER)
+            self._clock.finish(Stage.TRANSFER)
 
 
 async def _encode_requests(
