@@ -106,7 +106,6 @@ class Streams:
         self._source: asyncio.Task[None] | None = None
         self._clips: Watch | None = None  # None: the next clip that begins a stream is waited for
         self._reading: asyncio.Task[None] | None = None
-        self._begun = False
         self._sent_bytes = self._read_bytes = 0
         self._progress = asyncio.Event()
 
@@ -119,9 +118,8 @@ class Streams:
         if not 1 <= len(data) <= MAX_PICTURE_BYTES:
             limit = f"1 to {MAX_PICTURE_BYTES} bytes"
             raise InvalidRequest(field="clip.data", limit=limit, value=f"{len(data)} bytes")
-        if begins or not self._begun:
+        if begins or self._reading is None:
             await self._end_clips()
-            self._begun = True
             self._sent_bytes = self._read_bytes = 0
             self._clips = self._media.watch(self._fps, "", **self._options())
             self._reading = self._group.create_task(self._read_clips(self._clips))

@@ -168,7 +168,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """Delivers the media that the cache lacks to the engine, part by part. Errors become events."""
         try:
-            await self._deliver(session, question, usage, events)
+            async for received in session.receive(question.wanted_media):
+                if isinstance(received, MediaItem):
+                    if received.complete:
+                        note_item(usage, received.media_index, received.kept, received.repaired_frames)
+                    self._engine.deliver(question, received)
+                else:
+                    events.put(received)
+                del received  # the last item's embeddings must not stay until the request ends
             count_prompt(usage, session.plan.media, session.prunings)
             add_request_stats(
                 media=len(usage.media),
@@ -180,18 +187,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await session.release()
         except Exception as error:
             events.put(error)
-
-    async def _deliver(
-        self, session: MediaSession, question: Request, usage: generation_pb2.Usage, events: Events
-    ) -> None:
-        """A function of its own, so that no local variable keeps the last item's embeddings alive afterwards."""
-        async for received in session.receive(question.wanted_media):
-            if isinstance(received, MediaItem):
-                if received.complete:
-                    note_item(usage, received.media_index, received.kept, received.repaired_frames)
-                self._engine.deliver(question, received)
-            else:
-                events.put(received)
 
 
 def _request_id(given: str) -> str:
