@@ -207,12 +207,12 @@ class LiveCall:
             return
         self._enqueue(pair)
 
-    def _see_streamed(self, picture: bytes | bytearray, time_s: float, frame: WatchedFrame) -> None:
+    def _see_streamed(self, frame: WatchedFrame, time_s: float) -> None:
         """Takes a frame of a stream."""
         self._responses.count_frames(frame.replaced + 1)
         if frame.replaced:
             self._responses.count_dropped(frame.replaced, DropReason.LATE)
-        self._see(picture, time_s, frame.filmed_s)
+        self._see(frame.picture, time_s, frame.filmed_s)
 
     def _enqueue(self, pair: FramePair | None) -> None:
         if pair:
