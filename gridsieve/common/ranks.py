@@ -13,6 +13,8 @@ import json
 import os
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,13 +23,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gridsieve.common.process import when_parent_ends
 
+_LENGTH = struct.Struct(">Q")
 _EXIT_S = 5.0
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Ranks:
         for each in self._ranks:
             first = {**facts, "rank": each.number, "ranks": count, "service": os.getpid()}
             with suppress(OSError):  # it has ended already, which `_watch` reports
-                each.connection.send_bytes(json.dumps(first).encode())
+                each.send(json.dumps(first).encode())
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
 
@@ -60,22 +61,18 @@ class Ranks:
     def broadcast(self, message: bytes) -> None:
         """Sends to every rank. Raises OSError if one has ended."""
         for each in self._ranks:
-            each.connection.send_bytes(message)
+            each.send(message)
 
     def send(self, rank: int, message: bytes) -> None:
         """Sends to one rank. Raises OSError if it has ended."""
-        self._ranks[rank - 1].connection.send_bytes(message)
+        self._ranks[rank - 1].send(message)
 
     def receive(self, rank: int, within_s: float | None = None) -> bytes:
-        """Receives the next answer of a rank. Raises OSError if the rank ends, TimeoutError if none has begun after
-        `within_s`."""
-        connection = self._ranks[rank - 1].connection
-        if not connection.poll(within_s):
-            raise TimeoutError(f"rank {rank} has not answered for {within_s} s")
-        try:
-            return connection.recv_bytes()
-        except EOFError:
-            raise ConnectionResetError(f"rank {rank} has ended") from None
+        """Receives the next answer of a rank. Raises OSError if the rank ends, TimeoutError after `within_s`."""
+        received = self._ranks[rank - 1].receive(within_s)
+        if received is None:
+            raise ConnectionResetError(f"rank {rank} has ended")
+        return received
 
     def kill(self) -> None:
         """Kills all ranks. `on_lost` is called as for any other end."""
@@ -86,7 +83,7 @@ class Ranks:
         """Ends all ranks: those that wait for a message end by themselves, the others are killed after 5 s."""
         self._closing = True
         for each in self._ranks:
-            each.connection.close()
+            each.disconnect()
         until = time.monotonic() + _EXIT_S
         for each in self._ranks:
             each.end(until)
@@ -116,7 +113,7 @@ class Orders:
     def __init__(self, descriptor: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        self._connection = Connection(descriptor)
+        self._connection = socket.socket(fileno=descriptor)
         first = self.receive()
         self.facts: dict[str, Any] = {} if first is None else json.loads(first)
         if self.facts:
@@ -124,20 +121,17 @@ class Orders:
 
     def receive(self) -> bytes | None:
         """Waits for the next message; None once the connection is closed."""
-        try:
-            return self._connection.recv_bytes()
-        except EOFError:
-            return None
+        return _receive(self._connection)
 
     def answer(self, message: bytes) -> None:
         """Sends to the service. Raises OSError if it has ended."""
-        self._connection.send_bytes(message)
+        _send(self._connection, message)
 
 
 class _Rank:
     def __init__(self, module: str, number: int) -> None:
         self.number = number
-        self.connection, theirs = Pipe()
+        self._connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603  (the command is fixed)
                 # -P, if the service has it: do not import from the working directory.
@@ -147,6 +141,19 @@ class _Rank:
                 start_new_session=True,  # Ctrl-C in a terminal is for the service only
             )
         self.handle = os.pidfd_open(self.process.pid)
+
+    def send(self, message: bytes) -> None:
+        _send(self._connection, message)
+
+    def receive(self, within_s: float | None) -> bytes | None:
+        self._connection.settimeout(within_s)
+        try:
+            return _receive(self._connection)
+        finally:
+            self._connection.settimeout(None)
+
+    def disconnect(self) -> None:
+        self._connection.close()
 
     def end(self, until: float) -> None:
         """Waits for the end of the process, and kills it at `until`, in seconds of the monotonic clock."""
@@ -174,3 +181,23 @@ def heeding_signals(wait: Callable[[], T]) -> T:
     """Runs a call that blocks outside of Python in another thread, so that this one can handle signals meanwhile."""
     with ThreadPoolExecutor(1) as aside:
         return aside.submit(wait).result()
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """Waits for the next message; None once the connection is closed."""
+    head = _read(connection, _LENGTH.size)
+    return None if head is None else _read(connection, _LENGTH.unpack(head)[0])
+
+
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    data, filled = bytearray(size), 0
+    while filled < size:
+        got = connection.recv_into(memoryview(data)[filled:])
+        if not got:
+            return None
+        filled += got
+    return bytes(data)

@@ -94,7 +94,7 @@ def test_busy_ranks_are_killed_after_one_timeout_for_all(
     ("end", "how"),
     [
         (lambda ranks: os.kill(ranks.pids[1], signal.SIGKILL), "rank 2 of 3 was ended by signal 9"),
-        (lambda ranks: ranks.send(1, b"leave"), "rank 1 of 3 ended with status 7"),
+        (lambda ranks: ranks._ranks[0].send(b"leave"), "rank 1 of 3 ended with status 7"),
     ],
 )
 def test_a_rank_that_ends_unexpectedly_is_reported(
