@@ -34,8 +34,7 @@ from gridsieve.services.generation.model.runner import Runner
 from gridsieve.services.generation.sampling.sampler import SamplingParams, SamplingState, choose
 from gridsieve.services.generation.settings import GenerationSettings
 from gridsieve.services.generation.startup.build import BLOCK_TOKENS, build, fitting_tokens, step_limits
-from gridsieve.services.generation.startup.cache_size import CudaMemory
-from gridsieve.services.generation.startup.cache_size import _SAMPLING
+from gridsieve.services.generation.startup.cache_size import _SAMPLING, CudaMemory
 from tests.drafts import SPECFORGE, write_head
 from tests.generation.distant_device import DistantDevice
 
