@@ -109,7 +109,7 @@ async def read_embeds(method: str, shares: bool, tokens: int, channel: grpc.aio.
     receiver = Receiver()
     item = ArrivingItem(0, plan, tokens, model)
     async for response in stream(channel, method, EncodeResponse.FromString, receiver.address):
-        item.add(response.embeds, time.monotonic_ns(), receiver.take)
+        item.take_piece(response.embeds, time.monotonic_ns(), receiver.take)
     receiver.close()
     await asyncio.to_thread(item.finish)
 
